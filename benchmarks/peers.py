@@ -1,4 +1,4 @@
-"""Training over a thin network: llmtrain's methods next to torch's and torchft's.
+"""Training over a slow network: llmtrain's methods next to torch's and torchft's.
 
     make peers                                                 # all rows; torchft in an environment of its own
     python benchmarks/peers.py                                 # the same without torchft's rows, unless it is installed
@@ -290,7 +290,7 @@ def main() -> None:
     if options.write:
         folder = "peers_real" if options.real else "peers"
         table = markdown(columns, rows, words=2)
-        write_page(RESULTS / folder, "Methods and peers over a thin network", [f"{title}.", table, NOTES])
+        write_page(RESULTS / folder, "Methods and peers over a slow network", [f"{title}.", table, NOTES])
 
 
 def title_of(options: Namespace, torchft: str) -> str:

@@ -2,7 +2,7 @@
 
 `open_trace` starts a recording. A process has at most one; without one, the other functions record nothing.
 A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
-complete step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training stands still for
+complete step), `data`, `gradient` (forward, backward and the optimizer), `exposed` (training waits for
 synchronization), `wait` (the part of `exposed` that waits for the slowest replica), `delay` (injected) and `message`
 (between replicas, in the background). On a GPU, the times are the device's, because the host runs ahead of it.
 """

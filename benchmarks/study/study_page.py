@@ -54,7 +54,7 @@ GAPS = "Gap against the number of rounds"
 SPEEDS = "Speed to the same loss, by network"
 MESSAGES = (0.1, 1.0, 10.0, 100.0)
 """Time of one message in fp32, in steps: the networks of the table of speeds."""
-BY_SEED = "Differences to plain averaging, seed by seed"
+BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
 FIGURE = "losses.png"
@@ -213,7 +213,7 @@ def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
 
 
 def seed_rows(done: Records) -> list[Row]:
-    """Return the differences of each complete cell of the main stage to plain averaging with the same seed."""
+    """Return the differences of each complete cell of the main stage to Local SGD with the same seed."""
     cells = {cell.label: cell for cell in STAGES["main"] if mean_loss(cell, done) is not None}
     if "local_sgd" not in cells:
         return []

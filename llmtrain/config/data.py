@@ -23,9 +23,9 @@ class SiteSection(Section):
     name: FileName
     """Name of the site in metrics and checkpoints. The default is the file name of the source, without its ending."""
     subset: str | None = None
-    """Configuration name of a hub data set; the default is `data.subset`."""
+    """Configuration name of a hub dataset; the default is `data.subset`."""
     split: str = "train"
-    """Split of a hub data set; the default is `data.split`."""
+    """Split of a hub dataset; the default is `data.split`."""
     text_key: str = "text"
     """Column or JSON key that holds the text; the default is `data.text_key`."""
     separator: str | None = "<|endoftext|>"
@@ -64,9 +64,9 @@ class DataSection(Section):
     order: a site, known by its name, goes on where it stopped, also after an absence, and a new one begins. Entries beyond the
     number of replicas are not read."""
     subset: str | None = None
-    """Configuration name of a hub data set (`sample-100BT`)."""
+    """Configuration name of a hub dataset (`sample-100BT`)."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub dataset."""
     text_key: str = "text"
     """Column or JSON key that holds the text."""
     separator: str | None = "<|endoftext|>"
@@ -77,13 +77,13 @@ class DataSection(Section):
     tokenizer_sample_bytes: Count = 10_000_000
     """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
-    """Source of the validation text: a file, a folder, or a split of the hub data set; `null`: held-out documents. Of token
+    """Source of the validation text: a file, a folder, or a split of the hub dataset; `null`: held-out documents. Of token
     files: token files; `null`: those in the folder with `val` in their name, or else the last part of the tokens."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
     `validation` is `null`."""
     max_tokens: Count | None = None
-    """Maximum number of training tokens to prepare, of each text; `null`: whole files, and of a hub data set as much as the run
+    """Maximum number of training tokens to prepare, of each text; `null`: whole files, and of a hub dataset as much as the run
     reads."""
     packing: Literal["packed", "none"] = "packed"
     """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
@@ -93,7 +93,7 @@ class DataSection(Section):
     """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
     `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
     with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
-    there when; only for one text, `packed`. `auto`: `blocks` for a hub data set, `all` for files, without packing, and for
+    there when; only for one text, `packed`. `auto`: `blocks` for a hub dataset, `all` for files, without packing, and for
     mixtures and texts per replica. Later epochs always shuffle all."""
     num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
     """Number of processes that tokenize on a node, beside the one that reads the text, which share its cores; `null`: one for

@@ -223,8 +223,8 @@ class CheckpointSection(Section):
     """Checkpoints of the complete state: their interval and retention."""
 
     every: Count | None = 1000
-    """Steps between checkpoints; `null`: only after the last step. With rounds of seconds, checkpoints are written at the end of
-    a round."""
+    """Steps between checkpoints; `null`: only after the last step. With rounds of seconds, checkpoints are written at
+    exchanges of step counts."""
     keep: Count = 3
     """Number of the newest checkpoints to keep."""
     keep_every: Count | None = None

@@ -191,7 +191,7 @@ class PrimalAverageSection(OuterSection):
 
 
 class PullSection(Section):
-    """PALSGD's pseudo-synchronization: random local steps that pull the parameters towards the anchor instead of computing a
+    """PALSGD's pseudo-synchronization: random local steps that pull the parameters toward the anchor instead of computing a
     gradient. Each replica draws them independently."""
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -269,7 +269,7 @@ class SyncSection(Section):
     """Overlap of messages with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""
     pull: PullSection | None = None
-    """PALSGD's local pull towards the anchor, `{probability, strength, batch}`, or `null`."""
+    """PALSGD's local pull toward the anchor, `{probability, strength, batch}`, or `null`."""
     moments: MomentsSection | None = None
     """DES-LOC's averages of the inner optimizer's moments, `{first, second}`, or `null`: each replica keeps its own."""
     wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)

@@ -99,7 +99,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     if recipe.parallel.engine == "fsdp2" and any(shards > 1 for _, shards in meshes):
         table.add_row("stay gathered", *(_stay_gathered(recipe, size, *mesh) for mesh in meshes))
-    table.add_row("micro-batches a step", *(_accumulation(recipe, replicas * shards) for replicas, shards in meshes))
+    table.add_row("micro-batches per step", *(_accumulation(recipe, replicas * shards) for replicas, shards in meshes))
     return _titled(f"Estimated {unit} on {device}, by replicas x shards", table)
 
 

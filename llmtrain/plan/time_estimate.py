@@ -109,23 +109,23 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
     gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
     whose = f"from each of {replicas} replicas"
     if sync.period.averages_gradients:
-        return f"{gradients} a step {whose} (gradients in every step)"
+        return f"{gradients} per step {whose} (gradients in every step)"
     if sync.period.is_timed:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
         per_round = decimal(int(round_bytes(recipe, size, replicas, shards=1)))
-        line = f"{per_round} {whose} a round, a round in {sync.period.every:g} s"
+        line = f"{per_round} {whose} per round, a round every {sync.period.every:g} s"
     else:
         rounds = rounds_of(recipe, size, replicas)
         warmup = rounds.first
         in_groups = ""
         if rounds.bytes_in_group:
             members = sync.schedule.resolve_group_size(replicas)
-            in_groups = f", {decimal(int(rounds.bytes_in_group))} of it in a step among {members}"
+            in_groups = f", {decimal(int(rounds.bytes_in_group))} of it per step among {members}"
         line = (
-            f"{decimal(int(rounds.bytes))} {whose} a round{in_groups}, {rounds.number:,} rounds of about "
-            f"{rounds.every:.0f} steps: {decimal(int(rounds.bytes / rounds.every))} a step"
+            f"{decimal(int(rounds.bytes))} {whose} per round{in_groups}, {rounds.number:,} rounds of about "
+            f"{rounds.every:.0f} steps: {decimal(int(rounds.bytes / rounds.every))} per step"
         )
-    return f"{line}\n{gradients} a step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
+    return f"{line}\n{gradients} per step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")
 
 
 def pull_share(recipe: Recipe) -> float:
