@@ -2,8 +2,8 @@
 
 gloo sums a message in parts of at most 2 MiB, each after a round trip in which the receiver says that it is ready. One
 connection therefore leaves a long link mostly idle. On several connections, messages of different blocks, and the parts of large
-ones, wait for their round trips at the same time. Rounded messages have one connection: each of their two exchanges waits
-for one round trip, and more connections would pause for longer, after which TCP starts slowly.
+ones, wait for their round trips at the same time. Rounded messages have one connection: their receivers are ready beforehand
+(`exchanges.py`), and more connections would pause for longer, after which TCP starts slowly.
 """
 
 from __future__ import annotations
