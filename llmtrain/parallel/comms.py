@@ -12,7 +12,6 @@ The argument `what` of each collective is its label in errors and traces.
 from __future__ import annotations
 
 import copy
-import itertools
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -102,8 +101,6 @@ class Comms:
         self.group, self.axis, self.interface = group, axis, interface
         self.groups = [group]
         self._in_flight: list[list[dist.Work]] = [[]]
-        self.exchanges = itertools.count()
-        """Numbers of this group's exchanges over gloo; copies of this communicator continue them."""
         self.is_gloo = group is not None and dist.get_backend(group) == dist.Backend.GLOO
         self.training_device = device or torch.device("cpu")
         self.device = torch.device("cpu") if self.is_gloo else self.training_device

@@ -8,10 +8,12 @@ consists of messages between two ranks, and all of its receives are posted befor
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,9 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 TAGS = range(1 << 29, 1 << 30)
 """Tags of messages between two ranks. Those of users' own messages on the same group are hardly that large."""
+_NUMBERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Numbers of each group's exchanges. They are not those of a communicator: one that was given up may have left receives behind,
+which must not match a later one's messages."""
 
 
 class CollectiveExchange:
@@ -48,20 +53,20 @@ class PeerExchange:
     """Exchange over gloo by messages between two ranks. Creating it posts the receives."""
 
     def __init__(self, comms: Comms, what: str, received: torch.Tensor):
-        """Take the arguments of CollectiveExchange."""
+        """Post the receives. `received` and `what` are as in CollectiveExchange, and so is the order of creation."""
         self._comms, self._what, self._received = comms, what, received
-        self._tag = TAGS[next(comms.exchanges) % len(TAGS)]
+        self._tag = TAGS[next(_NUMBERS.setdefault(comms.group, itertools.count())) % len(TAGS)]
         peers = [(comms.rank - distance) % comms.size for distance in range(1, comms.size)]
         self._receiving = self._started(
             lambda: [dist.irecv(received[peer], group=comms.group, group_src=peer, tag=self._tag) for peer in peers]
         )
 
     def send_parts(self, parts: torch.Tensor) -> PeerWork:
-        """Do what CollectiveExchange does."""
+        """Send row r of `parts` to each rank r, as CollectiveExchange does."""
         return self._send(list(parts))
 
     def send_to_all(self, part: torch.Tensor) -> PeerWork:
-        """Do what CollectiveExchange does."""
+        """Send the flat bytes `part` to each rank, as CollectiveExchange does."""
         return self._send([part] * self._comms.size)
 
     def _send(self, parts: Sequence[torch.Tensor]) -> PeerWork:

@@ -20,7 +20,7 @@ FORMATS = {"int8": WireFormat("int8"), "topk": SparseFormat(64, "2bit")}
 
 
 def _messages_of_a_sum(wire: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Names of what a rank begins in one sum, that sum, and the same sum by the backend's collectives."""
+    """Return the names of what a rank begins in one sum, that sum, and the same sum by the backend's collectives."""
     comms, begun = Comms(dist.group.WORLD), []
     message = torch.randn(5000, generator=torch.Generator().manual_seed(comms.rank))
 
@@ -61,7 +61,7 @@ def test_an_exchange_with_a_peer_that_is_late_fails_in_its_own_words(ranks: Rank
 
 
 def _traced_sums() -> tuple[bool, list[str], int]:
-    """Whether sums are equal with and without a trace, the names of the traced messages, and the number that arrived."""
+    """Return whether sums are equal with and without a trace, the names of the traced messages, and the number that arrived."""
     comms, arrived, names = Comms(dist.group.WORLD), [], []
 
     def message(name: str, sent: float, in_stream: bool) -> Callable[[], None]:
@@ -78,3 +78,14 @@ def _traced_sums() -> tuple[bool, list[str], int]:
 
 def test_a_trace_knows_when_messages_have_arrived(ranks: RankPool) -> None:
     assert ranks.run(_traced_sums, world_size=2) == [(True, ["a sum"] * 2, 2)] * 2
+
+
+def _sums_after_one_that_was_given_up() -> bool:
+    """Return whether a second communicator of a group sums correctly after the first one has left an exchange unfinished."""
+    given_up = Comms(dist.group.WORLD).all_reduce(torch.ones(300), "given up", FORMATS["int8"])
+    total = Comms(dist.group.WORLD).all_reduce(torch.full((300,), 2.0), "a sum", FORMATS["int8"]).wait()
+    return given_up is not None and torch.equal(total, torch.full((300,), 4.0))
+
+
+def test_receives_of_an_exchange_that_was_given_up_match_no_later_message(ranks: RankPool) -> None:
+    assert ranks.run(_sums_after_one_that_was_given_up, world_size=2, timeout=20) == [True] * 2
