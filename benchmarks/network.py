@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from loops import ANSWER, TASK, RowFailed, is_asked
 from network_ceiling import carried_mbit
 from network_cells import METHODS, WIRES, Cell, pairwise, product, row_of
+from network_page import COLUMNS, notes, off_sentence, off_summary
 from network_ranks import BLOCKS, TIMEOUT_SECONDS, measure
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
@@ -50,39 +51,8 @@ START_SECONDS = 20
 """Seconds that the processes of a cluster take to start on two cores."""
 TOO_LONG_SECONDS = 400
 """Longest predicted measurement of a cell of the default table. Beyond it, utilization is close to 0."""
-FAR_OFF = 3.0
-"""Difference in percentage points between measured and predicted utilization from which a row is named."""
 QUICK = {"methods": ["synchronous", "diloco", "edit", "streaming_diloco"], "wires": ["fp32", "int4"], "every": [5, 10]}
 QUICK |= {"mbit": [30.0, 300.0], "latency_ms": [0.0, 20.0], "rounds": 2, "step_ms": 300.0, "parameters": 1_000_000}
-COLUMNS = (
-    "method",
-    "wire",
-    "H",
-    "Mbit/s",
-    "ms",
-    "used",
-    "min to max",
-    "predicted",
-    "off by",
-    "exposed, s",
-    "waiting, s",
-    "predicted, s",
-    "MB",
-    "beyond",
-)
-NOTES = f"""\
-*H*: local steps in a round; 1 where every step averages gradients. *ms*: latency, one way. *Used*: utilization, which is the time
-that a round's steps take alone over the round's time: the median over rounds of the mean over ranks, and the smallest and largest
-round. *Predicted*: the same by `llmtrain/plan/network_time.py`, from bytes, bandwidth, latency and the schedule alone; nothing in
-it was fitted to these measurements. *Off by*: points of utilization. *Exposed*: what a round takes beyond its steps alone, and of
-it the waiting of the replica's own thread for messages; the rest is arithmetic, and in `wagma` waiting for a thread; what is
-predicted is the network's part. *MB*: bytes that left a host's network card per round, and how many they are *beyond* the
-formula's: headers and acknowledgments, what TCP sent again, and messages of agreement. A card counts one header for the pieces of
-a packet that it segments itself.
-
-A step is a sleep of fixed length whose first third is the forward, in {BLOCKS} blocks of equal size; gradients are sent during
-the rest of it, as the engines do. Bandwidth is that of the cable in each direction, headers included; messages have
-{100 * PAYLOAD:.1f} % of it. TCP is the kernel's (reno), with its slow start after a pause unless `--keep-window` is given."""
 
 
 def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -242,10 +212,7 @@ def table_row(answer: Mapping[str, Any], options: Namespace) -> tuple[Row, str |
         f"{sent / 1e6:.2f}",
         f"{100 * (sent / formula - 1):+.1f} %" if formula else "",
     )
-    if abs(off) <= FAR_OFF:
-        return row, None
-    of_it = f", {max(0.0, exposed - waited) / max(exposed, 1e-9):.0%} of the exposed time not waiting for messages"
-    return row, f"{' '.join(row[:5])} ({off:+.1f}{of_it})"
+    return row, off_sentence(row, off, exposed, waited)
 
 
 def add_options(to: ArgumentParser) -> None:
@@ -379,11 +346,7 @@ def finish(rows: Sequence[Row], far: Sequence[str], said: Sequence[str], options
         f"step, {options.rounds} rounds after the first{named}"
     )
     show(title, COLUMNS, rows, words=2)
-    off = (
-        f"More than {FAR_OFF:g} points off the prediction: {', '.join(far)}."
-        if far
-        else f"No row is more than {FAR_OFF:g} points off."
-    )
+    off = off_summary(far)
     print(*said, off, sep="\n")
     if options.write:
         folder = RESULTS / "_".join(filter(None, ("network", options.page)))
@@ -391,7 +354,7 @@ def finish(rows: Sequence[Row], far: Sequence[str], said: Sequence[str], options
         write_page(
             folder,
             "Utilization by bandwidth, latency and round length",
-            [f"{title}.", table, off, " ".join(said), NOTES],
+            [f"{title}.", table, off, " ".join(said), notes(BLOCKS, PAYLOAD)],
         )
 
 

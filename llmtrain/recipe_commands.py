@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -96,14 +97,22 @@ def recipe_show(
     ] = None,
     mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
     latency_ms: Annotated[float, typer.Option(min=0, help="One-way latency between two replicas, in ms.")] = 0.0,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Show instead how long this recipe would wait with each method.")
+    ] = False,
 ) -> None:
     """Show the resolved recipe, its model's size, and the memory and time that it needs."""
     with imports_without_gc():
         from rich.console import Console
 
         from llmtrain.plan.hardware import hardware_of
+        from llmtrain.plan.method_table import show_methods
         from llmtrain.plan.show import show
         from llmtrain.recipe_loader import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
-    show(loaded, Console(highlight=False), hardware_of(loaded, gpu, tflops, mbit, latency_ms))
+    loaded, console = load_recipe(recipe, overrides or ()), Console(highlight=False)
+    hardware = hardware_of(loaded, gpu, tflops, mbit, latency_ms)
+    if methods:
+        show_methods(loaded, partial(load_recipe, recipe, overrides or ()), console, hardware)
+    else:
+        show(loaded, console, hardware)

@@ -44,14 +44,16 @@ SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
 are expanded before layers are merged."""
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | None = None) -> Recipe:
     """Return the recipe in a YAML file, with its base files and `a.b=c` overrides, and with the architecture of
-    `model.from_weights` if it gives none.
+    `model.from_weights` if it gives none. With `method`, a last layer names this method.
 
     Raises RecipeError, in one line that names the file and key, if the result is not a valid recipe.
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
+    if method is not None:
+        layers.append(Overlay(f"method {method}", {"sync": {"method": method}}))
     whose = f"{path} (whose name the run has, because run.name is not given)"
     layers = [Overlay(whose, {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}

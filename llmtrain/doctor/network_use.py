@@ -13,6 +13,7 @@ from llmtrain.doctor.finding import Finding, ok, warning
 from llmtrain.errors import RecipeError
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.model_size import ModelSize
+from llmtrain.plan.network_time import PREDICTION_ERROR
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time
 from llmtrain.recipe_check import check
 
@@ -28,7 +29,7 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rat
     """Return a finding on the fraction of the time that the recipe would spend computing, with choices that would raise it."""
     now = estimate_time(recipe, size, replicas, shards, rates)
     what = (
-        f"predicted for this recipe: a step computes for {format_duration(now.step)} and waits for the network for "
+        f"predicted for this recipe (measured shares differ by at most {PREDICTION_ERROR:g} points): a step computes for {format_duration(now.step)} and waits for the network for "
         f"{format_duration(now.waiting)} on average, so {now.computing:.0%} of the time is spent computing"
     )
     if now.computing >= WELL_USED:

@@ -67,8 +67,8 @@ class Memory:
     host_models: int
     """Bytes of models kept in CPU memory for messages. On GPUs most of it is pinned, and torch takes up to twice as many."""
     host_checkpoint: int
-    """Bytes of the copy from which a checkpoint is written in the background. On GPUs it is pinned, and torch, which rounds the
-    bytes of each tensor up to a power of two, takes up to twice as many."""
+    """Bytes of the copy from which a checkpoint is written in the background. On GPUs it is pinned. torch rounds each tensor up to a
+    power of two, so it may really take up to twice as many."""
 
     @property
     def device_total(self) -> int:

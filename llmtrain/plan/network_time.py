@@ -8,11 +8,13 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
                         waits until it has heard that the receiver is ready. gloo sends a hop in two halves, so that the round
                         trip of one half passes while the other one is sent, and cuts hops at 2 MiB. Two messages are sent at
                         once on each connection, the others after them
-    rounded message     its bytes to all others and the latency, then the rounded sums in the same way; with the largest values
-                        alone, once. Receivers are ready beforehand, and any number of messages is sent at once
+    rounded message     its bytes to all others, then the rounded sums in the same way; with the largest values alone, once. The
+                        first exchange takes the latency twice, because a receiver says that it is ready when the exchange
+                        starts, the second one once. Any number of messages is sent at once
     blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
     layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
-    every step          all messages, minus the backward passes of the blocks that come after the one that waits
+    every step          all messages, minus the backward passes of the blocks that come after the one that waits. A pause before
+                        the first one delays the first message on each connection
     overlapped          per fragment: its messages, minus d steps; or per round: all messages, minus the round, if that is more
     delayed             as for overlapped, with the steps of a round as d
     wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
@@ -48,6 +50,8 @@ from llmtrain.parallel.comms import HOP_BYTES
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
+PREDICTION_ERROR = 3.0
+"""Points of utilization by which the measurements in benchmarks/results/network differ from these predictions at most."""
 FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
@@ -105,7 +109,10 @@ class Exchange:
     """Ranks to which a rank sends at once."""
     is_ring: bool = True
     """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way. False for messages to all
-    others at once, whose receivers are ready."""
+    others at once."""
+    is_announced: bool = False
+    """True if the receivers of messages to all others are ready when they are sent. Otherwise, the sender first waits for their
+    word, which takes the latency."""
     parts: int = 1
     """Number of equal parts on different connections, each with `hops` hops."""
 
@@ -123,7 +130,11 @@ class Exchange:
         hop = link.transfer_seconds(self.sent / self.parts) / max(self.hops, 1)
         if self.is_ring:
             return self.hops * max(hop, hop / 2 + link.round_trip)
-        return self.hops * (hop + link.latency_seconds)
+        return self.hops * (hop + self.delay(link))
+
+    def delay(self, link: NetworkLink) -> float:
+        """Return the seconds from the start of a message to all others until its first bytes arrive."""
+        return link.latency_seconds * (1 if self.is_announced else 2)
 
 
 @dataclass(frozen=True)
@@ -155,8 +166,8 @@ def block_message(
         return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
-    to_all = Exchange(sent, 1, peers=others, is_ring=False)
-    return BlockMessage(to_all, to_all)
+    first, second = (Exchange(sent, 1, others, is_ring=False, is_announced=announced) for announced in (False, True))
+    return BlockMessage(first, second)
 
 
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started: int | None = None) -> float:
@@ -169,18 +180,21 @@ def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started
     for exchange in exchanges:
         for _ in range(exchange.parts):
             heapq.heappush(streams, heapq.heappop(streams) + exchange.seconds(link))
-    return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first.is_ring, link), *streams)
+    return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first, link), *streams)
 
 
-def _least_seconds(sent: float, is_ring: bool, link: NetworkLink) -> float:
-    """Return the seconds until the last of `sent` bytes has arrived if a rank sends all the time. In a ring, only a part of them
-    is sent after the others' have arrived."""
-    return link.transfer_seconds(sent) + (0.0 if is_ring else link.latency_seconds)
+def _least_seconds(sent: float, first: Exchange, link: NetworkLink) -> float:
+    """Return the seconds until the last of `sent` bytes has arrived if a rank sends all the time, from the `first` exchange on. In a
+    ring, only a part of them is sent after the others' have arrived."""
+    return link.transfer_seconds(sent) + (0.0 if first.is_ring else first.delay(link))
 
 
-def slow_start_seconds(exchanges: Sequence[Exchange], link: NetworkLink, pause: float) -> float:
-    """Return the seconds that TCP's slow start adds to exchanges that are started at once after a pause in seconds."""
-    at_once = exchanges[: STREAMS if exchanges and exchanges[0].is_ring else PREFETCH + 1]  # on each connection
+def slow_start_seconds(
+    exchanges: Sequence[Exchange], link: NetworkLink, pause: float, started: int | None = None
+) -> float:
+    """Return the seconds that TCP's slow start adds to exchanges of which `started`, by default all, are started at once after a
+    pause in seconds."""
+    at_once = exchanges[: STREAMS if exchanges and exchanges[0].is_ring else started]  # on each connection
     return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
 
 
@@ -197,7 +211,7 @@ def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink, in_fli
         for near in range(len(sent), min(index + 2, len(arrived))):  # of this block and, at the same time, the next one
             sent.append(max([done, arrived[near], *sent[-1:]]))
         done = max(done, sent[index] + message.second.seconds(link))
-    return max(_least_seconds(sum(message.sent for message in messages), False, link), done)
+    return max(_least_seconds(sum(message.sent for message in messages), messages[0].first, link), done)
 
 
 @dataclass(frozen=True)
@@ -228,10 +242,13 @@ def gradient_time(
     connections = link.connections
     messages = [block_message(values, replicas, wire, wire.gradients, connections) for values in reversed(block_values)]
     backward = backward_share * step_seconds / len(messages)
-    first = _first(messages)
-    exposed = max(concurrent_seconds(first[-r:], link) - (r - 1) * backward for r in range(1, len(messages) + 1))
+    first, exposed = _first(messages), 0.0
+    for after in range(len(messages)):  # blocks whose messages start with this one's, or later
+        seconds = concurrent_seconds(first[after:], link)
+        if after < (connections if first[0].is_ring else 1):
+            seconds += slow_start_seconds(first[after:], link, (1 - backward_share) * step_seconds + backward)
+        exposed = max(exposed, seconds - (len(messages) - 1 - after) * backward)
     exposed += concurrent_seconds(_second(messages), link)
-    exposed += slow_start_seconds(first, link, (1 - backward_share) * step_seconds + backward)
     return RoundTime(step_seconds, exposed, sum(message.sent for message in messages))
 
 
@@ -254,14 +271,14 @@ def round_time(
     connections = link.connections
     messages = [block_message(values, replicas, sync.wire, connections=connections) for values in block_values]
     compute, sent, exposed = every * step_seconds, sum(message.sent for message in messages), 0.0
-    started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute)
+    in_flight = sync.schedule.blocks_in_flight
+    started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute, in_flight)
     match sync.schedule:
         case BlockingSection():
             exposed = started + sequence_seconds(messages, link)
         case LayerwiseSection():
             forward = forward_share * step_seconds / len(messages)
             # A block shares the network with the next ones, which are sent at the same time.
-            in_flight = sync.schedule.blocks_in_flight
             shared = min(messages[0].first.streams(link), in_flight) - 1
             arrivals = [sequence_seconds(messages[: r + shared], link, in_flight) for r in range(1, len(messages) + 1)]
             exposed = started + max(arrival - r * forward for r, arrival in enumerate(arrivals))
@@ -276,7 +293,7 @@ def round_time(
             exposed = (
                 (every - 1) * _group_exposed(group, members, replicas, step_seconds, link)
                 + sequence_seconds(messages, link)
-                + slow_start_seconds(_first(messages), link, step_seconds)
+                + slow_start_seconds(_first(messages), link, compute, in_flight)
             )
             sent += (every - 1) * sum(message.sent for message in group)
         case other:

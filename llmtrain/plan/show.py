@@ -18,6 +18,7 @@ from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
+from llmtrain.plan.network_time import PREDICTION_ERROR
 from llmtrain.plan.time_estimate import estimate_time, pull_share, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
@@ -49,7 +50,8 @@ def _footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for what comes over the network, a step on average"
+        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average; computing: at "
+        f"most {PREDICTION_ERROR:g} points off in measurements"
     )
 
 

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "prediction: bytes of messages at once take no time beyond the longest one's",
         "llmtrain/plan/network_time.py",
-        "return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first.is_ring, link), *streams)",
+        "return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first, link), *streams)",
         "return max(streams)",
         FORMULA,
     ),
@@ -191,6 +191,27 @@ MUTANTS = [
         "llmtrain/plan/network_time.py",
         "turns * step_seconds + (turns - 1) * exposed",
         "step_seconds",
+        ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "network time: receivers of a first exchange are ready beforehand",
+        "llmtrain/plan/network_time.py",
+        "return link.latency_seconds * (1 if self.is_announced else 2)",
+        "return link.latency_seconds",
+        ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "network time: a slow start is for three messages, however many start at once",
+        "llmtrain/plan/network_time.py",
+        "exchanges[0].is_ring else started]",
+        "exchanges[0].is_ring else PREFETCH + 1]",
+        ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "network time: no backward pass hides a slow start",
+        "llmtrain/plan/network_time.py",
+        "if after < (connections if first[0].is_ring else 1):",
+        "if True:",
         ("tests/unit/test_network_time.py",),
     ),
 ]

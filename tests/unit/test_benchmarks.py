@@ -23,7 +23,8 @@ from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
 SHARED = (
-    *("emulated_model", "gpu_rows", "hosts", "local_hub", "loops", "network_ceiling", "network_cells", "network_ranks"),
+    *("emulated_model", "gpu_rows", "hosts", "local_hub", "loops", "network_ceiling", "network_cells", "network_page"),
+    "network_ranks",
     *("peaks", "peer_loops", "peer_measure", "table", "titan", "titan_model"),
 )
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -18,6 +19,7 @@ from llmtrain.plan.network_time import (
     concurrent_seconds,
     round_time,
     sequence_seconds,
+    slow_start_seconds,
 )
 from llmtrain.sync.methods import METHODS
 
@@ -41,7 +43,10 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
     link = NetworkLink(mbit=8.0, latency_seconds=0.05)  # 1 MB/s, round trips of 0.1 s
     assert Exchange(6e6, 6).seconds(link) == pytest.approx(6 * 1.0)
     assert Exchange(6e5, 6).seconds(link) == pytest.approx(6 * 0.15)
-    assert Exchange(6e5, 1, is_ring=False).seconds(link) == pytest.approx(0.65), "the receiver is ready"
+    assert Exchange(6e5, 1, is_ring=False).seconds(link) == pytest.approx(0.7), (
+        "the receiver first says that it is ready"
+    )
+    assert Exchange(6e5, 1, is_ring=False, is_announced=True).seconds(link) == pytest.approx(0.65)
     assert Exchange(0.0, 3).seconds(link) == pytest.approx(0.3)
 
 
@@ -53,7 +58,10 @@ def test_bytes_of_a_block_are_those_of_the_wire() -> None:
     for kind, size in sizes.items():
         message = block_message(1_024_000, 4, WireSection(kind=kind))
         assert message.sent == pytest.approx(2 * 3 / 4 * size * 1_024_000)
-        assert message.first == message.second and (message.first.hops, message.first.peers) == (1, 3)
+        assert replace(message.first, is_announced=True) == message.second and (
+            message.first.hops,
+            message.first.peers,
+        ) == (1, 3)
         assert block_message(1_024_000, 4, WireSection(kind=kind), rounded=False).second is None
 
 
@@ -66,17 +74,18 @@ def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
 
 
 def test_second_exchanges_of_two_blocks_are_sent_at_once() -> None:
-    """A hop takes 0.05 s. The first exchanges of three blocks arrive together, and so do the second ones of two of them."""
+    """First exchanges take 0.1 s, second ones 0.05 s. The first ones of three blocks arrive together, and so do the second ones of
+    two of them."""
     link = NetworkLink(mbit=1e6, latency_seconds=0.05)
     rounded = block_message(128_000, 4, WireSection(kind="int8"))
-    assert concurrent_seconds([rounded.first] * 6, link) == pytest.approx(0.05, rel=1e-3)
-    for blocks, hops in enumerate([2, 2, 3, 4, 4, 5], 1):
+    assert concurrent_seconds([rounded.first] * 6, link) == pytest.approx(0.1, rel=1e-3)
+    for blocks, hops in enumerate([3, 3, 4, 6, 6, 7], 1):
         assert sequence_seconds([rounded] * blocks, link) == pytest.approx(hops * 0.05, rel=1e-3)
-    assert sequence_seconds([rounded] * 6, link, in_flight=6) == pytest.approx(4 * 0.05, rel=1e-3)
-    assert sequence_seconds([rounded] * 6, link, in_flight=1) == pytest.approx(12 * 0.05, rel=1e-3)
+    assert sequence_seconds([rounded] * 6, link, in_flight=6) == pytest.approx(5 * 0.05, rel=1e-3)
+    assert sequence_seconds([rounded] * 6, link, in_flight=1) == pytest.approx(18 * 0.05, rel=1e-3)
     slow = NetworkLink(mbit=1.0, latency_seconds=0.05)
-    assert sequence_seconds([rounded] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.sent + 0.05)
-    assert concurrent_seconds([rounded.first] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.first.sent + 0.05)
+    assert sequence_seconds([rounded] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.sent + 0.1)
+    assert concurrent_seconds([rounded.first] * 6, slow) == pytest.approx(8e-6 * 6 * rounded.first.sent + 0.1)
 
 
 def test_blocking_waits_for_all_bytes_and_for_the_agreement() -> None:
@@ -92,7 +101,7 @@ def test_several_connections_have_more_messages_on_their_way() -> None:
     assert concurrent_seconds([short] * 4, link) == pytest.approx(0.6)
     assert concurrent_seconds([short] * 4, link, started=3) == pytest.approx(1.2)
     rounded = block_message(128_000, 4, WireSection(kind="int8"))  # on one connection, which carries any number
-    assert concurrent_seconds([rounded.first] * 4, link) == pytest.approx(0.05, rel=1e-3)
+    assert concurrent_seconds([rounded.first] * 4, link) == pytest.approx(0.1, rel=1e-3)
     far = NetworkLink(1e6, 0.5, slow_start=False, connections=4)  # 6 blocks, 3 of them at once, 6 hops each
     assert exposed("local_sgd", far) == pytest.approx(3 + 2 * 6, rel=1e-3)
     assert exposed("synchronous", far) == pytest.approx(6, rel=1e-3)  # all of them at once
@@ -187,7 +196,7 @@ def test_the_largest_values_go_to_all_in_one_exchange() -> None:
     message = block_message(4096 * 250, 4, WireSection(kind="topk", error_feedback=True))
     assert message.second is None and message.sent == 3 * 250 * 120
     link = NetworkLink(mbit=1.0, latency_seconds=0.05, slow_start=False)
-    assert message.first.seconds(link) == pytest.approx(8 * message.sent / 1e6 + 0.05)
+    assert message.first.seconds(link) == pytest.approx(8 * message.sent / 1e6 + 0.1)
 
 
 def test_a_penalty_takes_the_first_step_of_a_messages_way() -> None:
@@ -222,14 +231,47 @@ def test_a_group_starts_slowly_when_its_turn_comes_again() -> None:
     doublings = math.log2(1 + window / INITIAL_WINDOW) - 1
     pause = 2 * 0.6 + before
     assert pause // (0.1 + 0.2) < doublings
-    of_all = 3 * 6 * 0.1 + 0.1 * (0.6 // (0.1 + 0.2))
+    of_all = 3 * 6 * 0.1 + 0.1 * (2 * 0.6 // (0.1 + 0.2))  # all replicas' connections pause for a round
     expected = before + 0.1 * (pause // 0.3) + of_all
     assert exposed("wagma", link, every=2) == pytest.approx(expected, rel=1e-2)
     # Of 8 replicas in groups of 2, three take turns; in groups of 8 there is one.
     sync = sync_of("wagma", schedule={"kind": "wait_avoiding", "group_size": 2})
     pause = 3 * 0.6 + 2 * before
-    found = round_time(sync, BLOCKS, 8, 0.6, 2, link).exposed - round_time(sync, BLOCKS, 8, 0.6, 1, link).exposed
+    found = round_time(sync, BLOCKS, 8, 0.6, 22, link).exposed - round_time(sync, BLOCKS, 8, 0.6, 21, link).exposed
     assert found == pytest.approx(before + 0.1 * min(doublings, pause // 0.3), rel=1e-2)
+
+
+def test_all_messages_that_start_at_once_share_a_window() -> None:
+    """Three blocks of a blocking schedule; all blocks of a group and of a fragment."""
+    link = NetworkLink(mbit=1e6, latency_seconds=0.05)
+    first = block_message(1_024_000, 4, WireSection(kind="bf16")).first
+
+    def added(blocks: int) -> float:
+        return link.restart_seconds(blocks * first.in_flight, 12.0)
+
+    assert added(3) < added(6)
+    assert slow_start_seconds([first] * 6, link, 12.0, started=3) == added(3)
+    assert slow_start_seconds([first] * 6, link, 12.0) == added(6)
+    steady = NetworkLink(1e6, 0.05, slow_start=False)
+
+    def slower(method: str, **keys: object) -> float:
+        return exposed(method, link, wire="bf16", **keys) - exposed(method, steady, wire="bf16", **keys)
+
+    assert slower("diloco") == pytest.approx(added(3))
+    hidden = {"schedule": {"kind": "overlapped", "steps": 1, "fragments": 1}, "step": 0.01, "every": 1200}
+    assert slower("streaming_diloco", **hidden) == pytest.approx(added(6))
+
+
+def test_backward_passes_hide_a_slow_start() -> None:
+    """The first message starts slowly. Five more blocks' backward passes come after it."""
+    link, steady = NetworkLink(1e6, 0.05), NetworkLink(1e6, 0.05, slow_start=False)
+    wire = {"kind": "int8", "gradients": True}
+    for step in (6.0, 60.0):
+        assert exposed("synchronous", link, step=step, wire=wire) == exposed(
+            "synchronous", steady, step=step, wire=wire
+        )
+    waits = [exposed("synchronous", one, step=0.9, wire={**wire, "kind": "fp32"}) for one in (link, steady)]
+    assert waits[0] > waits[1], "the messages take longer than the backward passes, so that nothing hides it"
 
 
 def test_one_replica_waits_for_nobody() -> None:

@@ -1,0 +1,84 @@
+"""`recipe show --methods`: a recipe with every method, and how long each would wait for the network."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llmtrain.errors import UserError
+from llmtrain.plan.hardware import Hardware
+from llmtrain.plan.method_table import MethodTimes, method_times, show_methods
+from llmtrain.plan.model_size import size_of
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.sync.methods import METHODS
+
+STDLIB = Path(__file__).parents[2] / "recipes/edit_llama_stdlib.yaml"
+RATES = HardwareRates(flops=1e10, mbit=10.0, latency_ms=20.0)
+HARDWARE = Hardware(RATES, "each rank on this CPU", "measured here", on_gpu=False)
+MESH = ("parallel.replicas=4", "parallel.shards=1")
+
+
+def found(*overrides: str) -> MethodTimes:
+    keys = [*MESH, *overrides]
+    return method_times(load_recipe(STDLIB, keys), partial(load_recipe, STDLIB, keys), HARDWARE)
+
+
+def test_every_method_has_a_row_or_the_reason_why_not() -> None:
+    times = found()
+    assert times.mesh == (4, 1)
+    assert set(times.estimates) | set(times.refused) == set(METHODS) and not set(times.estimates) & set(times.refused)
+    assert set(times.refused) == {"qsr"} and "sync.period.alpha" in times.refused["qsr"]
+
+
+def test_a_row_is_what_the_recipe_with_this_method_would_take() -> None:
+    """Rounds and wire stay, schedule and outer step are the preset's, although the command line names others."""
+    times = found(
+        "sync.method=diloco",
+        "sync.schedule=layerwise",
+        "sync.period.every=12",
+        "sync.wire={kind: int8, gradients: true}",
+    )
+    assert times.estimates["diloco"][0].schedule.kind == "layerwise"
+    for method, period in (
+        ("co2", ["sync.period.every=12"]),
+        ("streaming_diloco", ["sync.period.every=12"]),
+        ("synchronous", []),
+    ):
+        recipe = load_recipe(
+            STDLIB, [*MESH, f"sync.method={method}", "sync.wire={kind: int8, gradients: true}", *period]
+        )
+        sync, time = times.estimates[method]
+        assert sync == recipe.sync
+        assert time == estimate_time(recipe, size_of(recipe), 4, 1, RATES)
+
+
+def test_a_table_fits_and_names_the_recipes_own_method_in_bold() -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False, force_terminal=True, color_system="standard")
+    keys = [*MESH, "sync.method=co2"]
+    show_methods(load_recipe(STDLIB, keys), partial(load_recipe, STDLIB, keys), console, HARDWARE)
+    text = console.file.getvalue()
+    assert "…" not in text
+    bold = [line for line in text.splitlines() if "\x1b[1m" in line and "co2" in line]
+    assert len(bold) == 1 and "delayed" in bold[0]
+    assert "qsr: " in text and "every step" in text and "overlapped, 5 " in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("parallel.replicas=1", "give parallel.replicas=4"), ("parallel.in_process=true", "none waits for a network")],
+)
+def test_replicas_that_send_nothing_are_no_comparison(override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        found(override)
+
+
+def test_an_open_mesh_is_a_typical_one() -> None:
+    keys = ["parallel.on_cpu=null"]
+    hardware = Hardware(RATES, "each rank", "--tflops", on_gpu=True)
+    times = method_times(load_recipe(STDLIB, keys), partial(load_recipe, STDLIB, keys), hardware)
+    assert times.mesh == (4, 1)
