@@ -16,7 +16,8 @@ from llmtrain.files import read_mapping
 OWN_TEXT = ("validation", "text_key", "separator")
 HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "text_key", "separator")
 """Keys of `data` that determine the validation text, if `data.validation` is given and if not."""
-PACKING = "data.packing"
+CONTEXT_KEYS = ("data.packing", "train.sequence_length", "train.document_mask")
+"""Keys of recipes that decide from which earlier tokens a token is predicted."""
 TOLERANCE = 1e-6
 """Relative difference up to which two ratios of bytes to tokens count as equal, and so as those of one text."""
 
@@ -33,8 +34,8 @@ class ValidatedText:
     """Value of the recipe's `data.tokenizer`."""
     digest: str | None
     """Digest of the tokenizer's file, if the run has a copy."""
-    packing: str
-    """Value of the recipe's `data.packing`, which decides whether a token is also predicted from earlier documents."""
+    contexts: Mapping[str, Any]
+    """Values of CONTEXT_KEYS that the recipe has."""
     bytes_per_token: float | None
     """UTF-8 bytes of the text per token, measured in a validation."""
 
@@ -50,8 +51,9 @@ class ValidatedText:
         of bytes per token."""
         if not self.keys or not other.keys:
             return None  # nothing is known
-        if self.packing != other.packing:
-            return PACKING
+        for key in CONTEXT_KEYS:
+            if key in self.contexts and key in other.contexts and self.contexts[key] != other.contexts[key]:
+                return key
         if self.tokens != other.tokens:
             return "eval.tokens"
         ratios = (self.bytes_per_token, other.bytes_per_token)
@@ -62,7 +64,7 @@ class ValidatedText:
 
     def value(self, key: str) -> Any:
         """Return the value of a key that `differing_key` has returned."""
-        return {"eval.tokens": self.tokens, PACKING: self.packing}.get(key, self.keys.get(key))
+        return {"eval.tokens": self.tokens, **self.contexts}.get(key, self.keys.get(key))
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,20 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
         keys=_keys_of(data),
         tokens=evaluation.get("tokens"),
         tokenizer=data.get("tokenizer"),
-        packing=data.get("packing", "packed"),  # a recipe of an earlier version has no such key
+        contexts=_contexts(data, recipe.get("train")),
         digest=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
         bytes_per_token=next(ratios, None),
     )
+
+
+def _contexts(data: Mapping[str, Any], train: Any) -> dict[str, Any]:
+    """Return the recipe's values of CONTEXT_KEYS. A mask changes nothing where each sample has one document."""
+    packing = data.get("packing", "packed")  # a recipe of an earlier version has no such key
+    found = {"data.packing": packing}
+    for key in ("sequence_length", "document_mask") if isinstance(train, dict) else ():
+        if key in train and (packing == "packed" or key != "document_mask"):
+            found[f"train.{key}"] = train[key]
+    return found
 
 
 def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
         if (key := other.differing_key(text)) is not None:
             there, here = ("not given" if one is None else one for one in (other.value(key), text.value(key)))
             values = f"{key} is {there} in {first}, and {here} in {name}"
-            what = "contexts" if key == PACKING else "texts"
+            what = "contexts" if key in CONTEXT_KEYS else "texts"
             return LossUnit(
                 name=f"nats per token of different {what}",
                 note=f"validated on different {what} ({values}): losses can't be compared, and runs are not ranked",

@@ -41,7 +41,8 @@ def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
     """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
-    the baseline's trial with the same condition and seed. Trials that already have such results are left out. Return whether
+    the baseline's trial with the same condition and seed. Trials that already have such results, of as many documents, are left
+    out. Return whether
     all evaluations succeeded.
     """
     done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
@@ -50,7 +51,8 @@ def evaluate_trials(
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
         result = read_mapping(_result(one.directory, section))
-        if not result or (base is not None and not _is_against(result, one.directory, base.directory)):
+        is_whole = result and result.get("limit", section.limit) == section.limit
+        if not is_whole or (base is not None and not _is_against(result, one.directory, base.directory)):
             missing.append((one, base))
     succeeded = True
     for number, (one, base) in enumerate(missing, 1):
@@ -119,13 +121,13 @@ def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame
     everything = [result for of_run in runs.values() for result in of_run]
     rows = []
     for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
-        documents = _first(result["results"].get(task, {}).get("n") for result in everything)
+        counts = {result["results"].get(task, {}).get("n") for result in everything} - {None}
         chance = _first(result["tasks"].get(task, {}).get("chance") for result in everything)
         has_chance = chance is not None and metric.startswith("acc")
         row = {
             "task": task,
             "metric": metric,
-            "documents": NOTHING if documents is None else f"{documents:,}",
+            "documents": " or ".join(f"{count:,}" for count in sorted(counts)) or NOTHING,
             "chance": f"{chance:.3f}" if has_chance else NOTHING,
         }
         for run, of_run in runs.items():

@@ -73,9 +73,10 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
         for index, curve in curves.items():
             axes.plot(curve[cost], curve["loss"], **look | {"marker": ""}, linewidth=0.9, alpha=0.45)
             if not is_done[index]:
-                axes.plot(*curve.iloc[-1], "x", color=look["color"], markersize=11, markeredgewidth=2.5)
+                axes.plot(*curve[[cost, "loss"]].iloc[-1], "x", color=look["color"], markersize=11, markeredgewidth=2.5)
         done = [curve for index, curve in curves.items() if is_done[index]] or list(curves.values())
-        thick = pd.concat(done).groupby(level=0).median() if len(set(map(len, done))) == 1 else done[0]
+        shared = pd.concat([curve.set_index("step") for curve in done], axis=1, join="inner", keys=range(len(done)))
+        thick = shared.T.groupby(level=1).median().T if len(shared) else done[0]
         axes.plot(thick[cost], thick["loss"], **look, markersize=4.5, linewidth=1.7, label=run)
         medians.append(thick)
     if not medians:
@@ -208,8 +209,8 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _curve(trial: Trial, cost: str) -> pd.DataFrame:
-    """Return the points with a finite loss, without those at 0 bytes, which a logarithmic axis can't show."""
-    points = validations(trial)[[cost, "loss"]].dropna()
+    """Return the points with a finite loss by step, without those at 0 bytes, which a logarithmic axis can't show."""
+    points = validations(trial)[["step", cost, "loss"]].dropna()
     return (points[points[cost] > 0] if cost == "bytes" else points).reset_index(drop=True)
 
 

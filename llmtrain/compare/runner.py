@@ -74,7 +74,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 progress.begin(one, recipe.train.total_steps)
                 record = _make(one, comparison, recipe, shaping, progress)
                 progress.end(record, _seconds_left([one for one, _ in missing[number:]], planned))
-                write_report(_results(comparison, planned), folder, command)
+                with _writing(folder):
+                    write_report(_results(comparison, planned), folder, command)
             succeeded = comparison.suite is None or evaluate_trials(
                 planned, _results(comparison, planned).baseline, comparison.suite, progress.print
             )

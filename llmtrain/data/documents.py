@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -173,4 +174,6 @@ def _find_and_store(path: Path, tokens: TokenShards, eos_id: int, sequence_lengt
             new.rename(path)
             return starts
     except (OSError, NotImplementedError, Timeout):  # read-only, full, without file locks, or locked for too long
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         return None

@@ -224,11 +224,13 @@ def count_text_bytes(tokens: TokenShards, prepared: TokenDataset) -> int:
     cut off does not count."""
     tokenizer, count = prepared.load_tokenizer(), 0
     documents: list[list[int]] = []
+    gathered = 0
     for document in _documents(tokens, prepared):
-        if sum(map(len, documents)) >= DECODED_TOKENS:
+        if gathered >= DECODED_TOKENS:
             count += sum(len(text.encode()) for text in _decoded(tokenizer, documents))
-            documents = []
+            documents, gathered = [], 0
         documents.append(document)
+        gathered += len(document)
     *ended, last = documents  # the last one is empty if the tokens end with eos
     for cut in range(4):  # a cut-off character has at most three bytes, each of which may be a token
         text = _decoded(tokenizer, [last[: len(last) - cut]])[0]

@@ -72,7 +72,7 @@ def evaluate(
     results = []
     for path, of_path in zip(everything, evaluated, strict=True):
         for each in of_path:
-            result = _result(name, each, reference, show)
+            result = _result(name, each, limit, reference, show)
             results.append(result)
             if path in paths and each is of_path[-1]:
                 file = f"{name}.json" if step is None else f"{name}-step-{each.checkpoint.step:08d}.json"
@@ -114,13 +114,16 @@ def _evaluate_one(
     return Evaluated(checkpoint, done)
 
 
-def _result(suite: str, each: Evaluated, baseline: Evaluated | None, show: dict[str, Sequence[str]]) -> dict[str, Any]:
+def _result(
+    suite: str, each: Evaluated, limit: int | None, baseline: Evaluated | None, show: dict[str, Sequence[str]]
+) -> dict[str, Any]:
     checkpoint, entries = each.checkpoint, each.entries
     result: dict[str, Any] = {
         "suite": suite,
         "checkpoint_step": checkpoint.step,
         "model": str(checkpoint.folder),
         "tokens": checkpoint.tokens,
+        "limit": limit,
         "headline": scores_on_one_line(each, show),
         "shown": [[row.name, row.metric] for row in rows_of([each], show)],
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},

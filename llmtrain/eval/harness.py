@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -110,6 +111,7 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
     few_shot, and ModelError if an answer is longer than the model's context or has no loss.
     """
     with quiet():
+        from jinja2 import UndefinedError
         from lm_eval import simple_evaluate
 
         try:
@@ -119,7 +121,7 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
             raise DataError(
                 f"task {section.task}: its data can't be had ({reason}); without internet, take --suite offline with --data-dir"
             ) from None
-        except ValueError as error:  # of JSON, text encodings and columns
+        except (ValueError, LookupError, UndefinedError) as error:  # of JSON, text encodings, columns and empty files
             raise DataError(
                 f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
             ) from error
@@ -127,6 +129,12 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
         if section.few_shot and fixed:
             raise SuiteError(
                 f"task {section.task}: few_shot is {section.few_shot}, but {fixed} always takes 0; leave few_shot out"
+            )
+        tasks = loaded["tasks"].items() if section.few_shot else ()
+        if bare := next((name for name, task in tasks if not _has_examples(task)), None):
+            raise SuiteError(
+                f"task {section.task}: few_shot is {section.few_shot}, but {bare} has no split for examples, which would be taken from "
+                "the evaluated documents; leave few_shot out"
             )
         group, model = loaded["groups"].get(section.task), load()
         try:
@@ -143,10 +151,22 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
             raise
     if results is None:
         return None
-    entry = entry_of(results)
-    if any(math.isnan(nll) for answers in entry.answers.values() for nll in answers.get("nll", ())):
-        raise ModelError(f"task {section.task}: the model's losses are not numbers; evaluate another checkpoint")
-    return entry
+    if not all(map(_is_finite, itertools.chain.from_iterable(results["samples"].values()))):
+        raise ModelError(f"task {section.task}: the model's losses are not finite; evaluate another checkpoint")
+    return entry_of(results)
+
+
+def _has_examples(task: Task) -> bool:
+    """Return whether a task has documents for few-shot examples that are not evaluated."""
+    own = task.get_config("fewshot_split") or (task.get_config("fewshot_config") or {}).get("samples")
+    return bool(own or task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs()))
+
+
+def _is_finite(sample: Mapping[str, Any]) -> bool:
+    """Return whether all log-likelihoods of a document are finite. A generated text has none."""
+    pairs = (one for one in sample["filtered_resps"] if isinstance(one, tuple | list) and len(one) == 2)
+    numbers = (pair[0] for pair in pairs if isinstance(pair[0], float))
+    return all(map(math.isfinite, numbers))
 
 
 def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
@@ -181,9 +201,7 @@ def entry_of(results: Mapping[str, Any]) -> Entry:
             scores["bits_per_byte"], scores["bits_per_byte_stderr"] = bits_per_byte(nll, sizes)
         about = {"version": results["versions"].get(name), "few_shot": results["n-shot"].get(name), "members": members}
         if set(scores) & set(ACCURACIES) and all(_is_multiple_choice(results, task) for task in members):
-            levels = [chance_of(*choices_and_gold(samples[task])) for task in members]
-            weights = [len(samples[task]) for task in members]
-            about["chance"] = sum(a * b for a, b in zip(levels, weights, strict=True)) / sum(weights)
+            about["chance"] = chance_of([choices_and_gold(samples[task]) for task in members])
         entry.scores[name], entry.about[name] = scores, about
     entry.shown = [name for name in entry.shown if name in entry.scores]
     return entry
@@ -201,7 +219,8 @@ def _leaves(group: str, results: Mapping[str, Any]) -> set[str]:
 
 
 def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return {metric: value}, with lm-eval's `acc,none` shortened to `acc`; other filters keep their names.
+    """Return {metric: value}, with lm-eval's `acc,none` shortened to `acc`; other filters keep their names. The standard error of
+    a metric has its name and `_stderr`.
 
     A value that is not a finite number, such as an unknown standard error, becomes None, because JSON has no other.
     """
@@ -209,7 +228,8 @@ def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     for key, value in metrics.items():
         metric, comma, variant = key.partition(",")
         if comma:
-            name = metric if variant == "none" else key
+            error = "_stderr" if metric.endswith("_stderr") else ""
+            name = metric if variant == "none" else f"{metric.removesuffix(error)},{variant}{error}"
             scores[name] = float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     return scores
 

@@ -84,16 +84,25 @@ def write_json(path: Path, value: Any) -> None:
         raise UserError(f"{path} can't be written ({error.strerror}); choose another folder with --out") from None
 
 
-def chance_of(choices: Sequence[Sequence[str]], gold: Sequence[Any]) -> float:
-    """Return the accuracy that needs no understanding of the questions.
+def chance_of(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) -> float:
+    """Return the accuracy that needs no understanding of the questions, given the (choices, right answers) of each task.
 
-    This is the accuracy of uniform guessing or, if all documents have the same choices, of always giving the most
-    common answer, whichever is higher.
+    This is the accuracy of uniform guessing or, for questions with the same choices throughout, of always giving the most
+    common answer, whichever is higher. Tasks with the same choices throughout, such as MMLU's subjects with their letters, count
+    as one, because the most common answer of few questions is common by accident.
     """
-    guess = sum(1 / len(these) for these in choices) / len(choices)
-    same_everywhere = len({tuple(these) for these in choices}) == 1
-    commonest = max(Counter(map(str, gold)).values()) / len(gold) if same_everywhere else 0.0
-    return max(guess, commonest)
+    alike: dict[Any, tuple[list[Sequence[str]], list[Any]]] = {}
+    for number, (choices, gold) in enumerate(tasks):
+        kinds = {tuple(these) for these in choices}
+        pooled = alike.setdefault(kinds.pop() if len(kinds) == 1 else number, ([], []))
+        pooled[0].extend(choices)
+        pooled[1].extend(gold)
+    rights = 0.0
+    for kind, (choices, gold) in alike.items():
+        guessed = sum(1 / len(these) for these in choices)
+        has_one_kind = isinstance(kind, tuple) and len(gold) > len(kind)
+        rights += max(guessed, max(Counter(map(str, gold)).values()) if has_one_kind else 0.0)
+    return rights / sum(len(gold) for _, gold in alike.values())
 
 
 def verdict(value: float, stderr: float, chance: float, n: int) -> str:
@@ -147,7 +156,10 @@ def mcnemar(ours: Sequence[float], theirs: Sequence[float]) -> float:
     only_ours = sum(a > b for a, b in zip(ours, theirs, strict=True))
     only_theirs = sum(b > a for a, b in zip(ours, theirs, strict=True))
     n, fewer = only_ours + only_theirs, min(only_ours, only_theirs)
-    tail = sum(math.comb(n, k) for k in range(fewer + 1))
+    tail = ways = 1  # ways: n choose k
+    for k in range(fewer):
+        ways = ways * (n - k) // (k + 1)
+        tail += ways
     return min(1.0, 2 * tail / 2**n)
 
 
@@ -155,7 +167,8 @@ def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Se
     """Return the two-sided p-value of the difference between two ratios of sums with the same denominator.
 
     Such ratios are nats per byte or per token, with `weights` as the denominators of the documents. The p-value
-    follows from how often the difference changes sign when documents are resampled.
+    follows from how often the difference changes sign when documents are resampled. It is at least that of a sign test in which
+    all documents agree, because few documents resample to few values.
     """
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     weight = np.asarray(weights, dtype=np.float64)
@@ -166,7 +179,7 @@ def paired_bootstrap(ours: Sequence[float], theirs: Sequence[float], weights: Se
         chosen = draw.integers(len(difference), size=(min(chunk, RESAMPLES - done), len(difference)))
         means = difference[chosen].sum(axis=1) / weight[chosen].sum(axis=1)
         signs += (means <= 0).sum(), (means >= 0).sum()
-    return min(1.0, 2 * (int(signs.min()) + 1) / (RESAMPLES + 1))
+    return min(1.0, max(2 * (int(signs.min()) + 1) / (RESAMPLES + 1), 2.0 ** (1 - len(difference))))
 
 
 def compare(ours: Sequence[Answers], theirs: Sequence[Answers], metric: str) -> PairedTest | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
 
+from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
 from llmtrain.eval.scores import ACCURACIES, Entry, PairedTest, compare, verdict
 from llmtrain.train.loggers import format_si
@@ -54,7 +55,11 @@ def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | Non
     if row.name not in a.about or row.name not in b.about:
         return None
     sides = [[entry.answers[task] for task in entry.about[row.name]["members"]] for entry in (a, b)]
-    return compare(*sides, row.metric)
+    found = compare(*sides, row.metric)
+    ours_is, theirs_is = a.scores[row.name].get(row.metric), b.scores[row.name].get(row.metric)
+    if found is None or ours_is is None or theirs_is is None:
+        return found
+    return replace(found, difference=ours_is - theirs_is)  # a group's score may weight its tasks equally
 
 
 def verdict_of(entry: Entry, row: Row) -> str:
@@ -150,7 +155,7 @@ def draw_curves(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]
     """Plot the scores with error bars of one standard error, and save the figure as a PNG.
 
     The x axis shows training tokens, or steps if the tokens of any checkpoint are unknown. A dashed line marks the
-    chance level of accuracies.
+    chance level of accuracies. Raises UserError if the file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -175,5 +180,8 @@ def draw_curves(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=130)
+    except OSError as error:
+        raise UserError(f"{target} can't be written ({error.strerror}); choose another folder with --out") from None

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llmtrain.data.sources import pieces
 from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import Entry, bits_per_byte, ratio
@@ -29,6 +31,8 @@ from llmtrain.suites import SamplesSection, TextSection
 
 PROTOCOL = 1
 """Version of the protocol; increase it when losses change."""
+TOKENIZED_AT_ONCE = 1000
+"""Documents whose tokens are Python objects at the same time, which take many times the memory of their numbers."""
 LONGEST_WINDOW = 2048
 LOGITS_AT_ONCE = 2**28
 """Maximum number of logits per batch (1 GiB in fp32); a batch has at least one window."""
@@ -87,13 +91,12 @@ def load(folder: Path, device: str | None = None) -> Loaded:
     return Loaded(model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer)
 
 
-def documents(text: str, separator: str, every: int, limit: int | None) -> list[str]:
-    """Return every `every`-th document of a text, at most `limit` in all.
+def documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
+    """Return every `every`-th document of a text, at most `limit` in all. The file is not read further.
 
     Surrounding whitespace is stripped, and empty documents are not counted.
     """
-    found = [piece.strip() for piece in text.split(separator)]
-    return [piece for piece in found if piece][::every][:limit]
+    return list(islice(islice(pieces(file, separator), 0, None, every), limit))
 
 
 def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: Loaded, batch_size: int) -> Entry:
@@ -104,7 +107,8 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     learned positions.
     """
     try:
-        texts = documents(path.read_text(), section.separator, section.every, limit)
+        with path.open(encoding="utf-8") as file:
+            texts = documents(file, section.separator, section.every, limit)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
     if not texts:
@@ -152,9 +156,12 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 @torch.inference_mode()
 def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -> tuple[list[float], list[int]]:
     """Return the summed loss in nats and the number of predicted tokens of each document."""
-    encoded = loaded.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    stream = torch.tensor([token for ids in encoded for token in (loaded.first_token, *ids)])
-    lengths = torch.tensor([len(ids) + 1 for ids in encoded])
+    encoded: list[torch.Tensor] = []
+    for start in range(0, len(texts), TOKENIZED_AT_ONCE):
+        batch = list(texts[start : start + TOKENIZED_AT_ONCE])
+        for ids in loaded.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            encoded.append(torch.tensor([loaded.first_token, *ids], dtype=torch.int32))
+    stream, lengths = torch.cat(encoded), torch.tensor(list(map(len, encoded)))
     owner = torch.repeat_interleave(torch.arange(len(encoded)), lengths)[:-1]  # document of each input token
     inputs, targets = stream[:-1], stream[1:]
     whole = len(inputs) // window * window
@@ -173,6 +180,8 @@ def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -
 def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
     """Generate a continuation of each prompt. Raises ModelError if a prompt has more tokens than the model has learned
     positions."""
+    # Other keys of the folder's generation config would change what the suite asks for.
+    loaded.model.generation_config = GenerationConfig()
     written = []
     for prompt in section.prompts:
         ids = [loaded.first_token, *loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
@@ -242,6 +251,10 @@ def generate(
     new = _continuation(
         model, ids, tokens if room is None else min(tokens, room - len(ids)), seed, do_sample=temperature > 0, **how
     )
+    # The continuation alone would lose its first space with tokenizers that strip one from the beginning of a text.
+    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *new]))
+    if whole.startswith(before):
+        return prompt + whole[len(before) :]
     return prompt + tokenizer.decode(new, skip_special_tokens=True)
 
 
@@ -268,6 +281,7 @@ def _continuation(model: PreTrainedModel, ids: list[int], tokens: int, seed: int
 
 def _costs(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the losses of all tokens in order, in fp64 on the CPU."""
+    inputs, targets = inputs.long(), targets.long()
     logits = model(inputs.to(model.device), use_cache=False).logits
     costs = [
         torch.nn.functional.cross_entropy(of_row.float(), row.to(model.device), reduction="none")

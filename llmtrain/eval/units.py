@@ -27,6 +27,8 @@ from llmtrain.suites import (
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
+ENTRY = 2
+"""Version of what is stored about a task. Increase it when chance levels or other additions to lm-eval's results change."""
 BATCH_OF_TEXTS = 16
 """Sequences per batch on text files if the suite's batch size is auto."""
 
@@ -108,7 +110,8 @@ def units_of(options: Options) -> list[EvalUnit]:
 
 def _task_unit(section: TaskSection, options: Options, of_files: Key, with_defaults: bool) -> EvalUnit:
     limit = options.limited(section.limit)
-    key = {"kind": "lm_eval", "lm_eval": harness_version(), "task": section.task, "few_shot": section.few_shot}
+    key = {"kind": "lm_eval", "lm_eval": harness_version(), "entry": ENTRY}
+    key |= {"task": section.task, "few_shot": section.few_shot}
     return EvalUnit(
         section.task,
         {**key, "limit": limit, **of_files},

@@ -60,7 +60,7 @@ def test_losses_that_are_not_numbers_are_no_scores(model: Path, tmp_path: Path) 
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for content, message in (
-        ("tasks: [{task: offline_piqa}]", "task offline_piqa: the model's losses are not numbers; evaluate another"),
+        ("tasks: [{task: offline_piqa}]", "task offline_piqa: the model's losses are not finite; evaluate another"),
         ("texts: [{name: stories, file: stories.txt}]", "broken: the model's losses are not finite; evaluate another"),
     ):
         (tmp_path / "s.yaml").write_text(content)

@@ -108,7 +108,7 @@ def failing(runs: Runs, suite: str) -> list[str]:
 def test_a_failing_suite_does_not_touch_the_run(runs: Runs, failing: list[str]) -> None:
     code, output = train(runs, "failing", "checkpoint.every=null", *failing)
     assert code == 0, output
-    failed = [line for line in output.splitlines() if "step 12/12 | bad: the evaluation failed (exit code 1)" in line]
+    failed = [line for line in output.splitlines() if "step 12/12 | bad: the evaluation failed (exit code 2)" in line]
     assert len(failed) == 1 and failed[0].endswith("bad-step-00000012.log"), output
     assert runs.exact("failing") == exact_lines(runs.reference(1, 1))
 

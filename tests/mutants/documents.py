@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "documents: losses with and without other documents before them are ranked",
         "llmtrain/validated_text.py",
-        "        if self.packing != other.packing:\n            return PACKING\n",
-        "",
+        "self.contexts[key] != other.contexts[key]:",
+        "False:",
         ("tests/unit/test_compare_runs.py",),
     ),
     Mutant(

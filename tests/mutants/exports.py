@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "eval: limits before it takes every n-th document",
         "llmtrain/eval/texts.py",
-        "[::every][:limit]",
-        "[:limit][::every]",
+        "islice(islice(pieces(file, separator), 0, None, every), limit)",
+        "islice(islice(pieces(file, separator), limit), 0, None, every)",
         ("tests/unit/test_eval.py",),
     ),
     Mutant(
@@ -185,8 +185,8 @@ MUTANTS = [
     Mutant(
         "eval: McNemar's tail is a term short",
         "llmtrain/eval/scores.py",
-        "for k in range(fewer + 1))",
-        "for k in range(fewer))",
+        "for k in range(fewer):",
+        "for k in range(fewer - 1):",
         ("tests/unit/test_eval.py",),
     ),
     Mutant(
@@ -262,15 +262,15 @@ MUTANTS = [
     Mutant(
         "eval: damaged data of a task ends in a traceback",
         "llmtrain/eval/harness.py",
-        "except ValueError as error:  # of JSON",
+        "except (ValueError, LookupError, UndefinedError) as error:  # of JSON",
         "except KeyError as error:  # of JSON",
         ("tests/end_to_end/test_eval_damaged.py",),
     ),
     Mutant(
         "eval: scores of a task whose losses are no numbers",
         "llmtrain/eval/harness.py",
-        "math.isnan(nll)",
-        "math.isinf(nll)",
+        "return all(map(math.isfinite, numbers))",
+        "return not any(map(math.isinf, numbers))",
         ("tests/end_to_end/test_eval_damaged.py",),
     ),
     Mutant(

@@ -96,6 +96,15 @@ def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant
     ]
 
 
+def test_results_of_other_numbers_of_documents_are_named(tmp_path: Path) -> None:
+    for seed, count in ((1, 5), (2, 1000)):
+        content = result(0.3, 2.0, None)
+        content["results"]["arc_easy"]["n"] = count
+        write_result(write_trial(tmp_path, "plain", "synchronous", seed, straight(60, 4.0)), content)
+    [(_, _, table)] = benchmark_tables(gather(load_trials([tmp_path]), "synchronous"))
+    assert list(table["documents"]) == ["5 or 1,000", "5 or 1,000", "30"]
+
+
 def cells(folder: Path, baseline: str) -> dict[str, str]:
     """The accuracies, by title of their column."""
     [(_, _, table)] = benchmark_tables(gather(load_trials([folder]), baseline))
@@ -195,6 +204,11 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
     elsewhere.write_text(elsewhere.read_text().replace("fast/a/seed-2", "fast/a/seed-1"))
     assert evaluate_trials(everything, "a", SUITE, said.append)
     assert [name for name, _ in commands[12:]] == ["fast-base-2"]
+    for limit, names in ((7, []), (None, ["fast-base-2"])):
+        elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"limit": limit}))
+        begun = len(commands)
+        assert evaluate_trials(everything, "a", SUITE, said.append)
+        assert [name for name, _ in commands[begun:]] == names, "a result of as many documents stays"
 
 
 def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:

@@ -71,10 +71,14 @@ def test_there_is_no_throughput_before_anything_was_measured(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("second", "thick"),
-    [([(0, 0.0, 8.0), (10, 30.0, 5.0)], [8.0, 4.5]), ([(0, 0.0, 8.0), (5, 15.0, 6.0), (10, 30.0, 5.0)], [8.0, 4.0])],
-    ids=["as many", "more"],
+    [
+        ([(0, 0.0, 8.0), (10, 30.0, 5.0)], [8.0, 4.5]),
+        ([(0, 0.0, 8.0), (5, 15.0, 6.0), (10, 30.0, 5.0)], [8.0, 4.5]),
+        ([(5, 15.0, 6.0)], [8.0, 4.0]),
+    ],
+    ids=["as many", "more", "others"],
 )
-def test_the_thick_curve_is_the_median_or_where_seeds_do_not_match_the_first(
+def test_the_thick_curve_is_the_median_at_the_steps_that_all_seeds_have_or_else_the_first(
     tmp_path: Path, second: list[tuple[int, float, float]], thick: list[float]
 ) -> None:
     write_trial(tmp_path, "plain", "edit", 1, [validation(0, 0.0, 8.0), validation(10, 20.0, 4.0)])

@@ -205,6 +205,11 @@ def test_runs_whose_tokens_have_other_contexts_are_not_ranked(tmp_path: Path, ca
     assert "different contexts (data.packing is packed in a, and none in b)" in warning
     _, output, _ = compared(capsys, a, write(tmp_path, "c", 4.25), "--out", tmp_path)
     assert output.splitlines()[1].split()[0] == "c"
+    for key, values in (("train.sequence_length", "128 in c, and 64"), ("train.document_mask", "False in c, and True")):
+        folder = tmp_path / key
+        other = write(folder, "d", 4.0, "train.sequence_length=128", f"{key}={values.rpartition(' ')[2].lower()}")
+        _, output, _ = compared(capsys, write(folder, "c", 4.25, "train.sequence_length=128"), other, "--out", folder)
+        assert f"different contexts ({key} is {values} in d)" in output
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from llmtrain.eval.scores import (
     verdict,
 )
 from llmtrain.eval.table import Evaluated, Row, cell, draw_curves, lines_of, scores_on_one_line, table_of
-from llmtrain.eval.texts import documents
 from llmtrain.eval.units import Options, units_of
 from llmtrain.suites import FILES, digests, harness_version, load_suite, local_tasks, suite_names
 
@@ -211,6 +210,8 @@ def test_mcnemar_by_hand() -> None:
     assert mcnemar(ours, theirs) == mcnemar(theirs, ours) == 2 * (1 + 6) / 2**6  # 5 against 1
     assert mcnemar([1, 0], [0, 1]) == 1.0
     assert mcnemar([1, 1], [1, 1]) == 1.0
+    ours, theirs = [1] * 900 + [0] * 1100, [0] * 900 + [1] * 1100
+    assert mcnemar(ours, theirs) == 2 * sum(math.comb(2000, k) for k in range(901)) / 2**2000
 
 
 def test_the_paired_bootstrap_sees_pairs() -> None:
@@ -220,6 +221,8 @@ def test_the_paired_bootstrap_sees_pairs() -> None:
     assert paired_bootstrap(theirs, theirs, [1.0] * 40) == 1.0
     mixed = [value + (0.1 if i % 2 else -0.1) for i, value in enumerate(theirs)]
     assert paired_bootstrap(mixed, theirs, [1.0] * 40) > 0.5
+    assert paired_bootstrap([1.0], [2.0], [1.0]) == 1.0, "one document shows no difference"
+    assert paired_bootstrap([1.0] * 3, [2.0] * 3, [1.0] * 3) == 0.25
 
 
 def test_only_the_same_documents_are_compared() -> None:
@@ -241,9 +244,14 @@ def test_bits_per_byte_and_its_standard_error() -> None:
 
 
 def test_chance_is_a_guess_or_the_commonest_answer() -> None:
-    assert chance_of([["a", "b"], ["c", "d", "e", "f"]], [0, 1]) == 0.375
-    assert chance_of([["no", "yes"]] * 4, [1, 1, 1, 0]) == 0.75
-    assert chance_of([["no", "yes"], ["bad", "good"]], [1, 1]) == 0.5
+    assert chance_of([([["a", "b"], ["c", "d", "e", "f"]], [0, 1])]) == 0.375
+    fixed = ([["no", "yes"]] * 4, [1, 1, 1, 0])
+    assert chance_of([fixed]) == 0.75
+    assert chance_of([([["no", "yes"], ["bad", "good"]], [1, 1])]) == 0.5
+    assert chance_of([([["no", "yes"]], [1])]) == 0.5, "one answer is common by accident"
+    subjects = [([["A", "B", "C", "D"]] * 6, [0, 0, 0, 1, 2, 3]), ([["A", "B", "C", "D"]] * 6, [3, 3, 3, 1, 2, 0])]
+    assert chance_of(subjects) == pytest.approx(4 / 12), "each subject has another commonest letter"
+    assert chance_of([*subjects, fixed]) == pytest.approx((4 + 3) / 16)
 
 
 @pytest.mark.parametrize(
@@ -321,11 +329,6 @@ def test_curves_are_in_the_order_of_training(tmp_path: Path) -> None:
     assert [(place, value) for place, value, _ in lines["a"]] == [(1000, 0.5), (3000, 0.75)]
     draw_curves(points, {"quiz": ["acc"]}, "quiz", tmp_path / "new/curves.png")
     assert (tmp_path / "new/curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_documents_are_what_lies_between_separators() -> None:
-    assert documents("a\n<|>\n\n<|> b <|>c<|>", "<|>", every=1, limit=None) == ["a", "b", "c"]
-    assert documents("a<|>b<|>c<|>d<|>e", "<|>", every=2, limit=2) == ["a", "c"]
 
 
 def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import sys
@@ -11,9 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
 from llmtrain.config import SuiteSection
 from llmtrain.errors import DataError, ModelError, UserError
@@ -23,10 +21,9 @@ from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints
 from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, run_task
 from llmtrain.eval.scores import Entry, compare, write_json
 from llmtrain.eval.table import Evaluated, Row, comparison, lines_of, scores_on_one_line
-from llmtrain.eval.texts import Loaded, evaluate_text, losses
+from llmtrain.eval.tasks import local_jsonl
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
-from llmtrain.export.parity import without_progress_bars
-from llmtrain.suites import Suite, TaskSection, TextSection, check_suite, check_suite_data, local_tasks
+from llmtrain.suites import Suite, TaskSection, check_suite, check_suite_data, local_tasks
 from tests.unit.test_export_folder import complete
 from tests.unit.test_gaps_files import sample
 
@@ -91,7 +88,7 @@ def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(monkeypatch: 
     monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager: asked.append(manager))
     options = Options(Suite(tasks=(TaskSection(task="piqa"),)), (), None, 5, 1, None)
     (unit,) = units_of(options)
-    key = {"kind": "lm_eval", "lm_eval": "0.4", "task": "piqa", "few_shot": None, "limit": 5}
+    key = {"kind": "lm_eval", "lm_eval": "0.4", "entry": units.ENTRY, "task": "piqa", "few_shot": None, "limit": 5}
     assert unit.key == key and unit.by_all
     unit.run(LazyModels(Path(), options))
     assert asked == [["piqa"], ((), None, True)]
@@ -214,6 +211,31 @@ def test_the_task_that_is_named_is_the_one_with_the_long_answer() -> None:
         check_answers_fit({"first": Task("abc"), "second": Task("abcd")}, model)
 
 
+def test_examples_are_not_taken_from_the_evaluated_documents() -> None:
+    def task(**has: bool) -> Any:
+        docs = {
+            f"has_{split}_docs": (lambda given=given: given) for split, given in ({"training": False} | has).items()
+        }
+        return SimpleNamespace(get_config=lambda key: None, **docs)
+
+    assert not harness._has_examples(task(validation=False, test=True))
+    assert not harness._has_examples(task(validation=True, test=False))
+    assert harness._has_examples(task(validation=True, test=True))
+    assert harness._has_examples(task(training=True))
+
+
+def test_losses_that_are_not_finite_are_an_error_whatever_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for response in (math.nan, -math.inf):
+        results = results_of({"acc,none": 0.5}, target="a text", filtered_resps=[(response, False)])
+        with pytest.raises(ModelError, match="the model's losses are not finite"):
+            run_one(monkeypatch, Task("abc"), lambda results=results, **_: results)
+
+
+def test_a_standard_error_has_the_name_of_its_metric() -> None:
+    found = entry_of(results_of({"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1})).scores["quiz"]
+    assert (found["exact_match,strict"], found["exact_match,strict_stderr"]) == (0.5, 0.1)
+
+
 def results_of(metrics: dict[str, float], **changes: Any) -> dict[str, Any]:
     """Results of lm-evaluation-harness for a task of one document."""
     return {
@@ -246,6 +268,23 @@ def test_bits_per_byte_are_added_where_they_can_be(
     scores = entry_of(results_of(metrics, **changes)).scores["quiz"]
     assert scores.get("bits_per_byte") == (None if expected is None else pytest.approx(expected))
     assert ("bits_per_byte_stderr" in scores) == (metrics.keys() == {"acc,none"} and not changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000)[:-20], "is a damaged gzip file"),
+        ("plain.jsonl.gz", b'{"a": 1}\n', "is a damaged gzip file"),
+        ("empty.jsonl", b"\n", "has no rows"),
+        ("half.jsonl", b'{"a": 1}\n{"a"', "Expecting ':'"),
+    ],
+    ids=["cut", "not compressed", "empty", "half a row"],
+)
+def test_damaged_files_of_tasks_are_value_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """`run_task` makes one line of them."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        local_jsonl.load(data_dir=str(tmp_path), file=name)
 
 
 # ---- scores
@@ -282,96 +321,3 @@ def test_bits_per_byte_are_compared_over_the_same_bytes(changes: dict[str, Seque
     theirs = {key: value for key, value in (ours | changes).items() if value is not None}
     assert compare([ours], [ours], "bits_per_byte") is not None
     assert compare([ours], [theirs], "bits_per_byte") is None and compare([theirs], [ours], "bits_per_byte") is None
-
-
-# ---- texts
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_progress_bars_are_afterwards_as_they_were(shown: bool) -> None:
-    before = logging.is_progress_bar_enabled()
-    set_to = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
-    try:
-        set_to[shown]()
-        with without_progress_bars():
-            assert not logging.is_progress_bar_enabled()
-        assert logging.is_progress_bar_enabled() is shown
-    finally:
-        set_to[before]()
-
-
-class Letters:
-    """A tokenizer with a token for each of three letters."""
-
-    bos_token_id, eos_token_id = None, 3
-
-    def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [["abc".index(letter) for letter in text] for text in texts]}
-
-
-class Guessing:
-    """A model to which all of four tokens are equally likely."""
-
-    config, device = SimpleNamespace(vocab_size=4), "cpu"
-
-    def __init__(self) -> None:
-        self.read: list[tuple[int, ...]] = []
-
-    def __call__(self, inputs: torch.Tensor, use_cache: bool) -> SimpleNamespace:
-        self.read.append(tuple(inputs.shape))
-        return SimpleNamespace(logits=torch.zeros(*inputs.shape, 4))
-
-
-@pytest.mark.parametrize(
-    ("texts", "read"),
-    [
-        (["abc", "ab"], [(2, 3)]),
-        (["abc"] * 4, [(2, 3), (2, 3), (1, 3)]),
-        (["abc", "abc", "ab"], [(2, 3), (1, 3), (1, 1)]),
-        (["a"], [(1, 1)]),
-    ],
-    ids=["whole windows", "batches of two", "a shorter one at the end", "only a shorter one"],
-)
-def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: list[tuple[int, int]]) -> None:
-    model = Guessing()
-    nll, tokens = losses(texts, Loaded(model, Letters()), window=3, batch_size=2)
-    assert model.read == read
-    assert tokens == [len(text) + 1 for text in texts[:-1]] + [len(texts[-1])]
-    assert nll == pytest.approx([count * math.log(4) for count in tokens])
-
-
-@pytest.mark.parametrize("window", [8, 9])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "opt", "llama"])
-def test_a_window_fits_into_the_positions_that_a_model_has_learned(tmp_path: Path, kind: str, window: int) -> None:
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "ffn_dim": 8}
-    own = {"attention_types": [[["global"], 1]], "num_layers": 1, "num_heads": 2} if kind == "gpt_neo" else sizes
-    special = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": None, "word_embed_proj_dim": 8}
-    config = AutoConfig.for_model(kind, vocab_size=4, max_position_embeddings=8, **{"hidden_size": 8} | own | special)
-    model = AutoModelForCausalLM.from_config(config)
-    model.name_or_path = "models/short"
-    (tmp_path / "text").write_text("abc" * 4)
-    section = TextSection(name="letters", file="text", window=window)
-    if window == 8 or kind == "llama":
-        assert (
-            evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2).scores["letters"]["tokens"]
-            == 12
-        )
-        return
-    with pytest.raises(ModelError) as refused:
-        evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2)
-    assert str(refused.value) == (
-        "letters: window is 9, but models/short has 8 positions; give at most as many in the suite, or leave window out"
-    )
-
-
-@pytest.mark.parametrize(("bos", "eos", "first"), [(0, 7, 0), (None, 7, 7), (None, None, None)])
-def test_a_text_begins_with_bos_or_else_eos(bos: int | None, eos: int | None, first: int | None) -> None:
-    loaded = Loaded(None, SimpleNamespace(bos_token_id=bos, eos_token_id=eos, name_or_path="models/odd"))
-    if first is not None:
-        assert loaded.first_token == first
-        return
-    with pytest.raises(ModelError) as refused:
-        _ = loaded.first_token
-    assert str(refused.value).startswith(
-        "models/odd: the tokenizer has neither bos nor eos token, of which a text needs one"
-    )

@@ -1,0 +1,147 @@
+"""Losses on texts, and texts that a model writes, without a trained model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
+
+from llmtrain.errors import ModelError
+from llmtrain.eval import texts
+from llmtrain.eval.texts import Loaded, documents, evaluate_text, generate, losses
+from llmtrain.export.parity import without_progress_bars
+from llmtrain.suites import TextSection
+
+
+def test_documents_are_what_lies_between_separators() -> None:
+    assert documents(StringIO("a\n<|>\n\n<|> b <|>c<|>"), "<|>", every=1, limit=None) == ["a", "b", "c"]
+    assert documents(StringIO("a<|>b<|>c<|>d<|>e"), "<|>", every=2, limit=2) == ["a", "c"]
+
+
+def test_a_text_is_not_read_beyond_its_limit() -> None:
+    class Endless(StringIO):
+        def read(self, size: int = -1) -> str:
+            assert self.tell() < 8 * size
+            return super().read(size)
+
+    file = Endless("a<|>" * (1 << 22))
+    assert documents(file, "<|>", every=2, limit=3) == ["a"] * 3
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_bars_are_afterwards_as_they_were(shown: bool) -> None:
+    before = logging.is_progress_bar_enabled()
+    set_to = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    try:
+        set_to[shown]()
+        with without_progress_bars():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        set_to[before]()
+
+
+class Letters:
+    """A tokenizer with a token for each of three letters."""
+
+    bos_token_id, eos_token_id = None, 3
+
+    def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [["abc".index(letter) for letter in text] for text in texts]}
+
+
+class Guessing:
+    """A model to which all of four tokens are equally likely."""
+
+    config, device = SimpleNamespace(vocab_size=4), "cpu"
+
+    def __init__(self) -> None:
+        self.read: list[tuple[int, ...]] = []
+
+    def __call__(self, inputs: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        self.read.append(tuple(inputs.shape))
+        return SimpleNamespace(logits=torch.zeros(*inputs.shape, 4))
+
+
+@pytest.mark.parametrize(
+    ("texts", "read"),
+    [
+        (["abc", "ab"], [(2, 3)]),
+        (["abc"] * 4, [(2, 3), (2, 3), (1, 3)]),
+        (["abc", "abc", "ab"], [(2, 3), (1, 3), (1, 1)]),
+        (["a"], [(1, 1)]),
+    ],
+    ids=["whole windows", "batches of two", "a shorter one at the end", "only a shorter one"],
+)
+def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: list[tuple[int, int]]) -> None:
+    model = Guessing()
+    nll, tokens = losses(texts, Loaded(model, Letters()), window=3, batch_size=2)
+    assert model.read == read
+    assert tokens == [len(text) + 1 for text in texts[:-1]] + [len(texts[-1])]
+    assert nll == pytest.approx([count * math.log(4) for count in tokens])
+
+
+@pytest.mark.parametrize("window", [8, 9])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "opt", "llama"])
+def test_a_window_fits_into_the_positions_that_a_model_has_learned(tmp_path: Path, kind: str, window: int) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "ffn_dim": 8}
+    own = {"attention_types": [[["global"], 1]], "num_layers": 1, "num_heads": 2} if kind == "gpt_neo" else sizes
+    special = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": None, "word_embed_proj_dim": 8}
+    config = AutoConfig.for_model(kind, vocab_size=4, max_position_embeddings=8, **{"hidden_size": 8} | own | special)
+    model = AutoModelForCausalLM.from_config(config)
+    model.name_or_path = "models/short"
+    (tmp_path / "text").write_text("abc" * 4)
+    section = TextSection(name="letters", file="text", window=window)
+    if window == 8 or kind == "llama":
+        assert (
+            evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2).scores["letters"]["tokens"]
+            == 12
+        )
+        return
+    with pytest.raises(ModelError) as refused:
+        evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2)
+    assert str(refused.value) == (
+        "letters: window is 9, but models/short has 8 positions; give at most as many in the suite, or leave window out"
+    )
+
+
+@pytest.mark.parametrize(("bos", "eos", "first"), [(0, 7, 0), (None, 7, 7), (None, None, None)])
+def test_a_text_begins_with_bos_or_else_eos(bos: int | None, eos: int | None, first: int | None) -> None:
+    loaded = Loaded(None, SimpleNamespace(bos_token_id=bos, eos_token_id=eos, name_or_path="models/odd"))
+    if first is not None:
+        assert loaded.first_token == first
+        return
+    with pytest.raises(ModelError) as refused:
+        _ = loaded.first_token
+    assert str(refused.value).startswith(
+        "models/odd: the tokenizer has neither bos nor eos token, of which a text needs one"
+    )
+
+
+def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stripping:
+        """A tokenizer of words, which marks spaces before them, and none before the first word of a text."""
+
+        words = ("▁once", "▁upon", "▁a", "▁time")
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [self.words.index(f"▁{word}") for word in text.split()]}
+
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join(self.words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    config = SimpleNamespace(max_position_embeddings=64, vocab_size=4)
+    model = SimpleNamespace(config=config, generation_config=GenerationConfig())
+    monkeypatch.setattr(texts, "folder_to_load", lambda folder, step: folder)
+    monkeypatch.setattr(texts, "load", lambda folder: Loaded(model, Stripping()))
+    monkeypatch.setattr(texts, "_continuation", lambda model, ids, *_, **__: [2, 3])
+    assert generate(Path(), "once upon") == "once upon a time"
+    assert generate(Path(), "once  upon") == "once  upon a time"
