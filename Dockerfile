@@ -2,6 +2,7 @@
 # llmtrain with the tested versions of its requirements (constraints.txt), for CPUs or for NVIDIA GPUs:
 #     docker build --target cpu -t llmtrain:cpu .
 #     docker build --target cuda -t llmtrain:cuda .
+#     mkdir -p runs data
 #     docker run --rm --stop-timeout 600 -v "$PWD/runs:/llmtrain/runs" llmtrain:cpu launch quickstart
 #     docker run --rm --stop-timeout 600 --gpus all --ipc host -v "$PWD/runs:/llmtrain/runs" llmtrain:cuda launch edit_350m
 # --stop-timeout is longer than a checkpoint takes; by itself `docker stop` kills after 10 s.

@@ -20,6 +20,7 @@ DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
 class UserError(ValueError):
     """User input that is not usable as given; the command ends with exit code 2."""
 
+    exit_code = BAD_USAGE
     is_shared = True
     """All ranks of a host find the same fault, so the first of them prints it."""
 
@@ -30,6 +31,13 @@ class RecipeError(UserError):
 
 class DataError(UserError):
     """A data source, tokenizer or token shard that is missing, damaged or of the wrong kind."""
+
+
+class UnavailableError(DataError):
+    """Data that can't be reached now and perhaps can later; the command ends with exit code 1, after which launchers start it
+    again."""
+
+    exit_code = FAILED
 
 
 class ModelError(UserError):
@@ -104,7 +112,7 @@ def exit_with_status(command: Callable[[], object]) -> None:
     except UserError as error:
         if is_local_rank_zero() or not error.is_shared:
             print(f"error: {error}", file=sys.stderr)
-        _leave(BAD_USAGE)
+        _leave(error.exit_code)
     except TrainingError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave(FAILED)
@@ -133,7 +141,7 @@ def is_local_rank_zero() -> bool:
     A process whose variables do not describe a rank among others counts as the first one: either the error is about these
     variables, or the process is alone.
     """
-    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
         rank, size, on_host = (os.environ.get(name, "") for name in names)
         numbers = [int(text) if text.isascii() and text.isdigit() else -1 for text in (rank, size, on_host)]
         if 0 <= numbers[0] < numbers[1] and numbers[2] > 0:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import ModelSection, Recipe
 from llmtrain.data.dataset import TOKENIZER
-from llmtrain.data.sources import require
+from llmtrain.data.hub import require
 from llmtrain.errors import DataError, ModelError, first_line, one_line
 from llmtrain.files import is_bare_file_name, local_path
 

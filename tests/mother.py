@@ -351,6 +351,9 @@ def _fork_instead_of_spawn() -> None:
             for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - keep:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                if callable(signal.getsignal(number)):  # a program that is started anew has none of this one's handlers
+                    signal.signal(number, signal.SIG_DFL)
             exec(code, {"__name__": "__main__"})
         except BaseException:
             traceback.print_exc()

@@ -23,8 +23,8 @@ from typing import NoReturn
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import read_index
 from llmtrain.data.prepare import cache_path, prepare
-from llmtrain.data.stream import STATUS, write_status
-from llmtrain.errors import STOPPED_EARLY, DataError, exit_with_status, one_line
+from llmtrain.data.stream import STATUS, text_error, write_status
+from llmtrain.errors import BAD_USAGE, STOPPED_EARLY, DataError, exit_with_status, one_line
 from llmtrain.waiting import announced
 
 COMMAND = (sys.executable, "-m", "llmtrain.data.background")
@@ -49,8 +49,8 @@ class BackgroundTokenizer:
         self.directory = cache_path(data)
         job = {"data": data.model_dump(mode="json"), "train_tokens": train_tokens, "eval_tokens": eval_tokens}
         self._job = json.dumps(job) + "\n"
-        self.problem: str | None = None
-        """Error line that ends the run, or None."""
+        self.problem: DataError | None = None
+        """Error that ends the run, or None."""
         self._process: subprocess.Popen[str] | None = None
         self._is_over, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
@@ -112,7 +112,7 @@ class BackgroundTokenizer:
             attempts, before = (attempts + 1 if tokens == before else 1), tokens
             error = self._explain(code, list(lines))
             if attempts >= ATTEMPTS:
-                self._give_up(f"{error} (attempt {attempts} without new text)")
+                self._give_up(f"{error} (attempt {attempts} without new text)", is_temporary=code != BAD_USAGE)
                 return
             print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
             with self._lock:
@@ -121,13 +121,13 @@ class BackgroundTokenizer:
                 try:
                     self._start()
                 except OSError as no_process:
-                    self._give_up(f"{error}; it can't be started again ({one_line(no_process)})")
+                    self._give_up(f"{error}; it can't be started again ({one_line(no_process)})", is_temporary=True)
                     return
 
-    def _give_up(self, problem: str) -> None:
-        self.problem = problem
+    def _give_up(self, problem: str, is_temporary: bool) -> None:
+        self.problem = text_error(problem, is_temporary)
         with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
-            write_status(self.directory, error=problem)
+            write_status(self.directory, error=problem, is_temporary=is_temporary)
 
     def _tokens(self) -> int:
         with suppress(DataError):

@@ -55,9 +55,9 @@ def prepare(
     tokenized completely, so that a short run still sees all kinds of documents; that of a hub dataset is tokenized
     only as far as the run reads it. `data.max_tokens`, if given, sets the number of training tokens in both cases.
     The validation split is tokenized only as far as the run reads it. A cached folder is reused if it has enough
-    tokens or its source has no more; otherwise tokens are added to it, also after an interruption. If several processes
-    start together, one prepares and the others wait for it. Raises DataError if the source, the tokenizer or the folder
-    can't be used, or if a split has no documents.
+    tokens, or all tokens of its source. Otherwise the missing ones are added; so is the rest of a preparation that was
+    interrupted. If several processes start together, one prepares and the others wait for it. Raises DataError if the
+    source, the tokenizer or the folder can't be used, or if a split has no documents.
 
     With `first_block_only`, only the first block of the training tokens is needed, because another process tokenizes the
     rest while a run reads the folder. That process passes `report`, which is called with the number of training tokens.

@@ -20,21 +20,24 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pydantic import BaseModel
 
 from llmtrain.config import DataSection
 from llmtrain.data.bytes_read import BytesRead
+from llmtrain.data.hub import require
 from llmtrain.data.local_files import stamps, without_held_out
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
-from llmtrain.errors import DataError, first_line, kind_of
+from llmtrain.errors import DataError, UnavailableError, first_line, kind_of
 from llmtrain.files import local_path, visible_files
 from llmtrain.waiting import announced
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 HUB = "hf:"
+CHUNK = 1 << 20
+"""Characters of a text file that are read at once."""
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
 """Stories between separators. The part before the first separator names their source and license."""
@@ -218,23 +221,34 @@ def _files(source: str, key: str) -> list[Path]:
 
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     """Yield the documents between separators, stripped. Not more than one document and one chunk of the file is in memory."""
-    rest = ""
     try:
         with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8") as file:
             read.follow(raw, path.stat().st_size)
-            while chunk := file.read(1 << 20):
-                rest += chunk
-                if data.separator:
-                    *complete, rest = rest.split(data.separator)
-                    yield from filter(None, map(str.strip, complete))
+            yield from pieces(file, data.separator)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first (iconv -t utf-8)") from None
     except DAMAGED_GZIP as error:
         raise _damaged(path, error) from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    if rest.strip():
-        yield rest.strip()
+
+
+def pieces(file: TextIO, separator: str | None) -> Iterator[str]:
+    """Yield the texts between separators, stripped, without empty ones; the whole text without a separator. Not more than one of
+    them and one chunk of the file is in memory."""
+    begun, rest = [], ""  # of a text that has not ended; the separator may begin in `rest`
+    while chunk := file.read(CHUNK):
+        rest += chunk
+        if separator:
+            *complete, rest = rest.split(separator)
+            for text in complete:
+                yield from filter(None, ["".join([*begun, text]).strip()])
+                begun = []
+        end = len(rest) - len(separator or "") + 1
+        if end > 0:
+            begun.append(rest[:end])
+            rest = rest[end:]
+    yield from filter(None, ["".join([*begun, rest]).strip()])
 
 
 def _read_jsonl(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
@@ -323,14 +337,15 @@ class _HubDataset:
                 )
         except (ValueError, OSError) as error:  # unknown subset or split, or no data files that datasets knows
             key = "data.split" if key == "data.source" else key
-            raise DataError(
+            kind = DataError if isinstance(error, ValueError | FileNotFoundError) else UnavailableError
+            raise kind(
                 f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
             ) from None
         if start.hub_state is not None:
             self._rows.load_state_dict(start.hub_state)
 
     def __iter__(self) -> Iterator[str]:
-        for row in _stream_errors_as_data_errors(self._rows, self._data.source):
+        for row in _stream_errors_as_unavailable(self._rows, self._data.source):
             yield from _text(row, self._data.text_key, self._data.source)
 
     def position(self, documents: int) -> Position:
@@ -338,8 +353,8 @@ class _HubDataset:
         return Position(documents=documents, hub_revision=self.revision, hub_state=self._rows.state_dict())
 
 
-def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows. Raises DataError for any exception of the streaming libraries, such as a broken connection."""
+def _stream_errors_as_unavailable(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows. Raises UnavailableError for any exception of the streaming libraries, such as a broken connection."""
     iterator = iter(rows)
     while True:
         try:
@@ -347,7 +362,7 @@ def _stream_errors_as_data_errors(rows: Iterable[dict[str, Any]], source: str) -
         except StopIteration:
             return
         except Exception as error:
-            raise DataError(
+            raise UnavailableError(
                 f"{source}: reading it from the hub failed ({first_line(error)}); start the same command again, or download it "
                 "and give the folder as data.source"
             ) from error
@@ -371,29 +386,3 @@ def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str
 
 def _no_column(where: Path | str, text_key: str, columns: list[str]) -> str:
     return f"{where}: no column data.text_key={text_key}; it has {', '.join(columns)}"
-
-
-TIMEOUT = 5.0
-"""Seconds to wait for each of the hub's several addresses."""
-
-
-def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> str | None:
-    """Return the newest commit of repository `name`. Raises DataError unless the Hugging Face hub answers and has it:
-    the message names `key` and, unless the repository does not exist, suggests `instead`."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        with announced(f"the Hugging Face hub's answer about {name}, {TIMEOUT:g} s for each of its addresses"):
-            return HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT).sha
-    except RepositoryNotFoundError:
-        raise DataError(
-            f"{key}: the Hugging Face hub has no public {kind} {name!r}; check the name (log in if it is private)"
-        ) from None
-    except HFValidationError:
-        raise DataError(f"{key}: {name!r} is neither a file or folder here nor a {kind} name; use {instead}") from None
-    except Exception as error:
-        raise DataError(
-            f"{key}: {name!r} needs the Hugging Face hub, which can't be used from here ({first_line(error)}); "
-            f"connect to the internet, or use {instead}"
-        ) from None

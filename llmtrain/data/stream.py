@@ -24,7 +24,7 @@ from llmtrain.config import DataSection
 from llmtrain.data.dataset import INDEX, Shard, TokenDataset, TokenShards, check_shard, read_index
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.sources import HUB
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from llmtrain.waiting import QUIET_SECONDS
 
 STATUS = "tokenizing.json"
@@ -59,6 +59,11 @@ def read_status(directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+def text_error(problem: str, is_temporary: bool) -> DataError:
+    """Return the error for a text that can't be tokenized. A failure that may end by itself is an UnavailableError."""
+    return UnavailableError(problem) if is_temporary else DataError(problem)
 
 
 def write_status(directory: Path, **status: Any) -> None:
@@ -146,7 +151,7 @@ class GrowingTokens:
             self._last_wait = now = time.monotonic()
             status = {**read_status(self.directory), **elsewhere()}
             if "error" in status:
-                raise DataError(status["error"])
+                raise text_error(status["error"], status.get("is_temporary", False))
             if (progress := (len(self), status)) != before:
                 before, moved = progress, now
             if now - moved > self._timeout:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config import DataSection
+from llmtrain.data.hub import require
 from llmtrain.data.sentencepiece_model import MODEL_FILE, load_sentencepiece
-from llmtrain.data.sources import documents, require
+from llmtrain.data.sources import documents
 from llmtrain.data.trained_tokenizer import EOS, TRAIN, TrainedOn, train_tokenizer
 from llmtrain.errors import DataError, first_line, panics_as_errors, reason
 from llmtrain.files import local_path

@@ -176,18 +176,23 @@ class NodeRendezvous:
 
     def _gone(self, key: str) -> list[int]:
         """Wait until every node has set its `key` or is lost, and return the lost nodes."""
-        heard = {node: (-1, time.monotonic()) for node in self._members}
+        heard: dict[int, tuple[int, float]] = {}
         while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
             if self._has("failure"):
                 raise TrainingError(self._store.get("failure").decode())
-            for node in missing:
-                beats = self._store.add(f"beat {node}", 0)
-                if beats != heard[node][0]:
-                    heard[node] = beats, time.monotonic()
-            if all(time.monotonic() - heard[node][1] > SILENCE_SECONDS for node in missing):
+            if self._silent(missing, heard) == missing:
                 return missing
             time.sleep(POLL_SECONDS)
         return []
+
+    def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
+        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
+        and when it last rose, and is brought up to date."""
+        for node in nodes:
+            beats = self._store.add(f"beat {node}", 0)
+            if node not in heard or beats != heard[node][0]:
+                heard[node] = beats, time.monotonic()
+        return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
 
     def claim(self) -> None:
         """Claim this node's number. Raises RecipeError if a running launcher has claimed it, TrainingError if a lost
@@ -219,6 +224,14 @@ class NodeRendezvous:
             raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
         self._store.set(f"host {rank}", self._host)
         self._wait("host", range(count), "come", timeout_seconds)
+        self._store.set("complete 0", "yes")
+
+    def is_complete(self) -> bool:
+        """Return whether all nodes of this launch have met. False if node 0 is gone."""
+        try:
+            return self._has("complete 0")
+        except DistError:
+            return False
 
     def announce_failure(self, message: str) -> None:
         """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
@@ -242,12 +255,18 @@ class NodeRendezvous:
 
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
-        failed or when node 0 is lost."""
+        failed, when nothing is heard of a node that was there, or when node 0 is lost."""
         started, silent = time.monotonic(), True
+        heard: dict[int, tuple[int, float]] = {}
         with self._needs_node_0(purpose):
             while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
                 if self._has("failure"):
                     raise TrainingError(self._store.get("failure").decode())
+                if gone := self._silent([node for node in missing if self._has(f"host {node}")], heard):
+                    raise TrainingError(
+                        f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; start "
+                        "the same command again on all nodes"
+                    )
                 waited = time.monotonic() - started
                 names = ", ".join(map(self._name, missing))
                 if waited > seconds:
@@ -287,13 +306,17 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
     store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
     rendezvous, over = NodeRendezvous(nodes, store), threading.Event()
     heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
+    is_member = False
     try:
         rendezvous.claim()
         heart.start()
         rendezvous.assemble(timeout_seconds)
+        is_member = True
         yield rendezvous
     except BaseException as error:
-        rendezvous.announce_failure(str(error))
+        # A launcher too many, started while a run has all of its nodes, must not end that run.
+        if is_member or not isinstance(error, RecipeError) or not rendezvous.is_complete():
+            rendezvous.announce_failure(str(error))
         raise
     finally:
         over.set()

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.world import MAX_PORT, environment_number, master_endpoint, may_share_gpu, slurm_step
+from llmtrain.parallel.world import (
+    MAX_PORT,
+    environment_number,
+    is_slurm_task,
+    master_endpoint,
+    may_share_gpu,
+    slurm_step,
+)
 
 DEFAULT_PORT = 29400
 
@@ -31,7 +38,7 @@ class Nodes:
         incomplete or contradict each other."""
         if "NNODES" in os.environ:
             return cls._from_variables(environment_number("NNODES", 1, minimum=1))
-        if "SLURM_STEP_NUM_TASKS" in os.environ:
+        if is_slurm_task():
             return cls._from_slurm(
                 environment_number("SLURM_STEP_NUM_TASKS", 1), environment_number("SLURM_STEP_NUM_NODES", 1)
             )

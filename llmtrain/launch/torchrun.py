@@ -33,15 +33,15 @@ from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
+from llmtrain.train.signals import REQUESTS, is_ignored
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
     from llmtrain.train.run_dir import RunDirectory
 
-SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that torchrun forwards to the ranks: its defaults except SIGINT, and the one that Slurm sends before the time
 limit. `stop_on_interrupt` handles SIGINT."""
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SUMMARY_SECONDS = 30.0
 """Maximum seconds until a file written by one node is visible to another in a shared folder."""
 
@@ -190,7 +190,9 @@ def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
 def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[str]:
     """Return torchrun's options for the `per_node` ranks of an attempt on this node."""
     nodes = attempt.nodes
-    options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", SIGNALS]
+    # torchrun would handle a signal that nohup has told this process to ignore.
+    signals = ",".join(name for name in SIGNALS if not is_ignored(signal.Signals[name]))
+    options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", signals]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
     options += ["--rdzv-id", f"attempt {attempt.number}"]  # the store can be that of earlier attempts
     return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
@@ -258,7 +260,7 @@ def _stop_requests_raise(when: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number), when)
 
-    before = {number: signal.signal(number, stop) for number in STOPS}
+    before = {number: signal.signal(number, stop) for number in REQUESTS if not is_ignored(number)}
     try:
         yield
     finally:

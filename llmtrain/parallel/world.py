@@ -16,7 +16,9 @@ from llmtrain.errors import RecipeError
 from llmtrain.waiting import announced
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+INTERACTIVE_STEP = "4294967290"
+"""Number of the step in which Slurm runs the shell of `salloc`. The shell is one process, whatever the job has."""
 MAX_PORT = 65_535
 STEP_PORTS = range(15_000, 32_000)
 """Ports on which the ranks of a Slurm step meet, below the ephemeral ports of Linux (32768 to 60999 by default)."""
@@ -48,12 +50,13 @@ class World:
         if "RANK" in env or "WORLD_SIZE" in env:
             of_node = env.get("LOCAL_SIZE") or env.get("WORLD_SIZE")  # the first is what DeepSpeed's launcher calls it
             names, defaults = TORCH, {"LOCAL_RANK": env.get("RANK"), "LOCAL_WORLD_SIZE": of_node}
-        elif env.get("SLURM_PROCID") and env.get("SLURM_NTASKS", "1") != "1":
-            per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
-            names, defaults = SLURM, {"SLURM_NTASKS_PER_NODE": _entry_of_node(per_node)}
+            given = {name: env.get(name) or defaults.get(name) or "nothing" for name in names}
+        elif is_slurm_task() and env["SLURM_STEP_NUM_TASKS"] != "1":
+            # Not what the job asks for (SLURM_NTASKS, SLURM_NTASKS_PER_NODE), because steps may be smaller, and its shell is none.
+            given = {name: env.get(name) or "nothing" for name in SLURM}
+            given[SLURM[-1]] = _entry_of_node(given[SLURM[-1]])
         else:
             return cls(0, 1, 0, 1)
-        given = {name: env.get(name) or defaults.get(name) or "nothing" for name in names}
         try:
             rank, size, local_rank, local_size = map(int, given.values())
         except ValueError:
@@ -97,8 +100,8 @@ def master_endpoint() -> tuple[str, str]:
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")  # a step need not have the job's first node
-    if address is None and nodes is not None:
-        address = _first_host(nodes)
+    if nodes is not None and (address is None or port is None):
+        address = _first_host(nodes) if address is None else address
         step = environment_number("SLURM_STEP_ID", 0)
         number = environment_number("SLURM_JOB_ID", 0) + PORTS_BETWEEN_STEPS * step
         port = port or str(STEP_PORTS[number % len(STEP_PORTS)])
@@ -110,6 +113,11 @@ def master_endpoint() -> tuple[str, str]:
     if not address.strip():
         raise RecipeError("MASTER_ADDR is empty in the environment; set it to rank 0's host")
     return address, str(environment_number("MASTER_PORT", port, 1, MAX_PORT))
+
+
+def is_slurm_task() -> bool:
+    """Return whether srun started this process as a task of a step. A job's shell, interactive or not, is no such task."""
+    return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP
 
 
 def slurm_step() -> str:

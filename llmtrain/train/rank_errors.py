@@ -38,7 +38,7 @@ class IoErrors:
     """I/O errors of one run on this rank, recorded until all ranks can raise them together: failed writes, damaged token
     shards, and text that can't be tokenized."""
 
-    def __init__(self, mesh: Mesh, search: ChecksumScan, text_problem: Callable[[], str | None] | None = None):
+    def __init__(self, mesh: Mesh, search: ChecksumScan, text_problem: Callable[[], DataError | None] | None = None):
         """Start without failed writes. `search` finds damaged token shards. `text_problem()` returns the error that has ended
         tokenizing on this host, or None."""
         self._mesh, self._search = mesh, search
@@ -67,7 +67,7 @@ class IoErrors:
         if self._search.problem is not None:
             raise DataError(self._search.problem)
         if (problem := self._text_problem()) is not None:
-            raise DataError(problem)
+            raise problem
         if self._refused is not None:
             raise TrainingError(f"{self._refused}; start the same command again to continue from the last checkpoint")
 

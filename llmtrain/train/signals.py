@@ -18,7 +18,7 @@ from types import FrameType
 
 from llmtrain.errors import FAILED
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
 """Interval within which equal signals count as one request, because the terminal and the launcher both forward a
 single Ctrl-C."""
@@ -42,6 +42,11 @@ class StopRequest:
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """Return whether this process was started with `number` ignored so that it outlives its terminal, as nohup does."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
@@ -50,7 +55,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.handle) for number in REQUESTS}
+    before = {number: signal.signal(number, request.handle) for number in REQUESTS if not is_ignored(number)}
     try:
         yield request
     finally:

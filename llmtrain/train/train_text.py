@@ -11,6 +11,7 @@ from llmtrain.data.background import BackgroundTokenizer
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.host_blocks import HostBlocks, hosts_of, posted_blocks
 from llmtrain.data.stream import GrowingTokens, shuffles_in_blocks
+from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
 
 
@@ -19,8 +20,8 @@ class TrainText:
     """Training tokens of a run that may begin before all of them exist."""
 
     tokens: GrowingTokens
-    problem: Callable[[], str | None]
-    """Function that returns the error, in one line, with which this host's tokenizing process has failed, or None."""
+    problem: Callable[[], DataError | None]
+    """Function that returns the error with which this host's tokenizing process has failed, or None."""
 
 
 def tokens_read(recipe: Recipe) -> int:
@@ -39,7 +40,7 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
     timeout, is_first = recipe.run.timeout_seconds, mesh.world.local_rank == 0
     hosts = [0] if mesh.store is None else hosts_of(mesh)
     with ExitStack() as stack:
-        problem: Callable[[], str | None] = lambda: None  # noqa: E731
+        problem: Callable[[], DataError | None] = lambda: None  # noqa: E731
         if is_first and not GrowingTokens(prepared, timeout).is_complete:
             tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
             stack.enter_context(tokenizer)

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "roll call: a live launcher counts as gone",
         "llmtrain/launch/node_rendezvous.py",
-        "if beats != heard[node][0]:",
-        "if heard[node][0] < 0:",
+        "if node not in heard or beats != heard[node][0]:",
+        "if node not in heard:",
         ("tests/unit/test_launch_again.py",),
     ),
     Mutant(
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "torchrun: SIGUSR1 is not passed on",
         "llmtrain/launch/torchrun.py",
-        'SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"',
-        'SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"',
+        'SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")',
+        'SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")',
         ("tests/unit/test_launch.py",),
     ),
     Mutant(
@@ -283,14 +283,14 @@ MUTANTS = [
     Mutant(
         "errors: a wrong recipe ends with exit code 1",
         "llmtrain/errors.py",
-        'print(f"error: {error}", file=sys.stderr)\n        _leave(BAD_USAGE)',
+        'print(f"error: {error}", file=sys.stderr)\n        _leave(error.exit_code)',
         'print(f"error: {error}", file=sys.stderr)\n        _leave(FAILED)',
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(
         "errors: the first rank of any of two launchers speaks",
         "llmtrain/errors.py",
-        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):',
+        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):',
         'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):',
         ("tests/unit/test_gaps_launch.py",),
     ),

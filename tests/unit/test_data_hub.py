@@ -22,13 +22,13 @@ COMMIT = "a" * 40
 READ = """
 from pathlib import Path
 from llmtrain.config import DataSection
-from llmtrain.data import sources
+from llmtrain.data import hub
 from llmtrain.data.sources import documents
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.errors import DataError
 for keys, split in {attempts}:
     if "silent" in str(keys):
-        sources.TIMEOUT = 1.0
+        hub.TIMEOUT = 1.0
     try:
         data = DataSection(**keys)
         texts = load_tokenizer(data, Path("nowhere")) if split == "tokenizer" else list(documents(data, split))

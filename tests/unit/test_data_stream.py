@@ -22,7 +22,7 @@ from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from tests.end_to_end.runs import is_gone, wait_until
 from tests.unit.test_data_damage import searched
 from tests.unit.test_data_prepare import TEXTS
@@ -161,6 +161,9 @@ def test_errors_end_a_wait(data: DataSection) -> None:
     write_status(prepared.directory, error="hf:o/d: no column data.text_key=text; it has body")
     with pytest.raises(DataError, match=r"^hf:o/d: no column data\.text_key=text; it has body$"):
         growing(prepared).wait_for(3000)
+    write_status(prepared.directory, error="the hub does not answer", is_temporary=True)
+    with pytest.raises(UnavailableError, match=r"^the hub does not answer$"):
+        growing(prepared).wait_for(3000)
     (prepared.directory / stream.STATUS).write_text("half of")
     tokens = growing(prepared)
     tokens.closed.set()
@@ -208,7 +211,7 @@ exit_with_status(background.main)
 """
 KILL = "import os; os.kill(os.getpid(), 9)"
 FULL = "raise OSError(28, 'No space left on device')"
-FAIL = "from llmtrain.errors import DataError; raise DataError('hf:o/d: reading it from the hub failed (gone)')"
+FAIL = "from llmtrain.errors import DataError, UnavailableError; raise DataError('hf:o/d: reading it from the hub failed (gone)')"
 HANG = "import threading; threading.Event().wait()"
 
 
@@ -262,12 +265,14 @@ def test_one_that_adds_nothing_ends_the_run_with_its_line(
         with pytest.raises(DataError, match=rf"^{data.source}: it is gone \(attempt 3 without new text\)$"):
             growing(prepared).wait_for(MANY)
         tokenizer._thread.join(60)
-        assert tokenizer.problem == f"{data.source}: it is gone (attempt 3 without new text)"
+        assert str(tokenizer.problem) == f"{data.source}: it is gone (attempt 3 without new text)"
+        assert type(tokenizer.problem) is DataError
     assert capsys.readouterr().err.count("; the tokenizer is started again\n") == background.ATTEMPTS - 1
     monkeypatch.setattr(background, "COMMAND", ("bash", "-c", "read job; echo Traceback >&2; exit 1"))
     with BackgroundTokenizer(data, MANY, 100) as tokenizer:
         tokenizer._thread.join(60)
-    assert tokenizer.problem.endswith("ended with code 1 (Traceback) (attempt 3 without new text)")
+    assert str(tokenizer.problem).endswith("ended with code 1 (Traceback) (attempt 3 without new text)")
+    assert type(tokenizer.problem) is UnavailableError, "it may work when the run is started again"
 
 
 @pytest.mark.parametrize("ended", [pytest.param("exit", marks=pytest.mark.deep), "killed"])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from llmtrain import launch
 from llmtrain.cli import main
 from llmtrain.config import ParallelSection
-from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, exit_with_status
+from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, UnavailableError, exit_with_status
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_rendezvous import NodeRendezvous
@@ -217,18 +217,28 @@ def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatc
     assert left.value.code == code
 
 
+@pytest.mark.parametrize(("error", "code"), [(DataError, 2), (UnavailableError, 1), (TrainingError, 1)])
+def test_what_may_work_later_ends_with_the_code_that_is_tried_again(error: type[Exception], code: int) -> None:
+    def fail() -> None:
+        raise error("no text")
+
+    with pytest.raises(SystemExit) as left:
+        exit_with_status(fail)
+    assert left.value.code == code
+
+
 @pytest.mark.parametrize(
     ("variables", "speaks"),
     [
         ({}, True),
-        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, True),
-        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, False),
+        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, False),
     ],
 )
 def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, variables: dict[str, str], speaks: bool
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"LOCAL_RANK": "0", **variables}.items():
         monkeypatch.setenv(name, value)

@@ -17,9 +17,9 @@ import torch
 from torch.distributed import DistNetworkError
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import DataError, RecipeError, TrainingError
+from llmtrain.errors import DONE, DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
-from llmtrain.launch.attempts import Attempt
+from llmtrain.launch.attempts import Attempt, NodeExit
 from llmtrain.launch.node_rendezvous import NodeRendezvous, rendezvous_nodes
 from llmtrain.launch.nodes import Nodes, check_thread_count, local_world_size
 from llmtrain.launch.torchrun import torchrun_arguments
@@ -126,6 +126,7 @@ def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, 
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not one of the 2 nodes"),
         ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "8"}, "started launch/train.sh 8 times on 2 nodes"),
         (JOB, "this Slurm job has 2 nodes, but srun did not start"),
+        ({**STEP, **JOB, "SLURM_STEP_ID": "4294967290"}, "this Slurm job has 2 nodes, but srun did not start"),
     ],
 )
 def test_incomplete_variables_are_refused(nodes_in, variables, message):
@@ -266,6 +267,21 @@ def test_nodes_that_count_differently_are_refused(meeting: Meeting):
     first, second = meeting.hold([0, 1], 2, lambda call: None, counts={1: 3})
     assert isinstance(second, RecipeError) and f"NNODES=3 on {HERE}, but 2 on node 0" in str(second)
     assert isinstance(first, TrainingError) and str(second) in str(first)
+
+
+def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+
+    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
+        if call.nodes.rank == 0:
+            with (
+                pytest.raises(RecipeError, match=f"NODE_RANK=1 on {HERE} is taken by node 1"),
+                rendezvous_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5),
+            ):
+                pass
+        return call.exchange_exits(0, NodeExit(DONE), False)
+
+    assert meeting.hold([0, 1], 2, attend) == [{0: NodeExit(DONE), 1: NodeExit(DONE)}] * 2
 
 
 def test_a_port_that_is_taken_is_refused():

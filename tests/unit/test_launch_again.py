@@ -137,6 +137,17 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait() -> None:
+    def attend(call: NodeRendezvous) -> str | None:
+        return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
+
+    first, _, third = Meeting().hold([0, 1, 2], 3, attend)
+    for outcome in (first, third):
+        assert isinstance(outcome, TrainingError)
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(outcome)
+
+
+@pytest.mark.usefixtures("soon")
 def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     """A scheduler that replaces a lost node must not read it as a wrong recipe."""
     meeting, outcomes = Meeting(), []

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from llmtrain import waiting
-from llmtrain.data import loader, sources
+from llmtrain.data import hub, loader
 from llmtrain.errors import DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.nodes import Nodes
@@ -83,9 +83,9 @@ def test_the_hub_is_waited_for_aloud(
     with pytest.raises(
         DataError, match=r"'a/b' needs the Hugging Face hub, which can't be used from here \(no answer\)"
     ):
-        sources.require("a/b", "dataset", key="data.source", instead="a folder")
+        hub.require("a/b", "dataset", key="data.source", instead="a folder")
     assert capsys.readouterr().err.startswith("waiting for the Hugging Face hub's answer about a/b, 5 s for each")
-    assert limits == [sources.TIMEOUT]
+    assert limits == [hub.TIMEOUT]
 
 
 def test_slurms_controller_is_waited_for_aloud(

@@ -30,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return set_variables
 
 
-SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,10 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"}, World(5, 8, 1, 4)),
         (SRUN, World(5, 8, 1, 4)),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **SRUN}, World(0, 2, 0, 1)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, World(0, 1, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, World(0, 1, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, World(0, 1, 0, 1)),
+        ({**SRUN, "SLURM_STEP_ID": "4294967290"}, World(0, 1, 0, 1)),
+        ({**SRUN, "SLURM_NTASKS_PER_NODE": "1"}, World(5, 8, 1, 4)),
         (
             {
                 **SRUN,
@@ -64,6 +67,9 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_S
         "srun",
         "torchrun inside Slurm",
         "a job of one task",
+        "the shell of a job of many",
+        "the interactive shell of a job of many",
+        "a step with more tasks per node than the job asks for",
         "a second node with more tasks",
         "a last node with fewer tasks",
         "a node in between",
@@ -81,8 +87,8 @@ def test_ranks_come_from_the_launcher(environment, variables, expected):
         ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x, WORLD_SIZE=8"),
         ({"WORLD_SIZE": "2"}, "RANK=nothing, WORLD_SIZE=2"),
         ({"RANK": "0"}, "RANK=0, WORLD_SIZE=nothing"),
-        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_NTASKS_PER_NODE=4(y2)"),
-        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, "SLURM_NTASKS_PER_NODE=4(x2)"),
+        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_STEP_TASKS_PER_NODE=4(y2)"),
+        ({**SRUN, "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=4(x2)"),
     ],
 )
 def test_impossible_ranks_are_refused_in_one_line(environment, capsys, variables, named):

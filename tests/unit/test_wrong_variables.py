@@ -24,7 +24,7 @@ from tests.in_process import message_of, run_here
 
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
 JOB = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "7"}
 STEP = {**JOB, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}
 NO_RANK = "are not a rank among others; start with launch/train.sh, torchrun or srun"
@@ -67,8 +67,8 @@ WRONG_VARIABLES: list[Row] = [
     (World.from_environment, RANK | {"LOCAL_WORLD_SIZE": "3"}, NO_RANK),
     (World.from_environment, {"WORLD_SIZE": "2"}, f"RANK=nothing.* {NO_RANK}"),
     (World.from_environment, {"RANK": "0"}, f"WORLD_SIZE=nothing.* {NO_RANK}"),
-    *((World.from_environment, SLURM | {name: "x"}, f"x.* {NO_RANK}") for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")),
-    (World.from_environment, SLURM | {"SLURM_NTASKS_PER_NODE": "x"}, f"SLURM_NTASKS_PER_NODE=x.* {NO_RANK}"),
+    *((World.from_environment, SLURM | {name: "x"}, f"x.* {NO_RANK}") for name in world.SLURM[:3]),
+    (World.from_environment, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "x"}, f"SLURM_STEP_TASKS_PER_NODE=x.* {NO_RANK}"),
     (world.master_endpoint, {}, "MASTER_ADDR=None, MASTER_PORT=None; give both"),
     (world.master_endpoint, {"MASTER_ADDR": "a"}, "MASTER_ADDR=a, MASTER_PORT=None; give both"),
     (world.master_endpoint, {"MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR is empty in the environment"),
