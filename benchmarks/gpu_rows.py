@@ -13,6 +13,8 @@ from throughput import BARE, FLOAT8, GATHERED, TITAN_MODEL
 
 SAMPLE = ROOT / ".gpu"
 """Folder of text, tokenizer and torchao that `gpu_pack.py` fills."""
+ONE_DEVICE = "llmtrain"
+"""Name of the engine of a replica on one device, which does not use FSDP2. The rows beside it run FSDP2 with one rank."""
 ROW_SECONDS = 120.0
 
 
@@ -73,7 +75,8 @@ def throughput(day: Day) -> list[DayRow]:
         task |= {"turns": 1, "steps": 1, "quick": True} if day.rehearse else {"turns": 3, "steps": 10}
         task |= {"precision": "bf16" if day.gpu else "fp32", "override": [*day.text, *changes, *keys]}
         environment = {"PYTHONPATH": _path_with_float8()} if engine == FLOAT8 else {}
-        name = " ".join([size, engine, *how, *keys, *named])
+        label = ONE_DEVICE if engine == "fsdp2" else engine
+        name = " ".join([size, label, *how, *keys, *named])
         return DayRow(name, "throughput.py", task, _speed, environment=environment)
 
     return [
@@ -106,7 +109,10 @@ def parts(day: Day) -> list[DayRow]:
     size, changes = day.model("1B")
     task = {"size": size, "compile": True, "checkpoint": "no", "shard": 1, "override": [*day.text, *changes]}
     task |= {"steps": 3, "profiled": 2, "precision": "bf16" if day.gpu else "fp32"}
-    return [DayRow(f"1B {engine}", "step_parts.py", {**task, "engine": engine}, _parts) for engine in ("fsdp2", BARE)]
+    return [
+        DayRow(f"1B {label}", "step_parts.py", {**task, "engine": engine}, _parts)
+        for label, engine in ((ONE_DEVICE, "fsdp2"), (BARE, BARE))
+    ]
 
 
 def loss(day: Day) -> list[DayRow]:

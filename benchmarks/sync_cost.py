@@ -215,6 +215,8 @@ def _alone(mesh: Mesh, sent: float) -> float:
     share = 2 * (mesh.replicas - 1) / mesh.replicas
     values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica_comms.device)
     mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
+    if values.is_cuda:
+        torch.cuda.synchronize()
     started = time.perf_counter()
     mesh.replica_comms.all_reduce(values).wait()
     if values.is_cuda:
@@ -232,6 +234,8 @@ def _copied(trainer: Trainer) -> float:
     state = [flat_view(block) for block in blocks] + ([*anchors.anchor, *anchors.momentum] if anchors else [])
     state += trainer.method.block_sync.errors
     room = [torch.zeros_like(tensor) for tensor in state]
+    if state[0].is_cuda:
+        torch.cuda.synchronize()
     started = time.perf_counter()
     for tensor, copy in zip(state, room, strict=True):
         copy.copy_(tensor)

@@ -5,6 +5,7 @@ The model learns to predict the next byte of this file. Run it with
     torchrun --nproc-per-node 4 examples/fsdp2_loop.py
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 def main(steps: int = 40, replicas: int = 2) -> nn.Module:
     """Train this process's shard of one of `replicas` replicas, and return the model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Messages between replicas are in flight while FSDP2 gathers. NCCL may deadlock unless all GPUs start both in one order.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replica", "shard"))

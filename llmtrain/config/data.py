@@ -92,9 +92,9 @@ class DataSection(Section):
     shuffle: Literal["auto", "all", "blocks"] = "auto"
     """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
     `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
-    with the first block and tokenizes the others while it trains; the order is that of the seed and the source, whatever is
-    there when; only for one text, `packed`. `auto`: `blocks` for a hub dataset, `all` for files, without packing, and for
-    mixtures and texts per replica. Later epochs always shuffle all."""
+    with the first block and tokenizes the others while it trains; the order depends on the seed and the source alone, not on
+    how much text is tokenized at which time; only for one text, `packed`. `auto`: `blocks` for a hub dataset, `all` for files,
+    without packing, and for mixtures and texts per replica. Later epochs always shuffle all."""
     num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
     """Number of processes that tokenize on a node, beside the one that reads the text, which share its cores; `null`: one for
     every 4 cores, so none on a small machine. The tokens do not depend on it, nor does a continued run."""

@@ -24,12 +24,13 @@ class RunSection(Section):
     """The one seed. Initialization, data order and every other random choice derive theirs from it by name."""
     timeout_seconds: PositiveFloat = 600
     """Maximum wait of a collective for its peers, after which the run fails. It must exceed the lead of the fastest replica over
-    the slowest at the end of a round."""
+    the slowest at the end of a round. With NCCL between replicas, add the time of a whole synchronization, because NCCL counts
+    from when the host starts a message, and all blocks' are started at once."""
     restarts: CountOrZero = 2
     """Maximum number of restarts by `launch/train.sh` after a rank fails: of all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
     """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
-    which needs node 0 and a `global_batch` that the remaining replicas can share."""
+    which needs node 0 and a `global_batch` that the remaining replicas can share. Without effect under `slurm.sbatch`."""
 
 
 class ModelSection(Section):

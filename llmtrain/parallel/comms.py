@@ -41,7 +41,7 @@ HOP_BYTES = 2 << 20
 MESSAGE_LENGTH = 400
 """Characters of a backend's message that are shown. NCCL's reason is within them, and most of the stack of C++ is not."""
 OWN_FAULTS = ("out of memory", "invalid usage")
-"""Parts of NCCL's messages about failures of this rank alone."""
+"""Parts of NCCL's error messages that mean that this rank itself has failed, not a peer."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
@@ -81,11 +81,11 @@ class Traffic:
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    The argument `device` is the device that trains, kept as `training_device`; it stands still while this rank waits for
-    collectives. The attribute `device` is where tensors that are sent should be: the CPU with gloo, which gathers on the CPU
-    only, else the device that trains. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the
-    network interface for groups along this axis, or None to leave the choice to the backend. All-reduces that are in
-    flight at once, and the parts of large ones, are spread over `groups`: `group`, and those that `add_groups` adds.
+    The argument `device` is the device that trains, kept as `training_device`; waiting is measured on it. The attribute `device`
+    is where tensors to send must be: the CPU with gloo, which gathers only there, otherwise the training device. `axis` is the
+    axis's name in error messages ("replica", "shard"). `interface` is the network interface for groups along this axis, or None
+    to leave the choice to the backend. All-reduces that are in flight at once, and the parts of large ones, are spread over
+    `groups`: `group`, and those that `add_groups` adds.
     """
 
     shares_memory = False

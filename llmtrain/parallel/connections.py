@@ -15,8 +15,8 @@ import torch
 from llmtrain.parallel.comms import Comms
 
 FAR_SECONDS = 0.01
-"""Round trip from which replicas are far apart. Below it, several connections are no faster. Blocks then arrive together
-instead of one after another, which a layer-wise schedule would have to wait for."""
+"""Round trip, in seconds, from which several connections are used. Below it they are no faster, and a layer-wise schedule would
+wait longer, because with several connections blocks arrive together at the end instead of one by one."""
 SEVERAL = 4
 """Connections between replicas that are far apart. Blocking schedules have three messages in flight; others have more."""
 TRIES = 5

@@ -19,8 +19,8 @@ from llmtrain.trace import Clock, Mark, host_mark
 from llmtrain.turns import in_own_turns, own_time
 
 MAX_PENDING = 1024
-"""Number of timed sections of one timer by which the host may be ahead of the stream. CUDA itself lets the host run ahead by
-about this number of kernels."""
+"""Maximum number of a timer's sections that the stream has not completed. Beyond it, the host waits for the oldest. CUDA itself
+lets the host run ahead by about as many kernels."""
 
 
 class DeviceTimer:

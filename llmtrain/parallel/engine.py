@@ -94,7 +94,7 @@ class Engine(Replica):
     """1 if the last step was skipped because its gradient was not finite, otherwise 0. A scalar on the device unless
     `optim.nonfinite` is stop. Equal on all ranks of a replica."""
     gradient_wait: DeviceTimer
-    """Time after backward for which training waits because gradients are averaged over the replicas."""
+    """Time that training spends, after backward, waiting for gradients to be averaged over the replicas."""
 
     @contextmanager
     def time_gradient_wait(self) -> Iterator[None]:

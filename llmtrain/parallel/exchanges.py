@@ -1,8 +1,8 @@
 """Exchanges of rounded and sparse messages, in which every rank sends a part to every other rank.
 
-gloo sends a message once it has heard that its receiver is ready. In gloo's own all-to-all, a rank says so after it has handed over
-what it sends itself, so this word waits in the queue behind those bytes. On a slow network it comes so late that the link
-is idle for a fifth of the time, and on a long one every exchange takes a round trip. Over gloo an exchange therefore
+gloo sends a message once its receiver has signaled that it is ready. In gloo's own all-to-all, a rank signals this after it has
+handed over what it sends itself, so the signal waits in the queue behind those bytes. On a slow network it arrives so late that
+the link is idle for a fifth of the time, and on a long one every exchange takes a round trip. Over gloo an exchange therefore
 consists of messages between two ranks, and all of its receives are posted before anything is computed or sent.
 """
 
@@ -27,8 +27,8 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 TAGS = range(1 << 29, 1 << 30)
 """Tags of messages between two ranks. Those of users' own messages on the same group are hardly that large."""
 _NUMBERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""Numbers of each group's exchanges. They are not those of a communicator: one that was given up may have left receives behind,
-which must not match a later one's messages."""
+"""Next exchange number of each process group. It is counted per group, not per `Comms`: a `Comms` that was dropped may have left
+receives posted, and messages of a later `Comms` on the same group must not match them."""
 
 
 class CollectiveExchange:

@@ -116,7 +116,8 @@ class TorchEngine(Engine):
     @contextmanager
     def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self.model(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
+            device = self.mesh.device
+            return self.model(input_ids.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
         self.model.eval()
         try:

@@ -156,6 +156,8 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
+        if self._is_offloaded and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # DeepSpeed copies gradients to the CPU on streams of its own
         groups = self._gradients()
         averages = self.average_gradients and self.mesh.replicas > 1
         if averages:
@@ -169,6 +171,8 @@ class ZeroEngine(Engine):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._engine.step()
+        if self.stage == 3:  # the next gather reads what the optimizer writes
+            self._masters_changed = True
         return norm
 
     def parameters_changed(self, block: Block) -> None:
@@ -185,7 +189,8 @@ class ZeroEngine(Engine):
     @contextmanager
     def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return self._engine(input_ids.to(self.mesh.device), labels.to(self.mesh.device))
+            device = self.mesh.device
+            return self._engine(input_ids.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
         self._refresh_compute_weights()
         self._engine.eval()

@@ -112,6 +112,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         "bf16": {"enabled": parallel.precision == "bf16"},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": accumulates_in},
+        # DeepSpeed's timer would wait for the whole device in every micro-batch, and so for messages between replicas.
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": zero,
     }
     return _merged(own, parallel.deepspeed)

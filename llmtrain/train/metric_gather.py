@@ -1,8 +1,8 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
 Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
-before the next log line. A replica therefore waits at a log line only if another one is a log interval behind (on GPUs, one
-step less).
+before the next log line. A replica therefore waits at a log line only for a replica that is a whole log interval behind it; on
+GPUs, an interval less one step, because a line is gathered one step after it is opened.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.world import ranks_per_device
 from llmtrain.sync.reductions.edit_penalty import RunningMoments
 from llmtrain.train.device_numbers import DeviceNumbers
 
@@ -155,6 +156,9 @@ class MetricReducer:
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
         """Reduce for this mesh. `peak` is a device's peak FLOP/s, or None if it is unknown and no MFU is reported."""
         self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
+        sharing = ranks_per_device(mesh.world) if mesh.device.type == "cuda" else 1
+        in_turns = mesh.all_ranks.shares_memory
+        self._devices = 1 if in_turns else mesh.world.size / sharing
         self.spikes = 0
         self._losses = RunningMoments((1, 1), ema=0.05)
 
@@ -197,7 +201,7 @@ class MetricReducer:
         if padding := float(line.column("padding").sum()):
             tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:
-            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * (1 if in_turns else self.mesh.world.size))
+            tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self._devices)
         return tags
 
     def check(self, line: GatheredMetrics) -> None:

@@ -48,7 +48,8 @@ METRICS_RULES: Rules = {
 
 class Metrics:
     """Metrics of one rank. All ranks call `log`, `wait` and `log_validation` at the same steps, and `poll` after each of their
-    steps. A step has no collective of all ranks, so that they gather a line in the same order whichever call starts it."""
+    steps. No training step runs a collective of all ranks. A line's gather therefore has the same position in the order of
+    collectives on every rank, whichever call starts it."""
 
     def __init__(
         self,

@@ -122,7 +122,10 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         mesh.broadcast_from_main(lambda: _make_ready(directory, prepared))
         resume_from = _newest_anywhere(directory, mirror, mesh, console)
         weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
-        with console.progress("building the model"):
+        with (
+            console.progress("building the model"),
+            explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory),
+        ):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # closes its files
         suites.newest = 0 if resume_from is None else step_of(resume_from)
@@ -153,7 +156,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         except (RuntimeError, DataError) as error:
             trainer.method.close()
             if mesh.is_main and is_loaded:
-                with suppress(OSError):  # the disk may have ended the run, because it is full
+                with suppress(OSError, RuntimeError):  # a full disk or a broken GPU may have ended the run
                     directory.write_summary(summary_of(trainer, "error", mirror.newest))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise

@@ -112,9 +112,11 @@ def validate_each(
     with engine.eval_mode() as summed_loss:
         for number, batches in enumerate(texts):
             for input_ids, labels in batches():
-                # The sum stays on the device, so that the host can run ahead of it.
-                summed[number] += summed_loss(input_ids, labels)
                 counted[number] += int((labels != IGNORE_INDEX).sum())
+                # The sum stays on the device, and batches are pinned, so that the host can run ahead of it.
+                if mesh.device.type == "cuda":
+                    input_ids, labels = input_ids.pin_memory(), labels.pin_memory()
+                summed[number] += summed_loss(input_ids, labels)
                 advance()
     totals = torch.stack([summed.cpu(), counted], dim=1)
     found = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()

@@ -197,8 +197,8 @@ MUTANTS = [
     Mutant(
         "zero: weights do not follow their master copies",
         "llmtrain/parallel/zero.py",
-        ("        self._masters_changed = True\n"),
-        ("        self._masters_changed = False\n"),
+        ("        self._masters_changed = True\n        if self.stage == 3:\n"),
+        ("        self._masters_changed = False\n        if self.stage == 3:\n"),
         (
             "tests/distributed/test_zero.py",
             "tests/distributed/test_pairs.py",

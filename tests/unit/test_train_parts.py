@@ -21,7 +21,7 @@ from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.cards import CARDS
 from llmtrain.sync.method import Method
-from llmtrain.train import devices, signals
+from llmtrain.train import devices, metric_gather, signals
 from llmtrain.train.checkpoint_files import FORMAT, list_checkpoints, read_state
 from llmtrain.train.devices import enable_determinism, peak_flops
 from llmtrain.train.loggers import JsonlLogger, format_si
@@ -59,6 +59,18 @@ def test_a_signal_sets_a_flag_and_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("under_nohup", [True, False])
+def test_a_hangup_stops_a_run_unless_nohup_ignores_it(under_nohup: bool):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        with stop_requests() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.requested != under_nohup
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(monkeypatch, capfd):
     def leave(code: int):
         raise SystemExit(code)
@@ -79,6 +91,7 @@ MESH = SimpleNamespace(
     replicas=2,
     shard_comms=SimpleNamespace(size=2),
     world=SimpleNamespace(size=4),
+    device=SimpleNamespace(type="cpu"),
     all_ranks=SimpleNamespace(shares_memory=False),
 )
 
@@ -140,6 +153,13 @@ def test_tags_are_reduced_over_ranks():
     # Shards count for their replica once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700
+
+
+def test_gpus_that_ranks_share_count_once(monkeypatch):
+    monkeypatch.setattr(metric_gather, "ranks_per_device", lambda world: 2)
+    mesh = SimpleNamespace(**vars(MESH) | {"device": SimpleNamespace(type="cuda")})
+    tags = MetricReducer(mesh, flops_per_token=1e9, peak=1e12).tags(line())
+    assert tags["perf/mfu"] == pytest.approx(80 * 1e9 / (1e12 * 2))
 
 
 def test_reserved_memory_is_that_of_the_fullest_gpu():
@@ -265,7 +285,8 @@ def test_replicas_whose_anchors_differ_are_named():
     summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
     with pytest.raises(TrainingError, match="the anchors of the 2 replicas differ, found at step 10"):
         summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
-    four = MetricReducer(SimpleNamespace(replicas=4, shard_comms=SimpleNamespace(size=1)), 1.0, None)
+    mesh = SimpleNamespace(**vars(MESH) | {"replicas": 4, "shard_comms": SimpleNamespace(size=1)})
+    four = MetricReducer(mesh, 1.0, None)
     with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):
         four.check(line(fingerprint=[5.0, 5.0, 6.0, 5.0]))
 

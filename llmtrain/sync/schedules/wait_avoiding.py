@@ -71,10 +71,9 @@ class WaitAvoidingSchedule(Schedule):
         return self._round.steps == 0
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return the newest message, which the thread of a late replica contributes again."""
+        """Return the newest message, which the thread of a late replica contributes again. It stays in CPU memory."""
         newest = self._newest()
-        device = self.block_sync.replica.blocks[0].shards[0].device
-        return {"posted": [part.to(device) for part in newest[1]] if newest is not None else []}
+        return {"posted": list(newest[1]) if newest is not None else []}
 
     def state_dict(self) -> dict[str, Any]:
         newest = self._newest()
