@@ -50,7 +50,7 @@ def _footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average; computing: at "
+        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
         f"most {PREDICTION_ERROR:g} points off in measurements"
     )
 
