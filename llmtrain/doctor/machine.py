@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
-from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, is_loopback
+from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, given_interface, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.process_limits import usable_cores
 from llmtrain.train.devices import memory_bytes
@@ -261,7 +261,7 @@ def axis_interfaces(networks: Networks) -> list[Finding]:
     """
     findings = []
     for axis, name in (("replica", networks.replica), ("shard", networks.shard)):
-        name = name or _from_environment()
+        name = name or given_interface()
         address = name and address_of(name)
         if not address:
             findings.append(ok(f"{axis} axis: the backend chooses the interface"))
@@ -282,15 +282,11 @@ def replica_interface(networks: Networks, towards_rank_0: str | None) -> tuple[s
 
     If no interface with an address is known, they are UNKNOWN and the address toward rank 0 (or 127.0.0.1).
     """
-    name = networks.replica or _from_environment()
+    name = networks.replica or given_interface()
     address = name and address_of(name)
     if name and address:
         return name, address
     return UNKNOWN, towards_rank_0 or "127.0.0.1"
-
-
-def _from_environment() -> str | None:
-    return os.environ.get(GLOO, "").partition(",")[0] or None
 
 
 def _matches_nccl(given: str, names: set[str]) -> bool:

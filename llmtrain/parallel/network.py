@@ -202,18 +202,27 @@ def _listen_on_first(address: str, ports: Sequence[int], backlog: int) -> socket
 
 @contextmanager
 def using_interface(interface: str | None) -> Iterator[None]:
-    """Make gloo groups that are created within the context use this interface. None keeps the
-    environment's choice, or gloo's own."""
+    """Make gloo groups that are created within the context use this interface. None stands for `given_interface`, or else
+    for gloo's own choice."""
     before = os.environ.get(GLOO)
-    if interface is not None:
-        os.environ[GLOO] = interface
+    chosen = given_interface() if interface is None else interface
+    if chosen is not None:
+        os.environ[GLOO] = chosen
     try:
         yield
     finally:
-        if interface is not None:
+        if chosen is not None:
             os.environ.pop(GLOO)
         if before is not None:
             os.environ[GLOO] = before
+
+
+def given_interface() -> str | None:
+    """Return the first interface in GLOO_SOCKET_IFNAME that this host has, or its first name if the host has none of them. Return
+    None if it is not set. gloo itself would use all of them, and fail where one is missing."""
+    names = [part.strip() for part in os.environ.get(GLOO, "").split(",") if part.strip()]
+    here = interfaces() if len(names) > 1 else []
+    return next((name for name in names if name in here), names[0] if names else None)
 
 
 def _first_here(names: str | None, key: str) -> str | None:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError, first_line
 from llmtrain.parallel.network import (
-    GLOO,
     Networks,
     address_of,
     address_towards,
     format_port_range,
+    given_interface,
     is_loopback,
     listen_at_both_ends,
     network_stack,
@@ -219,7 +219,7 @@ def check_connectivity(
 
 
 def _endpoints(networks: Networks) -> dict[str, str | None]:
-    given = os.environ.get(GLOO, "").partition(",")[0] or None
+    given = given_interface()
     return {"replica": networks.replica or given, "shard": networks.shard or given}
 
 

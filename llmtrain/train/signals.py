@@ -19,6 +19,10 @@ from types import FrameType
 from llmtrain.errors import FAILED
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun sets for the processes that it starts."""
+WATCH_SECONDS = 2.0
+"""Seconds between two looks whether torchrun is still there."""
 SAME_REQUEST_SECONDS = 2.0
 """Interval within which equal signals count as one request, because the terminal and the launcher both forward a
 single Ctrl-C."""
@@ -40,6 +44,21 @@ class StopRequest:
             os._exit(FAILED)
         self.requested = True
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
+
+
+def stop_without_torchrun() -> None:
+    """If torchrun started this process, ask it to stop with a checkpoint once torchrun is gone: killed, or out of memory. Nothing
+    else would end it, and it would keep its GPU and the run's lock."""
+    if TORCHRUN not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="watches torchrun").start()
 
 
 def is_ignored(number: signal.Signals) -> bool:

@@ -100,6 +100,13 @@ def test_the_variable_is_back_afterwards(monkeypatch):
     assert os.environ[GLOO] == "ens5"
 
 
+def test_gloo_gets_the_first_interface_of_a_list_that_is_here(monkeypatch):
+    monkeypatch.setenv(GLOO, "nope0, lo")
+    with using_interface(None):
+        assert os.environ[GLOO] == "lo"
+    assert os.environ[GLOO] == "nope0, lo"
+
+
 def test_ranks_are_listed_in_runs():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([5, 4, 1, 7, 6]) == "ranks 1, 4-7"

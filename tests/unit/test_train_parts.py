@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,19 @@ def test_a_hangup_stops_a_run_unless_nohup_ignores_it(under_nohup: bool):
         assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_stops_when_torchrun_is_gone(monkeypatch, by_torchrun: bool):
+    parents, sent = iter([7, 7, 1, 1]), threading.Event()
+    monkeypatch.setattr(signals.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signals.os, "kill", lambda process, number: sent.set() if number == signal.SIGTERM else None)
+    monkeypatch.setattr(signals, "WATCH_SECONDS", 0.0)
+    monkeypatch.delenv(signals.TORCHRUN, raising=False)
+    if by_torchrun:
+        monkeypatch.setenv(signals.TORCHRUN, "a run")
+    signals.stop_without_torchrun()
+    assert sent.wait(20) if by_torchrun else next(parents) == 7
 
 
 def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(monkeypatch, capfd):
