@@ -159,7 +159,7 @@ MUTANTS = [
         "llmtrain/eval/texts.py",
         "islice(islice(pieces(file, separator), 0, None, every), limit)",
         "islice(islice(pieces(file, separator), limit), 0, None, every)",
-        ("tests/unit/test_eval.py",),
+        ("tests/unit/test_eval_texts.py",),
     ),
     Mutant(
         "eval: standard error of the loss as that of the perplexity",
