@@ -42,14 +42,14 @@ def off_summary(far: Sequence[str]) -> str:
 def notes(blocks: int, payload: float) -> str:
     """Return the page's notes. `payload` is the payload's share of a frame."""
     return f"""\
-*H*: local steps in a round; 1 where every step averages gradients. *ms*: latency, one way. *Used*: utilization, which is the time
-that a round's steps take alone over the round's time: the median over rounds of the mean over ranks, and the smallest and largest
-round. *Predicted*: the same by `llmtrain/plan/network_time.py`, from bytes, bandwidth, latency and the schedule alone; nothing in
-it was fitted to these measurements. *Off by*: points of utilization. *Exposed*: what a round takes beyond its steps alone, and of
-it the waiting of the replica's own thread for messages; the rest is arithmetic, and in `wagma` waiting for a thread; what is
-predicted is the network's part. *MB*: bytes that left a host's network card per round, and how many they are *beyond* the
-formula's: headers and acknowledgments, what TCP sent again, and messages of agreement. A card counts one header for the pieces of
-a packet that it segments itself.
+*H*: local steps in a round; 1 where every step averages gradients. *ms*: latency, one way. *Used*: utilization, which is the
+time that a round's steps take alone over the round's time: the median over rounds of the mean over ranks, and the smallest and
+largest round. *Predicted*: the same by `llmtrain/plan/network_time.py`, from bytes, bandwidth, latency and the schedule alone.
+No constant in it is fitted; where its rules were corrected after a measurement, docs/performance.md says so. *Off by*: points
+of utilization. *Exposed*: what a round takes beyond its steps alone, and of it the waiting of the replica's own thread for
+messages; the rest is arithmetic, and in `wagma` waiting for a thread; what is predicted is the network's part. *MB*: bytes that
+left a host's network card per round, and how many they are *beyond* the formula's: headers and acknowledgments, what TCP sent
+again, and messages of agreement. A card counts one header for the pieces of a packet that it segments itself.
 
 A step is a sleep of fixed length whose first third is the forward, in {blocks} blocks of equal size; gradients are sent during
 the rest of it, as the engines do. Bandwidth is that of the cable in each direction, headers included; messages have

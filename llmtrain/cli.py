@@ -67,12 +67,14 @@ def train(
         from llmtrain.recipe_loader import check_folder, load_recipe
         from llmtrain.train.run import run_training
         from llmtrain.train.signals import stop_without_torchrun
+        from llmtrain.train.terminal import outlive_terminal
 
     check_folder(recipe, overrides or ())
     if is_dry:
         world = World.from_environment()
         _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
         return
+    outlive_terminal()
     stop_without_torchrun()
     raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
 

@@ -48,6 +48,10 @@ class CheckpointError(UserError):
     """A checkpoint that is damaged or belongs to another recipe."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a newer version, which this one can't read."""
+
+
 class SuiteError(UserError):
     """A suite or task that is unknown, or a suite key with a wrong value."""
 

@@ -229,7 +229,8 @@ class CheckpointSection(Section):
     keep: Count = 3
     """Number of the newest checkpoints to keep."""
     keep_every: Count | None = None
-    """Interval of checkpoints that are kept for good, in steps; `null`: only the newest are kept."""
+    """Interval of checkpoints that are kept for good, in steps: the first one at or after each multiple. `null`: only the newest
+    are kept."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss, of those whose step was validated."""
     background: bool = True
@@ -242,7 +243,11 @@ class CheckpointSection(Section):
     def expired(self, losses: Mapping[int, CheckpointLoss | None]) -> list[int]:
         """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
         older, best = sorted(losses)[: -self.keep], best_step(losses) if self.keep_best else None
-        return [step for step in older if step != best and (self.keep_every is None or step % self.keep_every)]
+        first: dict[int, int] = {}
+        for step in sorted(losses) if self.keep_every is not None else ():
+            first.setdefault(step // self.keep_every, step)
+        kept = {step for multiple, step in first.items() if multiple > 0}
+        return [step for step in older if step != best and step not in kept]
 
 
 class TraceSection(Section):

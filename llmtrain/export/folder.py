@@ -143,8 +143,13 @@ def replacing(
     neither an export nor an empty folder, or if it can't be written. `manifest` is the file by which an export is
     recognized; in messages, `what` is the name of such a folder, and `command` the command that makes it.
     """
-    check_replaceable(final, manifest, what, command)
     temporary, retired = (final.with_name(f".{final.name}.{word}") for word in ("tmp", "old"))
+    if retired.exists() and not final.exists():  # a process was killed between the two renames below
+        try:
+            retired.rename(final)
+        except OSError as error:
+            raise cannot_write(final, error, command) from error
+    check_replaceable(final, manifest, what, command)
     for leftover in (temporary, retired):  # left by a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     try:

@@ -34,6 +34,7 @@ from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.signals import REQUESTS, is_ignored
+from llmtrain.train.terminal import outlive_terminal
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
@@ -71,6 +72,7 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
+    outlive_terminal()
     check_thread_count()
     recipe = load_recipe(recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"

@@ -29,7 +29,6 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
         *_period(recipe, step_seconds),
         *_average(recipe),
         *_validation(recipe, texts),
-        *_checkpoints(recipe),
         *_recordings(recipe),
         *_unused(recipe),
         *_unused_rates(recipe),
@@ -89,15 +88,6 @@ def _validation(recipe: Recipe, texts: Mapping[str, TokenDataset]) -> Iterator[s
         yield (
             f"eval.sample_tokens is {section.sample_tokens:,}, but a sample with its prompt ends at "
             f"train.sequence_length = {recipe.train.sequence_length:,} tokens"
-        )
-
-
-def _checkpoints(recipe: Recipe) -> Iterator[str]:
-    section = recipe.checkpoint
-    if section.every is not None and section.keep_every is not None and section.keep_every % section.every:
-        yield (
-            f"checkpoint.keep_every is {section.keep_every:,}, no multiple of checkpoint.every = {section.every:,}: "
-            "only checkpoints at multiples of both are kept for good"
         )
 
 

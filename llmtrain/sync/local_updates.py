@@ -173,13 +173,16 @@ class LocalUpdates:
         """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live
         state. Waits for messages in flight. The module's and the optimizer's states are not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
-        return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
+        traffic = self._replicas.traffic.state_dict()
+        return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors, "traffic": traffic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
         of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
+        if "traffic" in state:  # earlier versions did not store it
+            self._replicas.traffic.load(**state["traffic"])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.step += 1

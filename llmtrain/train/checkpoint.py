@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError, one_line
+from llmtrain.errors import CheckpointError, TrainingError, one_line
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
@@ -47,6 +47,8 @@ from llmtrain.waiting import announced
 
 ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
+LAST_SECONDS = 60.0
+"""Seconds that a checkpoint which is being written is given when the run ends by an error."""
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
 """Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
@@ -140,6 +142,13 @@ class Checkpointer:
             with speaks if self.mesh.is_main else nullcontext():
                 self._writing.wait(self.timeout_seconds)
         self.seconds += own_time() - started
+
+    def keep_begun(self) -> None:
+        """Give a checkpoint that is being written some time to be completed when the run ends by an error, because its state is
+        from before the error. Raises nothing."""
+        if self._writing is not None:
+            with suppress(TrainingError):
+                self._writing.wait(min(LAST_SECONDS, self.timeout_seconds))
 
     def poll(self) -> None:
         """Report the last checkpoint, once, when it is complete: through `note` and to the functions in `on_saved`."""
@@ -278,7 +287,12 @@ class Checkpointer:
         }
         for step in self.section.expired(self._losses):
             if not any(step in pinned() for pinned in self.pinned_by):
-                shutil.rmtree(self.directory / folder_name(step), ignore_errors=True)
+                expired = self.directory / folder_name(step)
+                with suppress(
+                    OSError
+                ):  # renamed first, so that a half-deleted folder is no checkpoint and is deleted by the next start
+                    expired = expired.rename(expired.with_suffix(".tmp"))
+                shutil.rmtree(expired, ignore_errors=True)
 
 
 def _no_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ torch pickles the metadata of the tensors, and unpickling can run any code, so t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
@@ -31,11 +32,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, read_loss
-from llmtrain.errors import CheckpointError, TrainingError, one_line, reason
+from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
 from llmtrain.files import atomic_write, is_bare_file_name
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import with_current_device
+from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.turns import join
 
 FORMAT = 9
@@ -44,6 +46,8 @@ METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
+PASSING = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
+"""Numbers of errors that do not mean that a file is damaged: of network file systems, and of a lack of memory or handles."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 
@@ -90,9 +94,12 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads(where.read_text())
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, OSError):
+            _raise_if_passing(where, error)
         raise CheckpointError(f"{path} is damaged: {STATE_FILE} can't be read ({reason(error)})") from error
     if state.get("format") != FORMAT:
-        raise CheckpointError(
+        is_newer = isinstance(state.get("format"), int) and state["format"] > FORMAT
+        raise (NewerFormatError if is_newer else CheckpointError)(
             f"{path} has format {state.get('format')}, this version reads {FORMAT}; use the version that wrote it"
         )
     if seal != _digest_of(state):
@@ -112,7 +119,8 @@ def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
 
 
 def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
-    """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact."""
+    """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact. Raises TrainingError
+    for a file that can't be read for a reason that passes."""
     for name, (size, digest) in sorted(files.items()):
         path = directory / name
         try:
@@ -124,22 +132,33 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
         except FileNotFoundError:
             return f"{name} is gone"
         except OSError as error:
+            _raise_if_passing(path, error)
             return f"{name} can't be read ({error.strerror})"
     return None
+
+
+def _raise_if_passing(path: Path, error: OSError) -> None:
+    """Raise TrainingError if a file could not be read for a reason that passes, so that the checkpoint may be intact."""
+    if error.errno in PASSING:
+        raise TrainingError(
+            f"{path} can't be read now ({error.strerror}); start the same command again to continue from its checkpoint"
+        ) from error
 
 
 def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Path | None:
     """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of
     all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
 
-    Raises CheckpointError, on every rank, if all checkpoints are damaged. A run never starts from scratch again unless the
-    user deletes them.
+    Raises CheckpointError, on every rank, if all checkpoints are damaged or one is of a newer version. A run never starts from
+    scratch again unless the user deletes them. Raises TrainingError, on every rank, if one can't be read for a reason that passes.
     """
     paths = mesh.broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
     problem = ""
     for path in map(Path, reversed(paths)):
         try:
             state = mesh.broadcast_from_main(lambda path=path: read_state(path))
+        except NewerFormatError:
+            raise  # it is not damaged
         except CheckpointError as error:
             problem = str(error)
         else:
@@ -172,9 +191,9 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
     files. A collective of all ranks."""
-    share = sorted(files)[mesh.world.rank :: mesh.world.size]
-    found = find_corruption(directory, {name: files[name] for name in share})
-    of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
+    share, found = sorted(files)[mesh.world.rank :: mesh.world.size], []
+    raise_on_all(mesh, lambda: found.append(find_corruption(directory, {name: files[name] for name in share})))
+    of_ranks = mesh.all_ranks.all_gather_object(found[0], "asking all ranks for damaged files")
     return next((problem for problem in of_ranks if problem is not None), None)
 
 
@@ -357,9 +376,12 @@ class CheckpointWriter:
                 shutil.rmtree(self.final)
             self.temporary.rename(self.final)
             atomic_write(self.final.parent / "latest", self.final.name + "\n")
-            self._on_complete()
         except OSError as error:
             return one_line(error)
+        with suppress(
+            OSError
+        ):  # the checkpoint is complete; older ones that could not be deleted are when the next one is
+            self._on_complete()
         return None
 
     def _from_main(self, value: Any) -> Any:

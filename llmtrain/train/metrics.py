@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
@@ -23,7 +25,7 @@ from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
 from llmtrain.train.interval import IntervalMetrics
 from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
-from llmtrain.train.rank_errors import IoErrors
+from llmtrain.train.rank_errors import IoErrors, raise_on_all
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.state import TrainState
@@ -230,6 +232,21 @@ class Metrics:
             if line.checkpoint_failed:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.io_errors.check()
+
+    def check_interval(self, state: TrainState) -> None:
+        """Raise TrainingError, on every rank, if a loss or gradient norm since the last log line is not finite. A collective of all
+        ranks."""
+
+        def check() -> None:
+            found = host_numbers({"loss": self.interval.loss, "norm of the gradient": self.interval.grad_norm})
+            if wrong := next((what for what, value in found.items() if not math.isfinite(value)), None):
+                raise TrainingError(
+                    f"the {wrong} is {found[wrong]} on rank {self.mesh.world.rank} in the steps up to {state.global_step}, which are not "
+                    "kept; start again to continue from the last checkpoint, with a smaller optim.lr under another run.name if it comes "
+                    "back"
+                )
+
+        raise_on_all(self.mesh, check)
 
     def poll(self) -> None:
         """After a step, start gathering the line that the previous step opened. Then print and log the pending line or checkpoint

@@ -28,6 +28,7 @@ from llmtrain.train.checkpoint_files import (
     Digest,
     find_corruption_on_any_rank,
     folder_name,
+    list_checkpoints,
     read_losses,
     read_state,
     step_of,
@@ -195,8 +196,8 @@ class Mirror:
         self.worker = LatestStepWorker(self._upload, "copies checkpoints")
         self._last: int | None = None
         """Step of the newest checkpoint submitted for copying."""
-        self._copied_best: int | None = None
-        """Step of the best checkpoint, while it is being copied."""
+        self._candidates: set[int] = set()
+        """Steps of the checkpoints of which the best is being looked for or copied."""
 
     # ---- at the start, on all ranks
 
@@ -260,8 +261,7 @@ class Mirror:
 
     def pinned_steps(self) -> set[int]:
         """Return the steps of the checkpoints that are being copied or wait to be. Thread-safe."""
-        best = self._copied_best
-        return self.worker.pending_steps() | ({best} if best is not None else set())
+        return self.worker.pending_steps() | self._candidates
 
     def finish(self, mesh: Mesh) -> str | None:
         """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`. Returns, on every rank, the reason for
@@ -296,14 +296,19 @@ class Mirror:
     def _copy_best(self, newest: int) -> None:
         """Copy the best checkpoint up to step `newest`, unless the mirror has it or a better one. The mirror lacks it if it was
         completed during another copy and then replaced by a newer one in the queue."""
-        here = {step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step <= newest}
-        there = self._remote.losses()
-        self._copied_best = best_step(there | here)
         try:
-            if self._copied_best is not None and self._copied_best not in there:
-                self._copy(self._copied_best)
+            # Before losses are read, because the best of them must not be deleted until it is copied.
+            self._candidates = {step for step, _ in list_checkpoints(self.directory.checkpoints) if step <= newest}
+            here = {
+                step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step in self._candidates
+            }
+            there = self._remote.losses()
+            best = best_step(there | here)
+            self._candidates &= {best}
+            if best is not None and best not in there:
+                self._copy(best)
         finally:
-            self._copied_best = None
+            self._candidates = set()
 
     def _is_busy(self, deadline: float) -> bool:
         left = deadline - time.monotonic()

@@ -109,10 +109,11 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start writing a checkpoint of the global step, unless it has one. Waits for the pending log line first, which
-        ends the run if the state is bad, so that no bad state is kept."""
+        """Start writing a checkpoint of the global step, unless it has one. Checks the pending log line and the steps since then
+        first, which ends the run if the state is bad, so that no bad state is kept."""
         if self.state.global_step != self.state.last_saved:
             self.metrics.wait()
+            self.metrics.check_interval(self.state)
             self.metrics.wait_for_checkpoint()
             self.checkpointer.save(self.state.global_step, self.state_dict)
             self.state.last_saved = self.state.global_step

@@ -55,6 +55,7 @@ def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float |
     except TrainingError as error:
         ended = str(error)
         trainer.method.close()
+        trainer.checkpointer.keep_begun()
     weights = all(bool(shard.isfinite().all()) for block in trainer.engine.blocks for shard in block.shards)
     return ended, int(trainer.state.skipped), weights, trainer.metrics.last_line.get("health/skipped_steps")
 
@@ -111,6 +112,13 @@ def test_a_bad_gradient_ends_the_run_on_all_ranks_with_one_line(ranks: RankPool,
         assert first == second, name
         assert first.startswith("the loss is nan on rank 1 (replica 1) at step 6"), first
         assert "\n" not in first and not (folder / f"runs/stop-{name}/checkpoints").exists()
+    keys = ("train.steps=12", "log.every=10", "checkpoint.every=3")
+    recipe = recipe_of(folder, "between", *METHODS["diloco"], *keys)
+    (first, *_), (second, *_) = ranks.run(train, recipe, range(4, 5), world_size=2, timeout=300)
+    assert first == second and first.startswith("the loss is nan on rank 1 in the steps up to 6, which are not kept"), (
+        first
+    )
+    assert [path.name for path in sorted((folder / "runs/between/checkpoints").glob("step-*"))] == ["step-00000003"]
 
 
 def test_a_bad_gradient_is_left_out_and_counted_where_the_recipe_says_so(ranks: RankPool, folder: Path) -> None:

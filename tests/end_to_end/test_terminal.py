@@ -104,3 +104,16 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
         terminal.wait_for(None)
         assert terminal.process.wait(SECONDS) == 1
     assert "Traceback" not in terminal.shown
+
+
+def test_a_run_whose_terminal_is_gone_stops_with_a_checkpoint(runs: Runs) -> None:
+    """As when an ssh session ends. The ranks log all the time, and so write to a terminal that is gone."""
+    with terminal_of(runs, "gone", "log.every=1") as terminal:
+        terminal.wait_for("step 4/100000 | loss")
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, terminal.descriptor)  # closes the person's end
+        os.close(nothing)
+        assert terminal.process.wait(SECONDS) == 3
+    result = summary(runs.path("gone"))
+    assert result["stopped"] == "signal"
+    assert (Path(runs.path("gone")) / f"checkpoints/step-{result['steps']:08d}/state.json").is_file()

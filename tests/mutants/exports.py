@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "export: the folder that was there is deleted though the new one has no name yet",
         "llmtrain/export/folder.py",
-        "if retired.exists() and not final.exists():",
-        "if retired.exists() and final.exists():",
+        "        if retired.exists() and not final.exists():\n            retired",
+        "        if retired.exists() and final.exists():\n            retired",
         ("tests/unit/test_export_folder.py",),
     ),
     Mutant(

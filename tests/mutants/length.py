@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         "best: it is deleted with the others",
         "llmtrain/config/recipe.py",
-        "if step != best and (",
-        "if (",
+        "if step != best and step not in kept]",
+        "if step not in kept]",
         (BEST, BESTS, MIRROR),
     ),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = [
     Mutant(
         "best: it is deleted while it is copied",
         "llmtrain/train/mirror.py",
-        "return self.worker.pending_steps() | ({best} if best is not None else set())",
+        "return self.worker.pending_steps() | self._candidates",
         "return self.worker.pending_steps()",
         (MIRROR,),
     ),

@@ -61,6 +61,8 @@ def test_the_best_stays_beside_the_newest_and_the_multiples() -> None:
     assert CheckpointSection(keep=2).expired(found) == [1, 3]
     assert CheckpointSection(keep=2, keep_every=3).expired(found) == [1]
     assert CheckpointSection(keep=2, keep_best=False).expired(found) == [1, 2, 3]
+    uneven = CheckpointSection(keep=1, keep_every=1000, keep_best=False)
+    assert uneven.expired(dict.fromkeys([400, 1037, 1500, 2050, 2100, 3010])) == [400, 1500, 2100]
     assert CheckpointSection(keep=4).expired(found) == [1], "it is among the newest"
 
 

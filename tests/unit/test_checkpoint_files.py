@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
+from llmtrain.train import checkpoint_files
 from llmtrain.train.checkpoint_files import (
     FORMAT,
     STATE_FILE,
@@ -99,6 +102,46 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder: Path,
     [line] = said
     assert line.startswith(f"{folder}/step-00000020 is damaged: ") and line.endswith("; going back to the one before")
     assert re.search(problem, line)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", STATE_FILE])
+def test_a_file_that_can_not_be_read_now_is_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fail(path: Path, *_: object) -> None:
+        if path.name == name and path.parent.name == "step-00000020":
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    read, digest = Path.read_text, checkpoint_files._xxh3
+    monkeypatch.setattr(Path, "read_text", lambda path, *given: fail(path) or read(path, *given))
+    monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
+    with pytest.raises(
+        TrainingError, match=rf"step-00000020/{name} can't be read now \(Stale file handle\); start the same"
+    ):
+        newest(folder)
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_damaged(folder: Path) -> None:
+    where = folder / "step-00000020" / STATE_FILE
+    state = json.loads(where.read_text())
+    where.write_text(json.dumps(state | {"format": FORMAT + 1}))
+    with pytest.raises(
+        CheckpointError, match=f"step-00000020 has format {FORMAT + 1}, .*; use the version that wrote it"
+    ):
+        newest(folder)
+    where.write_text(json.dumps(state | {"format": FORMAT - 1}))
+    assert newest(folder)[0] == folder / "step-00000010"
+
+
+def test_old_checkpoints_that_can_not_be_deleted_do_not_make_the_new_one_fail(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    final = tmp_path / "step-00000010"
+    writing = CheckpointWriter(final, {"w": torch.ones(3)}, {"format": FORMAT, "step": 10}, {}, Comms(None), fail)
+    writing.start(in_thread=True)
+    writing.wait(30)
+    assert writing.error is None and newest(tmp_path) == (final, [])
 
 
 def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:

@@ -108,6 +108,44 @@ def test_the_host_waits_once_for_all_copies_from_a_gpu(tmp_path: Path, monkeypat
     assert events == [*["starts a copy"] * 5, "waits", "writes"]
 
 
+def test_a_checkpoint_that_is_begun_is_kept_when_the_run_ends_by_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, go = CheckpointWriter._commit, threading.Event()
+    monkeypatch.setattr(CheckpointWriter, "_commit", lambda writer: go.wait(30) and commit(writer))
+    training = Training(tmp_path)
+    training.checkpoints.keep_begun()
+    training.save()
+    threading.Timer(0.05, go.set).start()
+    training.checkpoints.keep_begun()
+    assert (tmp_path / folder_name(1) / STATE_FILE).is_file()
+
+
+def test_a_checkpoint_that_can_not_be_completed_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: CheckpointWriter) -> None:
+        raise OSError("a peer is gone")
+
+    monkeypatch.setattr(CheckpointWriter, "_commit", fail)
+    training = Training(tmp_path)
+    training.save()
+    training.checkpoints.keep_begun()
+    assert not (tmp_path / folder_name(1)).exists()
+
+
+def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed meanwhile, the next start deletes the rest, as it does with half-written ones."""
+    checkpoints = Training(tmp_path).checkpoints
+    checkpoints.section = CheckpointSection(keep=1)
+    for step in (1, 2):
+        (tmp_path / folder_name(step)).mkdir()
+        (tmp_path / folder_name(step) / STATE_FILE).write_text("{}")
+    monkeypatch.setattr("llmtrain.train.checkpoint.shutil.rmtree", lambda path, ignore_errors: None)
+    checkpoints._prune(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.tmp", folder_name(2)]
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, background: bool) -> None:
     training = Training(tmp_path, background)

@@ -67,6 +67,19 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
         assert read_manifest(final) is None
 
 
+def test_a_folder_that_a_killed_process_had_moved_away_comes_back(tmp_path: Path) -> None:
+    final = tmp_path / "x"
+    with replacing(final) as made:
+        make(made)
+    (final / "eval").mkdir()
+    (final / "eval/small.json").write_text("{}")
+    final.rename(tmp_path / ".x.old")
+    with replacing(final) as made:
+        make(made)
+        keep_others(final, made)
+    assert (final / "eval/small.json").is_file() and not (tmp_path / ".x.old").exists()
+
+
 def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "x"
     with replacing(final) as made:

@@ -261,7 +261,6 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
             ["sync.method=a_edit", "sync.period.every=37"],
             "sync.period.every is 37 s, but the run's 18 local steps take about 36 seconds",
         ),
-        (["checkpoint.every=4", "checkpoint.keep_every=6"], "checkpoint.keep_every is 6, no multiple of"),
         (["log.trace.first=21"], "log.trace.first is 21, but the run has 20 steps"),
         (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
         (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
