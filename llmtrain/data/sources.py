@@ -224,7 +224,7 @@ def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     try:
         with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8") as file:
             read.follow(raw, path.stat().st_size)
-            yield from pieces(file, data.separator)
+            yield from split_text(file, data.separator)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first (iconv -t utf-8)") from None
     except DAMAGED_GZIP as error:
@@ -233,7 +233,7 @@ def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
         raise _unreadable(path, error) from None
 
 
-def pieces(file: TextIO, separator: str | None) -> Iterator[str]:
+def split_text(file: TextIO, separator: str | None) -> Iterator[str]:
     """Yield the texts between separators, stripped, without empty ones; the whole text without a separator. Not more than one of
     them and one chunk of the file is in memory."""
     begun, rest = [], ""  # of a text that has not ended; the separator may begin in `rest`

@@ -29,7 +29,8 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rat
     """Return a finding on the fraction of the time that the recipe would spend computing, with choices that would raise it."""
     now = estimate_time(recipe, size, replicas, shards, rates)
     what = (
-        f"predicted for this recipe (measured shares differ by at most {PREDICTION_ERROR:g} points): a step computes for "
+        f"predicted for this recipe (at most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation): a step "
+        "computes for "
         f"{format_duration(now.step)} and waits for the network for {format_duration(now.waiting)} on average, so "
         f"{now.computing:.0%} of the time is spent computing"
     )

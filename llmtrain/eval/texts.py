@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.data.sources import pieces
+from llmtrain.data.sources import split_text
 from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import Entry, bits_per_byte, ratio
@@ -96,7 +96,7 @@ def documents(file: TextIO, separator: str, every: int, limit: int | None) -> li
 
     Surrounding whitespace is stripped, and empty documents are not counted.
     """
-    return list(islice(islice(pieces(file, separator), 0, None, every), limit))
+    return list(islice(islice(split_text(file, separator), 0, None, every), limit))
 
 
 def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: Loaded, batch_size: int) -> Entry:

@@ -1,4 +1,4 @@
-"""Table of all methods for one recipe and network: what each sends, and how long it would wait for the network."""
+"""Table of all methods for one recipe and network: their rounds and schedules, and how long they would wait for the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.errors import RecipeError, UserError
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.model_size import size_of
-from llmtrain.plan.network_time import PREDICTION_ERROR
+from llmtrain.plan.show import footnote
 from llmtrain.plan.time_estimate import TimeEstimate, estimate_time
 from llmtrain.recipe_check import check
 from llmtrain.sync.methods import METHODS
@@ -53,7 +53,6 @@ def method_times(recipe: Recipe, with_method: Callable[[str], Recipe], hardware:
 def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: Console, hardware: Hardware) -> None:
     """Print the table of `method_times`. The recipe's own method is in bold."""
     found = method_times(recipe, with_method, hardware)
-    rates = hardware.rates
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("method", "rounds", "schedule", "wire"):
         table.add_column(column, no_wrap=True)
@@ -69,10 +68,7 @@ def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: 
     for method, reason in found.refused.items():
         console.print(f"  {method}: {reason}", soft_wrap=True)
     console.print(
-        f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms). waiting: for messages, per step on average.\n  computing: "
-        f"share of the time, at most {PREDICTION_ERROR:g} points off in measurements (docs/performance.md, section 4).\n  A method's "
-        "preset replaces the recipe's reduction, outer step and schedule; the recipe's "
+        f"{footnote(hardware)}\n  A method's preset replaces the recipe's reduction, outer step and schedule; the recipe's "
         "period, warm-up and wire stay where\n  the method has them. docs/choosing.md has what each costs in loss.",
         soft_wrap=True,
     )

@@ -111,7 +111,7 @@ class Exchange:
     is_ring: bool = True
     """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way. False for messages to all
     others at once."""
-    is_announced: bool = False
+    receivers_ready: bool = False
     """True if the receivers of messages to all others are ready when they are sent. Otherwise, the sender first waits for their
     word, which takes the latency."""
     parts: int = 1
@@ -135,7 +135,7 @@ class Exchange:
 
     def delay(self, link: NetworkLink) -> float:
         """Return the seconds from the start of a message to all others until its first bytes arrive."""
-        return link.latency_seconds * (1 if self.is_announced else 2)
+        return link.latency_seconds * (1 if self.receivers_ready else 2)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def block_message(
         return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
-    first, second = (Exchange(sent, 1, others, is_ring=False, is_announced=announced) for announced in (False, True))
+    first, second = (Exchange(sent, 1, others, is_ring=False, receivers_ready=ready) for ready in (False, True))
     return BlockMessage(first, second)
 
 

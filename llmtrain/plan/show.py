@@ -43,15 +43,16 @@ def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
     # A rate that is measured on this CPU says nothing about meshes with more ranks than the CPU would run.
     is_open = hardware.is_this_cpu and len(meshes) > 1
     console.print(_pace(recipe, size, meshes[:1] if is_open else meshes, hardware))
-    console.print(_footnote(hardware), soft_wrap=True)
+    console.print(footnote(hardware), soft_wrap=True)
 
 
-def _footnote(hardware: Hardware) -> str:
+def footnote(hardware: Hardware) -> str:
+    """Return what the estimates assume, and how exact they are."""
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
         f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
-        f"most {PREDICTION_ERROR:g} points off in measurements"
+        f"most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation (docs/performance.md)"
     )
 
 

@@ -48,7 +48,7 @@ from llmtrain.waiting import announced
 ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 LAST_SECONDS = 60.0
-"""Seconds that a checkpoint which is being written is given when the run ends by an error."""
+"""Maximum seconds that a run which ends by an error waits for a checkpoint that is being written."""
 T = TypeVar("T")
 Stage = Callable[[torch.Tensor], torch.Tensor]
 """Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
@@ -143,9 +143,9 @@ class Checkpointer:
                 self._writing.wait(self.timeout_seconds)
         self.seconds += own_time() - started
 
-    def keep_begun(self) -> None:
-        """Give a checkpoint that is being written some time to be completed when the run ends by an error, because its state is
-        from before the error. Raises nothing."""
+    def finish_writing(self) -> None:
+        """Wait up to LAST_SECONDS for the checkpoint that is being written, after an error that ends the run: its state is from
+        before the error. Raises nothing."""
         if self._writing is not None:
             with suppress(TrainingError):
                 self._writing.wait(min(LAST_SECONDS, self.timeout_seconds))
@@ -288,9 +288,8 @@ class Checkpointer:
         for step in self.section.expired(self._losses):
             if not any(step in pinned() for pinned in self.pinned_by):
                 expired = self.directory / folder_name(step)
-                with suppress(
-                    OSError
-                ):  # renamed first, so that a half-deleted folder is no checkpoint and is deleted by the next start
+                # Renamed first, so that a half-deleted folder is no checkpoint, and the next start deletes it.
+                with suppress(OSError):
                     expired = expired.rename(expired.with_suffix(".tmp"))
                 shutil.rmtree(expired, ignore_errors=True)
 

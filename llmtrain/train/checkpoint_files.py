@@ -46,8 +46,9 @@ METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
 NAME = re.compile(r"step-(\d{8})")
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
-PASSING = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
-"""Numbers of errors that do not mean that a file is damaged: of network file systems, and of a lack of memory or handles."""
+TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
+"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems, and of a lack of memory or
+handles."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 
@@ -95,7 +96,7 @@ def read_state(path: Path) -> dict[str, Any]:
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):
-            _raise_if_passing(where, error)
+            _raise_if_transient(where, error)
         raise CheckpointError(f"{path} is damaged: {STATE_FILE} can't be read ({reason(error)})") from error
     if state.get("format") != FORMAT:
         is_newer = isinstance(state.get("format"), int) and state["format"] > FORMAT
@@ -120,7 +121,7 @@ def digests(directory: Path, names: Sequence[str]) -> dict[str, Digest]:
 
 def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
     """Describe the first file that is missing, unreadable or changed. Returns None if all files are intact. Raises TrainingError
-    for a file that can't be read for a reason that passes."""
+    for a file that can't be read because of a transient error."""
     for name, (size, digest) in sorted(files.items()):
         path = directory / name
         try:
@@ -132,14 +133,14 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
         except FileNotFoundError:
             return f"{name} is gone"
         except OSError as error:
-            _raise_if_passing(path, error)
+            _raise_if_transient(path, error)
             return f"{name} can't be read ({error.strerror})"
     return None
 
 
-def _raise_if_passing(path: Path, error: OSError) -> None:
-    """Raise TrainingError if a file could not be read for a reason that passes, so that the checkpoint may be intact."""
-    if error.errno in PASSING:
+def _raise_if_transient(path: Path, error: OSError) -> None:
+    """Raise TrainingError if a file could not be read because of a transient error, so that the checkpoint may be intact."""
+    if error.errno in TRANSIENT:
         raise TrainingError(
             f"{path} can't be read now ({error.strerror}); start the same command again to continue from its checkpoint"
         ) from error
@@ -150,7 +151,8 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
     all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
 
     Raises CheckpointError, on every rank, if all checkpoints are damaged or one is of a newer version. A run never starts from
-    scratch again unless the user deletes them. Raises TrainingError, on every rank, if one can't be read for a reason that passes.
+    scratch again unless the user deletes them. Raises TrainingError, on every rank, if one can't be read because of a
+    transient error.
     """
     paths = mesh.broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
     problem = ""
@@ -378,9 +380,8 @@ class CheckpointWriter:
             atomic_write(self.final.parent / "latest", self.final.name + "\n")
         except OSError as error:
             return one_line(error)
-        with suppress(
-            OSError
-        ):  # the checkpoint is complete; older ones that could not be deleted are when the next one is
+        # The checkpoint is complete. Older ones that can't be deleted now are deleted after the next one.
+        with suppress(OSError):
             self._on_complete()
         return None
 

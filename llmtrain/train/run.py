@@ -155,7 +155,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
             write_summary(trainer, ended, mirror.newest)
         except (RuntimeError, DataError) as error:
             trainer.method.close()
-            trainer.checkpointer.keep_begun()
+            trainer.checkpointer.finish_writing()
             if mesh.is_main and is_loaded:
                 with suppress(OSError, RuntimeError):  # a full disk or a broken GPU may have ended the run
                     directory.write_summary(summary_of(trainer, "error", mirror.newest))

@@ -55,7 +55,7 @@ def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float |
     except TrainingError as error:
         ended = str(error)
         trainer.method.close()
-        trainer.checkpointer.keep_begun()
+        trainer.checkpointer.finish_writing()
     weights = all(bool(shard.isfinite().all()) for block in trainer.engine.blocks for shard in block.shards)
     return ended, int(trainer.state.skipped), weights, trainer.metrics.last_line.get("health/skipped_steps")
 

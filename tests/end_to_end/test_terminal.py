@@ -107,7 +107,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
 
 
 def test_a_run_whose_terminal_is_gone_stops_with_a_checkpoint(runs: Runs) -> None:
-    """As when an ssh session ends. The ranks log all the time, and so write to a terminal that is gone."""
+    """Close the terminal, as the end of an ssh session does, while the ranks log every step, and so write to it."""
     with terminal_of(runs, "gone", "log.every=1") as terminal:
         terminal.wait_for("step 4/100000 | loss")
         nothing = os.open(os.devnull, os.O_RDWR)

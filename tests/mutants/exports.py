@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "eval: limits before it takes every n-th document",
         "llmtrain/eval/texts.py",
-        "islice(islice(pieces(file, separator), 0, None, every), limit)",
-        "islice(islice(pieces(file, separator), limit), 0, None, every)",
+        "islice(islice(split_text(file, separator), 0, None, every), limit)",
+        "islice(islice(split_text(file, separator), limit), 0, None, every)",
         ("tests/unit/test_eval_texts.py",),
     ),
     Mutant(

@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "network time: receivers of a first exchange are ready beforehand",
         "llmtrain/plan/network_time.py",
-        "return link.latency_seconds * (1 if self.is_announced else 2)",
+        "return link.latency_seconds * (1 if self.receivers_ready else 2)",
         "return link.latency_seconds",
         ("tests/unit/test_network_time.py",),
     ),

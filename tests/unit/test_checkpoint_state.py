@@ -114,10 +114,10 @@ def test_a_checkpoint_that_is_begun_is_kept_when_the_run_ends_by_an_error(
     commit, go = CheckpointWriter._commit, threading.Event()
     monkeypatch.setattr(CheckpointWriter, "_commit", lambda writer: go.wait(30) and commit(writer))
     training = Training(tmp_path)
-    training.checkpoints.keep_begun()
+    training.checkpoints.finish_writing()
     training.save()
     threading.Timer(0.05, go.set).start()
-    training.checkpoints.keep_begun()
+    training.checkpoints.finish_writing()
     assert (tmp_path / folder_name(1) / STATE_FILE).is_file()
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_can_not_be_completed_does_not_hide_the_error(
     monkeypatch.setattr(CheckpointWriter, "_commit", fail)
     training = Training(tmp_path)
     training.save()
-    training.checkpoints.keep_begun()
+    training.checkpoints.finish_writing()
     assert not (tmp_path / folder_name(1)).exists()
 
 

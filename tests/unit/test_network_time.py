@@ -46,7 +46,7 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
     assert Exchange(6e5, 1, is_ring=False).seconds(link) == pytest.approx(0.7), (
         "the receiver first says that it is ready"
     )
-    assert Exchange(6e5, 1, is_ring=False, is_announced=True).seconds(link) == pytest.approx(0.65)
+    assert Exchange(6e5, 1, is_ring=False, receivers_ready=True).seconds(link) == pytest.approx(0.65)
     assert Exchange(0.0, 3).seconds(link) == pytest.approx(0.3)
 
 
@@ -58,7 +58,7 @@ def test_bytes_of_a_block_are_those_of_the_wire() -> None:
     for kind, size in sizes.items():
         message = block_message(1_024_000, 4, WireSection(kind=kind))
         assert message.sent == pytest.approx(2 * 3 / 4 * size * 1_024_000)
-        assert replace(message.first, is_announced=True) == message.second and (
+        assert replace(message.first, receivers_ready=True) == message.second and (
             message.first.hops,
             message.first.peers,
         ) == (1, 3)
