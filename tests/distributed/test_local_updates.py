@@ -68,12 +68,14 @@ def train(method: str, steps: int, choices: dict[str, Any], stop_after: int | No
         optimizer.zero_grad()
         if step == stop_after:
             state, weights = copy.deepcopy(updates.state_dict()), copy.deepcopy(model.state_dict())
+            sent = updates.bytes_sent
             updates.close()
             model = Layered()
             model.load_state_dict(weights)
             optimizer = torch.optim.SGD(model.parameters(), lr=LR)
             updates = LocalUpdates(model, optimizer, method, **choices)
             updates.load_state_dict(state)
+            assert updates.bytes_sent == sent
             loaded = [(tensor, tensor.clone()) for tensor in tensors_in(state)]
     updates.finish()
     assert stop_after is None or all(torch.equal(*pair) for pair in loaded), "a state can be loaded a second time"
