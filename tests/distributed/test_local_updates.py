@@ -1,28 +1,23 @@
-"""`LocalUpdates` in loops of one's own: its arithmetic, resuming, what it refuses, and the examples of docs/library.md."""
+"""`LocalUpdates` in loops of one's own: its arithmetic, resuming, and what it refuses."""
 
 from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from examples import fsdp2_loop, plain_loop, transformers_trainer
 from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
 from llmtrain.sync.local_updates import ModuleReplica, _layers_of
-from llmtrain.sync.methods import METHODS
 from tests.distributed.pool import RankPool
 
-ROOT = Path(__file__).parents[2]
 LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
 
 
@@ -358,44 +353,3 @@ def with_learning_rate() -> int:
 
 def test_rounds_that_follow_the_learning_rate(ranks: RankPool) -> None:
     assert ranks.run(with_learning_rate, world_size=2) == [3, 3]
-
-
-def parameters_of(model: nn.Module) -> list[torch.Tensor]:
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.state_dict().values())
-    return [parameter.clone() for parameter in local]
-
-
-def run_plain() -> list[torch.Tensor]:
-    return parameters_of(plain_loop.main(steps=30))
-
-
-def run_fsdp2() -> list[torch.Tensor]:
-    return parameters_of(fsdp2_loop.main(steps=8))
-
-
-def run_trainer(folder: str) -> list[torch.Tensor]:
-    return parameters_of(transformers_trainer.main(folder, steps=18))
-
-
-def assert_equal_replicas(of_ranks: list[list[torch.Tensor]], shards: int = 1) -> None:
-    for one, other in zip(of_ranks[:shards], of_ranks[shards:], strict=True):
-        assert all(map(torch.equal, one, other)) and all(bool(tensor.isfinite().all()) for tensor in one)
-
-
-def test_the_example_of_a_plain_loop(ranks: RankPool) -> None:
-    assert_equal_replicas(ranks.run(run_plain, world_size=2))
-
-
-def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
-    assert_equal_replicas(ranks.run(run_fsdp2, world_size=4), shards=2)
-
-
-def test_the_example_of_transformers_trainer(ranks: RankPool, tmp_path: Path) -> None:
-    assert_equal_replicas(ranks.run(run_trainer, str(tmp_path), world_size=2))
-
-
-def test_the_page_shows_the_examples() -> None:
-    page = (ROOT / "docs/library.md").read_text()
-    for name in ("plain_loop", "fsdp2_loop", "transformers_trainer"):
-        assert f"../examples/{name}.py" in page
-    assert set(KEYS) | {"diloco", "qsr", "palsgd", "a_edit", "wagma"} <= set(METHODS)

@@ -1,0 +1,54 @@
+"""The examples of docs/library.md: replicas end with equal and finite parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from examples import fsdp2_loop, plain_loop, transformers_trainer
+from tests.distributed.pool import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.state_dict().values())
+    return [parameter.clone() for parameter in local]
+
+
+def run_plain() -> list[torch.Tensor]:
+    return parameters_of(plain_loop.main(steps=30))
+
+
+def run_fsdp2() -> list[torch.Tensor]:
+    return parameters_of(fsdp2_loop.main(steps=8))
+
+
+def run_trainer(folder: str) -> list[torch.Tensor]:
+    return parameters_of(transformers_trainer.main(folder, steps=18))
+
+
+def assert_equal_replicas(of_ranks: list[list[torch.Tensor]], shards: int = 1) -> None:
+    for one, other in zip(of_ranks[:shards], of_ranks[shards:], strict=True):
+        assert all(map(torch.equal, one, other)) and all(bool(tensor.isfinite().all()) for tensor in one)
+
+
+def test_the_example_of_a_plain_loop(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks.run(run_plain, world_size=2))
+
+
+def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
+    assert_equal_replicas(ranks.run(run_fsdp2, world_size=4), shards=2)
+
+
+def test_the_example_of_transformers_trainer(ranks: RankPool, tmp_path: Path) -> None:
+    assert_equal_replicas(ranks.run(run_trainer, str(tmp_path), world_size=2))
+
+
+def test_the_page_shows_the_examples() -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    for name in ("plain_loop", "fsdp2_loop", "transformers_trainer"):
+        assert f"../examples/{name}.py" in page
