@@ -84,8 +84,8 @@ def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measur
     run = ROOT / "runs" / name
     stood = [line["perf/checkpoint_seconds"] for line in metrics_of(run, "perf/checkpoint_seconds")]
     taken = [later - earlier for earlier, later in itertools.pairwise(stood) if later > earlier]
-    into.stood_still += taken[1:]
-    into.written += [float(seconds) for seconds in re.findall(r"written in ([\d.]+) s", done.stdout)][1:]
+    into.stood_still += taken[1:]  # the last log line precedes the run's last checkpoint
+    into.written += [float(seconds) for seconds in re.findall(r"written in ([\d.]+) s", done.stdout)][1:-1]
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     into.bytes = sum(file.stat().st_size for file in newest.iterdir())
     return run

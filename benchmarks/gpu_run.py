@@ -25,6 +25,8 @@ from loops import RECIPE, end_with_children, is_asked, on_gpu
 from table import ROOT, metrics_of, parser
 from throughput import SIZES
 
+from llmtrain.errors import DONE, STOPPED_EARLY
+
 RUN = (
     "run.name=gpu_run",
     "parallel.shards=1",
@@ -84,8 +86,11 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
                 end_with_children(process)
             if stops:
                 print(output.read_text()[-LAST:], flush=True)
-            elif codes[-1]:
+            if codes[-1] != (STOPPED_EARLY if stops else DONE):
                 raise SystemExit(f"the run ended with {codes}:\n{output.read_text()[-LAST:]}")
+        continued = [line for line in output.read_text().splitlines() if "continuing from" in line]
+        if len(continued) != len(codes) - 1:
+            raise SystemExit(f"the run was started {len(codes)} times and continued {len(continued)} times")
         losses, validation = (
             {line["step"]: line[tag] for line in metrics_of(run, tag)} for tag in ("train/loss", "eval/loss")
         )
@@ -93,7 +98,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         return {
             "exit_codes": codes,
             "stopped_at": stopped,
-            "continued": [line for line in output.read_text().splitlines() if "continuing from" in line],
+            "continued": continued,
             "losses": list(losses.items()),
             "validation": list(validation.items()),
             "mfu": _median(run, "perf/mfu"),

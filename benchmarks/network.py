@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +37,8 @@ from network_cells import METHODS, WIRES, Cell, pairwise, product, row_of
 from network_page import COLUMNS, notes, off_sentence, off_summary
 from network_ranks import BLOCKS, TIMEOUT_SECONDS, measure
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+
+from llmtrain.errors import ClusterError
 
 if TYPE_CHECKING:
     from llmtrain.compare.cluster import VirtualHost
@@ -286,7 +289,7 @@ def main() -> None:
     for group in groups:
         try:
             answers, switch = measured(group, options)
-        except RowFailed as why:  # continue with the other networks
+        except (RowFailed, ClusterError, TimeoutError) as why:  # continue with the other networks
             print(why, flush=True)
             continue
         switches += [switch] if switch else []
@@ -328,8 +331,11 @@ def ceiling(mbit: float, options: Namespace) -> str:
     from llmtrain.compare.cluster import HostLimits
 
     delayed = HostLimits(latency_ms=0.01)  # no more than it takes to have the switch
-    free = carried_mbit(delayed, options.replicas)
-    limited = carried_mbit(delayed.model_copy(update={"bandwidth_mbit": mbit}), options.replicas)
+    try:
+        free = carried_mbit(delayed, options.replicas)
+        limited = carried_mbit(delayed.model_copy(update={"bandwidth_mbit": mbit}), options.replicas)
+    except (ClusterError, subprocess.TimeoutExpired, ValueError) as why:  # the cells are measured by now
+        return f"What the switch can carry could not be measured ({why})."
     return (
         f"Without a limit of bandwidth it carries {free:,.0f} Mbit/s of messages from each of {options.replicas} hosts at once, and "
         f"with cables of {mbit:g} Mbit/s {limited:,.0f} of the {PAYLOAD * mbit:,.0f} that headers leave."

@@ -34,7 +34,7 @@ from hosts import HostRanks, open_hosts
 from loops import RowFailed
 from peer_measure import FRAGMENTS, OURS, recipe_of
 from table import RESULTS, Row, markdown, parser, show, write_page
-from wires import theory
+from wires import BYTES, theory
 
 ALONE = "alone"
 PEERS = {
@@ -93,7 +93,7 @@ def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
     sync = recipe_of(task).sync
     if sync.period.averages_gradients:
         return theory(parameters, replicas, sync.wire.kind if sync.wire.gradients else "fp32") * task["every"]
-    if sync.period.kind != "steps" or sync.schedule.kind == "wait_avoiding":
+    if sync.period.kind != "steps" or sync.schedule.kind == "wait_avoiding" or sync.wire.kind not in BYTES:
         return None
     if sync.period.every > task["every"] * (1 + task["rounds"]):  # never
         return 0.0

@@ -7,7 +7,7 @@ Three virtual hosts train a small model with one rank per host. `train.sh` is st
 launch/README.md says. `c10d` is what a user would otherwise run: `torchrun --rdzv-backend c10d --nnodes 2:3 --max-restarts 1` with
 `llmtrain train`, which resumes from the last checkpoint of the same folder. Its timeouts are shorter than the defaults, so
 that it does not wait 30 s for nodes that may still come (`last_call_timeout`). Once all ranks have logged ten steps, a fault
-is injected. *Continues* is the time from the fault to the first logged step beyond it; *ends* the time to the end of the last
+is injected. *Continues* is the time from the fault to the fifth logged step beyond it; *ends* the time to the end of the last
 launcher, with the exit codes of hosts 0 to 2. With `--write` the table goes to benchmarks/results/restarts/.
 """
 
@@ -59,9 +59,9 @@ COLUMNS = ("fault", "launcher", "continues after", "ends after", "exit codes", "
 
 NOTES = """\
 One trial per row. Both launchers resume from the last checkpoint, and neither survives the loss of host 0, whose store all
-others use. What c10d does better: it goes on sooner without a lost host (28 against 35 s) and without one whose network is cut
-(33 against 53 s), since it does not first make sure that the host is silent; and it starts without a host that never comes.
-What it does not do: a frozen rank costs 69 instead of 27 s, because torchrun waits 30 s before it kills it and starts
+others use. What c10d does better: it goes on sooner without a lost host and without one whose network is
+cut, since it does not first make sure that the host is silent; and it starts without a host that never comes.
+What it does not do: a frozen rank costs more, because torchrun waits 30 s before it kills it and starts
 interpreters anew; a signal to stop on one host (a preemption) does not stop the run with a checkpoint, and the others go on; a
 recipe that ranks refuse ends with 1 after a restart in vain, not with 2; no line names the host that is missing or lost; and
 ranks may come back on other hosts, which moves replicas and shards. Launchers also meet for what comes before training: the

@@ -61,8 +61,7 @@ group average a replica was late; whoever is a moment behind the first one is.
 
 `synchronous` averages a gradient of the model's size in every step. `edit` and `a_edit` are the presets without warm-up,
 with rounds of 128 steps and of the time that a fast replica takes for 128. The shorter a round, the more it shows that
-A-EDiT's replicas wait, at each meeting, for the step that a slow one has begun: with rounds of 32 steps, one replica 3
-times as slow left 91 % of the sum alone (93 % with nobody slow). `wagma_10` and `wagma_50` have a global average every 10
+A-EDiT's replicas wait, at each meeting, for the step that a slow one has begun. `wagma_10` and `wagma_50` have a global average every 10
 and 50 steps."""
 
 

@@ -139,8 +139,11 @@ def disturb(
             seconds.append(time.monotonic() - began)
             time.sleep(drawn.uniform(0, 10))
             kind = KINDS[len(done) % len(KINDS)]
-            if kind == "SIGKILL of the tokenizer":
-                for one in tokenizers_below(process):
+            victims = tokenizers_below(process) if kind == "SIGKILL of the tokenizer" else []
+            if kind == "SIGKILL of the tokenizer" and not victims:
+                kind = "Ctrl-C, when all text was tokenized"
+            if victims:
+                for one in victims:
                     one.kill()
                 time.sleep(drawn.uniform(5, 15))  # it is started again
                 assert process.poll() is None, "the run has ended with its tokenizer"
@@ -194,7 +197,7 @@ def main() -> None:
             ("undisturbed", f"{one} in {undisturbed_seconds:.0f} s"),
             ("disturbed", other),
             ("equal", "yes" if one == other else "NO"),
-            ("interruptions", ", ".join(f"{done.count(kind)} x {kind}" for kind in KINDS)),
+            ("interruptions", ", ".join(f"{done.count(kind)} x {kind}" for kind in dict.fromkeys(done))),
             ("connections broken off", str(broken)),
             ("first step after", f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)"),
             ("steps trained", str(steps(folder))),

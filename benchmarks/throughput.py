@@ -20,7 +20,20 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loops import ENDLESS, RECIPE, RowFailed, ask, bare_loop, build, is_asked, on_gpu, opened, quartiles, timed
+from loops import (
+    ENDLESS,
+    RECIPE,
+    RowFailed,
+    ask,
+    bare_loop,
+    build,
+    is_asked,
+    on_gpu,
+    opened,
+    plain_loop,
+    quartiles,
+    timed,
+)
 from peaks import allocator_peak, forget_peak, peak_resident, reserved, resident
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 from titan import MODULE as TITAN
@@ -35,9 +48,10 @@ if TYPE_CHECKING:
 
 BARE, TITAN_MODEL = "bare loop", "torchtitan's model"
 FLOAT8, GATHERED = "bare loop, float8", "bare loop, kept gathered"
+PLAIN = "plain loop"
 FSDP2 = ["parallel.engine=fsdp2"]
 ENGINES = {
-    **dict.fromkeys((BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, "fsdp2"), FSDP2),
+    **dict.fromkeys((BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, PLAIN, "fsdp2"), FSDP2),
     "zero1": ["parallel.engine=zero", "parallel.zero_stage=1"],
     "zero2": ["parallel.engine=zero", "parallel.zero_stage=2"],
     "zero3": ["parallel.engine=zero", "parallel.zero_stage=3"],
@@ -85,7 +99,7 @@ COLUMNS = (
     "resident, MB",
 )
 WORDS = 3
-OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED)
+OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, PLAIN)
 """Engines for which nothing is predicted."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
@@ -94,16 +108,18 @@ the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loop
 optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
 *torchtitan's model*: that of release 0.2.2 alone, in the bare loop (`benchmarks/titan_model.py`). *float8*: the layers' products
 scaled by rows (torchao). *Kept gathered*: parameters are not resharded between forward and backward.
+With one rank, `fsdp2` is our engine for one device, which shards nothing, while the bare loop and torchtitan's model run FSDP2 with one
+rank. *plain loop*: transformers' model and loss without FSDP2, neither compiled nor checkpointed. Timed steps write no log lines.
 All these ran one after another, so a machine whose speed wanders shows here; `benchmarks/step_overhead.py`, where loops take
 turns, says it more exactly. *Predicted/s*: tokens a second by `llmtrain recipe show`: the rate of a large matrix product, timed in
 the same process, times one measured constant (`TRAINING_EFFICIENCY` in `llmtrain/plan/time_estimate.py`); it knows nothing of
 compiling. *MFU*: of the vendor's dense bf16 peak, where it is known.
 *First step*: compiling is in it.
 
-*Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built until its third step:
-on a GPU its own count, on a CPU as torch's profiler counts them, in a second build of the same loop whose time does not count
-(and only of one rank: the profiler does not see what gloo's threads free). *Predicted* is the estimate of `llmtrain recipe show`
-for that mesh, which leaves out what torch.compile saves. *Resident* (CPU): the growth of the process's peak resident memory
+*Peak*: the most bytes that torch's allocator had handed out at a time, from before the model was built: on a GPU its own count,
+until the last step, on a CPU as torch's profiler counts them, until the third step, in a second build of the same loop whose time
+does not count (and only of one rank: the profiler does not see what gloo's threads free). *Predicted* is the estimate of `llmtrain
+recipe show` for that mesh, which leaves out what torch.compile saves. *Resident* (CPU): the growth of the process's peak resident memory
 (VmHWM) since before the model was built, a small model having been trained before. It also holds what the C library keeps of
 freed memory, buffers of kernels and of gloo, and code that was loaded on the way; it lacks pages that were allocated and never
 touched."""
@@ -168,7 +184,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         if not mesh.is_main:
             return None
         size = size_of(recipe, prepared.vocab_size)
-        predicted = estimate(recipe, size, 1, task["shard"])
+        is_ours = task["engine"] not in OTHERS
         return {
             "tokens": recipe.train.tokens_per_step,
             "seconds": seconds,
@@ -179,7 +195,9 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
             "ranks": task["shard"],
             "peak": peak,
             "reserved": taken,
-            "predicted": predicted.total(on_gpu=mesh.device.type == "cuda"),
+            "predicted": estimate(recipe, size, 1, task["shard"]).total(mesh.device.type == "cuda")
+            if is_ours
+            else None,
             "grown": grown,
             "parameters": size.parameters,
         }
@@ -207,6 +225,8 @@ def step_of(
     batches = PrefetchLoader(
         loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"
     ).next  # as the trainer has them
+    if engine == PLAIN:
+        return plain_loop(recipe, mesh, prepared.vocab_size, batches)
     if engine == TITAN:
         return titan_loop(recipe, prepared.vocab_size, batches)
     if engine == TITAN_MODEL:
@@ -221,7 +241,9 @@ def is_possible(task: Mapping[str, Any]) -> bool:
     from llmtrain.errors import RecipeError
     from llmtrain.recipe_check import check
 
-    if task["engine"] == TITAN_MODEL and task["checkpoint"] != "no":
+    if task["engine"] in (TITAN_MODEL, PLAIN) and task["checkpoint"] != "no":
+        return False
+    if task["engine"] == PLAIN and (task["compile"] or task["shard"] > 1):
         return False
     try:
         check(recipe_of(task, SIZES[task["size"]]), None)

@@ -27,6 +27,8 @@ class LocalUpdatesCallback(TrainerCallback):
         self.choices = choices
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if args.load_best_model_at_end:
+            raise ValueError("load_best_model_at_end loads a replica's own checkpoint before the last synchronization")
         self.updates = LocalUpdates(given["model"], given["optimizer"].optimizer, **self.choices)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -82,9 +82,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk, compiled, dynamic):
+    def forward(ctx, hidden, weight, bias, labels, chunk, compiled, dynamic, needs_grad):
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        needs_grad = any(ctx.needs_input_grad[:3])
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
@@ -118,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream):
         # In place, because memory use is near its peak now. A second backward would scale twice, but torch does not allow it.
         scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def summed_cross_entropy(
@@ -136,9 +135,10 @@ def summed_cross_entropy(
     excluded. At most `chunk` rows of logits exist at once. With `compiled`, if gradients are needed, torch.compile fuses the
     work between the matrix products. It compiles once for all numbers of positions if `dynamic`, and otherwise for each number.
     """
-    return _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), chunk, compiled, dynamic
-    )
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    # Here, because inside a Function gradients are always off, and ctx.needs_input_grad is true under no_grad, too.
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (flat, weight, bias))
+    return _ChunkedCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), chunk, compiled, dynamic, needs_grad)
 
 
 def liger_cross_entropy(

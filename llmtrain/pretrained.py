@@ -174,15 +174,29 @@ def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
         raise ModelError(f"{KEY}: {name}: {CONFIG} can't be read ({first_line(error)}); give {EXPECTED}") from None
 
 
+def with_config(recipe: Recipe) -> Recipe:
+    """Return the recipe with the keys of the config that `model.from_config` names, in its place, so that a run does not change
+    when that config does, or is gone. Raises ModelError if it can't be read."""
+    from llmtrain.model import model_config
+
+    section = recipe.model
+    config = model_config(section)
+    keys = {**architecture_keys(config), **section.config}  # a wrong key of the recipe stays, and is refused
+    update = {"type": config.model_type, "config": json.loads(json.dumps(keys)), "from_config": None}
+    return recipe.model_copy(update={"model": section.model_copy(update=update)})
+
+
 def with_architecture(recipe: Recipe, run: Path) -> Recipe:
-    """Return the recipe with the architecture of its weights, if it gives weights and no architecture.
+    """Return the recipe with the architecture of its config or, if it gives weights and no architecture, of its weights.
 
     From the first start on, the recipe in the run directory `run` has the architecture, so that the weights need not exist
     any more when the run continues. Raises UserError if there is no such directory and the weights' configuration can't be
     read.
     """
     section = recipe.model
-    if section.from_weights is None or section.config or section.from_config is not None:
+    if section.from_config is not None:
+        return with_config(recipe)
+    if section.from_weights is None or section.config:
         return recipe
     found = _recorded(run, section.from_weights) or _architecture_of(section.from_weights)
     if "type" in section.model_fields_set and section.type != found.type:
@@ -219,15 +233,15 @@ def architecture_keys(config: PretrainedConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     other = NOT_ARCHITECTURE | PretrainedConfig().to_dict().keys()
-    return {key: value for key, value in config.to_dict().items() if key not in other and not key.startswith("_")}
+    known = type(config)().to_dict().keys() - other  # files often have keys that their kind of model does not
+    return {key: value for key, value in config.to_dict().items() if key in known and not key.startswith("_")}
 
 
 def check_architecture(
     section: ModelSection, here: PretrainedConfig, there: PretrainedConfig, weights: Pretrained
 ) -> None:
     """Raise ModelError for the first key in which the recipe's model (`here`) differs from that of the weights (`there`)."""
-    given = "model.from_config" if section.from_config is not None else "model.type and model.config"
-    remedy = f"leave out {given} to take the architecture of the weights"
+    remedy = "leave out model.type, config and from_config to take the architecture of the weights"
     if here.model_type != there.model_type:
         raise ModelError(
             f"{KEY}: {weights.name} is a {there.model_type} model, but the recipe's is {here.model_type}; {remedy}"
@@ -239,7 +253,7 @@ def check_architecture(
         if any(part in key for part in NOT_COMPARED) or mine.get(key) == theirs.get(key):
             continue
         expected = f"model.config.{key}={_text(theirs.get(key))}"
-        if key == "vocab_size" and section.from_config is None and key not in section.config:
+        if key == "vocab_size" and key not in section.config:
             folder = weights.tokenizer or "the tokenizer of the weights"
             raise ModelError(
                 f"{KEY}: {weights.name} has a vocabulary of {theirs[key]}, but the recipe's tokenizer has {mine[key]} tokens; "

@@ -139,14 +139,9 @@ def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
 
     rows = getattr(model_config(recipe.model, vocab_size), "vocab_size", vocab_size)
     if rows < vocab_size:
-        is_given = "vocab_size" in recipe.model.config
-        what = (
-            "model.config.vocab_size" if is_given else f"the vocabulary of model.from_config={recipe.model.from_config}"
-        )
-        change = "leave it out to take the tokenizer's" if is_given else "choose the tokenizer that belongs to it"
         raise RecipeError(
-            f"{what} is {rows}, but the tokenizer {recipe.data.tokenizer} has {vocab_size} tokens; "
-            f"give at least {vocab_size} as model.config.vocab_size, or {change}"
+            f"model.config.vocab_size is {rows}, but the tokenizer {recipe.data.tokenizer} has {vocab_size} tokens; "
+            f"give at least {vocab_size} as model.config.vocab_size, or the tokenizer that belongs to the model"
         )
 
 
@@ -334,18 +329,13 @@ def _check_model_keys(section: ModelSection) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-    if section.from_config is None and section.type not in causal:
+    if section.type not in causal:
         near = closest(section.type, causal)
         hint = f"did you mean {near}?" if near else "llama and gpt_neo are two of them"
         raise RecipeError(
             f"model.type is {section.type!r}, not one of transformers' {len(causal)} causal language models; {hint}"
         )
-    if section.from_config is not None:
-        from llmtrain.model import model_config
-
-        default = model_config(section.model_copy(update={"config": {}}))
-    else:
-        default = AutoConfig.for_model(section.type)
+    default = AutoConfig.for_model(section.type)
     known = {*default.to_dict(), *default.attribute_map}
     for key in section.config:
         if key not in known:

@@ -46,7 +46,7 @@ are expanded before layers are merged."""
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | None = None) -> Recipe:
     """Return the recipe in a YAML file, with its base files and `a.b=c` overrides, and with the architecture of
-    `model.from_weights` if it gives none. With `method`, a last layer names this method.
+    `model.from_config`, or of `model.from_weights` if it gives none. With `method`, a last layer names this method.
 
     Raises RecipeError, in one line that names the file and key, if the result is not a valid recipe.
     """
@@ -64,7 +64,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise RecipeError(explain(error, layers, data)) from None
-    if recipe.model.from_weights is None:
+    if recipe.model.from_weights is None and recipe.model.from_config is None:
         return recipe
     from llmtrain.pretrained import with_architecture  # imports more than most commands need
 
@@ -72,26 +72,38 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
 
 
 def check_folder(path: Path, overrides: Sequence[str]) -> None:
-    """Raise RecipeError if `path` is the recipe.yaml of a run whose folder has got another name, and no override names the run:
-    a start would leave its checkpoints where they are, and begin another run."""
+    """Raise RecipeError if `path` is the recipe.yaml of a run whose folder was renamed or moved, and no override says which run is
+    meant: a start would leave its checkpoints where they are, and begin another run."""
     folder = path.absolute().parent
     if path.name != "recipe.yaml" or not (folder / "checkpoints").is_dir():
         return
-    named = load_recipe(path, overrides).run.name
-    if named != folder.name and "name" not in parse_overrides(overrides).get("run", {}):
+    run, given = load_recipe(path, overrides).run, parse_overrides(overrides).get("run", {})
+    if run.name != folder.name and "name" not in given:
         raise RecipeError(
-            f"{path} is of the run {named}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
-            f"or run.name={named} to start a run of that name"
+            f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
+            f"or run.name={run.name} to start a run of that name"
+        )
+    if not {"name", "out_dir"} & set(given) and os.path.realpath(Path(run.out_dir) / run.name) != os.path.realpath(
+        folder
+    ):
+        raise RecipeError(
+            f"{path} is of a run in run.out_dir={run.out_dir}, which is another folder now; give run.out_dir={folder.parent} to continue "
+            "what is in its folder, or run.name=NAME to start another run"
         )
 
 
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
     """Return the recipe that training stored in `where`. Raises RecipeError if it is not one of this version."""
     try:
-        return Recipe.model_validate(data)
+        recipe = Recipe.model_validate(data)
     except ValidationError as error:
         reason = explain(error, [Overlay(f"the recipe in {where}", data)], data)
         raise RecipeError(f"{reason}; another version wrote it: use that one, or choose another run.name") from None
+    if recipe.model.from_config is None:
+        return recipe
+    from llmtrain.pretrained import with_config  # earlier versions stored the name only
+
+    return with_config(recipe)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -242,27 +254,32 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
             hint = f"; did you mean {near}?" if near else ""
             raise RecipeError(f"{layer.label}: sync.method is {format_value(named)}, expected {one_of(METHODS)}{hint}")
         if named != method:
-            kept = [Overlay(below.label, _for_method(below.data, METHODS[named].PRESET)) for below in kept]
+            kept = _for_method(kept, METHODS[method].PRESET, METHODS[named].PRESET)
             method = named
         kept.append(layer)
     preset = {"sync": METHODS[method].PRESET | {"method": method}, "optim": inner_preset(method)}
     return [Overlay(f"preset {method}", _normalize(preset, method)), *kept]
 
 
-def _for_method(data: dict[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer's data without the keys that were chosen for another method, because a layer above it names the method
-    with this preset."""
-    sync = data.get("sync")
-    if not isinstance(sync, dict):
-        return data
-    dropped = {"reduction", "outer", "schedule", "pull", "moments"}
-    kind = preset["period"]["kind"]
-    period = sync.get("period")
-    if isinstance(period, dict) and period.get("kind", "steps") != kind:
-        dropped.add("period")  # its length means nothing to a period of another kind
-    if kind == "every_step":
-        dropped.add("warmup_steps")
-    return data | {"sync": {key: value for key, value in sync.items() if key not in dropped}}
+def _for_method(layers: list[Overlay], before: Mapping[str, Any], preset: Mapping[str, Any]) -> list[Overlay]:
+    """Return layers on the preset `before` without the keys that were chosen for its method, because a layer above them names
+    the method with this `preset`."""
+    kind, kept = before["period"]["kind"], []
+    for layer in layers:
+        sync = layer.data.get("sync")
+        if not isinstance(sync, dict):
+            kept.append(layer)
+            continue
+        dropped = {"reduction", "outer", "schedule", "pull", "moments"}
+        if isinstance(period := sync.get("period"), dict):
+            kind = period.get("kind", kind)
+            if kind != preset["period"]["kind"]:
+                dropped.add("period")  # its length means nothing to a period of another kind
+        if preset["period"]["kind"] == "every_step":
+            dropped.add("warmup_steps")
+        rest = {key: value for key, value in sync.items() if key not in dropped}
+        kept.append(Overlay(layer.label, layer.data | {"sync": rest}))
+    return kept
 
 
 def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

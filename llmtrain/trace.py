@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from llmtrain.files import read_lines
+
 Kind = Literal["step", "data", "gradient", "exposed", "wait", "delay", "message"]
 
 Mark = Callable[[], float | None]
@@ -34,10 +36,13 @@ def host_mark() -> Mark:
 class Recording:
     """Recording of spans that begin in steps `first` to `last`, written to `path` when their times are known."""
 
-    def __init__(self, path: Path, first: int, last: int, clock: Clock):
+    def __init__(self, path: Path, first: int, last: int, clock: Clock, resumed_at: int = 0):
+        """Keep the spans of earlier starts, up to step `resumed_at`, which are not repeated."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         self.first, self.last, self.step, self.clock = first, last, 0, clock
         self._file = path.open("w", buffering=1)
+        self._file.writelines(json.dumps(line) + "\n" for line in kept)
         self._unwritten: list[tuple[Mark, Mark, dict[str, Any]]] = []
         self._lock = threading.Lock()  # messages end on the backend's threads
 
@@ -76,11 +81,11 @@ _recording: Recording | None = None
 
 
 @contextmanager
-def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark) -> Iterator[None]:
+def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark, resumed_at: int = 0) -> Iterator[None]:
     """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is that of the device
-    that trains."""
+    that trains. Spans that the file has of steps up to `resumed_at` are kept."""
     global _recording
-    _recording = Recording(path, first, last, clock)
+    _recording = Recording(path, first, last, clock, resumed_at)
     try:
         yield
     finally:

@@ -12,6 +12,13 @@ import pytest
 from tests import budget, mother
 from tests.distributed.pool import RankPool
 
+# What whoever starts the tests may have set, for a job or a terminal of its own.
+OF_OTHERS = ("SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_", "GLOO_SOCKET_", "NCCL_SOCKET_")
+RANKS = {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+COLORS = {"FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "NO_COLOR", "GITHUB_ACTIONS", "PYTEST_ADDOPTS"}
+for name in list(os.environ):
+    if name.startswith(OF_OTHERS) or name in RANKS | COLORS:
+        del os.environ[name]
 # Before any test imports torch or transformers, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"

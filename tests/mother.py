@@ -37,7 +37,7 @@ START_SECONDS = 120.0
 LOST = -signal.SIGKILL
 
 FORKABLE = {
-    "OMP_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which pandas imports, has such a thread
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs does not start CUDA, which no fork could use then
 }

@@ -24,6 +24,8 @@ from study_plan import (
     TRIALS,
     Cell,
     Records,
+    Run,
+    Setting,
     best_of,
     loss_of,
     runs_of,
@@ -75,13 +77,14 @@ Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was 
 `best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
 tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares
 with the synchronous runs of the same number of replicas, batch and inner optimizer. `worth` is the share of the tokens with
-which synchronous training, annealed on them, reaches the same loss (interpolated between runs with 25, 50 and 100 % of the tokens;
-the range is that of the seeds). `sent` is the sum of what all replicas send. Cells without a loss are not complete; if a seed
-diverged, there is no mean."""
+which synchronous training, annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the
+tokens, all with the full run's warm-up; the range is that of the method's seeds). `sent` is the sum of what all replicas send. Cells
+without a loss are not complete; if a seed diverged, there is no mean."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
 fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
-at most 3 points of utilization in [measurements](../network_100mbit) with a model of 2.5 M parameters. Above 1, the method pays."""
+at most 2.8 points of utilization in [measurements](../network) with a model of 2.5 M parameters and messages of up to 21 steps; the last
+column is extrapolated. Above 1, the method pays."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it
@@ -150,7 +153,7 @@ def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
     losses: dict[float, list[float]] = {}
     for run in runs_of(cell, done):
         if run.kind != "trial" and run.id in done:
-            losses.setdefault(run.share, []).append(loss_of(done[run.id]))
+            losses.setdefault(run.share_of_tokens, []).append(loss_of(done[run.id]))
     return losses
 
 
@@ -182,7 +185,7 @@ def worth_text(cell: Cell, done: Records) -> str:
     if cell == synchronous_beside(cell) or None in found:
         return ""
     if min(found) == 0:
-        return f"below {100 * min(SHORTENED[synchronous_beside(cell)]):.0f} %"
+        return f"below {100 * min(losses_by_share(synchronous_beside(cell), done)):.0f} %"
     middle, low, high = (f"{100 * share:.0f}" for share in found)
     return f"{middle} % ({low} to {high})"
 
@@ -299,7 +302,10 @@ def made_by(done: Records) -> str:
 def page(done: Records, tables: Sequence[tuple[str, str]]) -> str:
     """Return the page."""
     sections = [f"## {title}\n\n{table}" for title, table in tables]
-    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS))
+    [measure, shares], *_ = SHORTENED.items()
+    lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
+    *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
+    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
     return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
 
 

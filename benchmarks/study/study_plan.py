@@ -198,6 +198,11 @@ class Run:
         """Return the run's steps. Each of PALSGD's pulls is a step without tokens, so it has more of them."""
         return self._steps_with(self.share)
 
+    @property
+    def share_of_tokens(self) -> float:
+        """Return the run's steps divided by those of a final run. Because lengths are multiples of UNIT, it differs from `share`."""
+        return self.steps / self._steps_with(1.0)
+
     def _steps_with(self, share: float) -> int:
         training = 1 - self.setting.pull_probability
         return UNIT * math.floor(TOKENS * share / (self.cell.batch * LENGTH * training) / UNIT + 0.5)

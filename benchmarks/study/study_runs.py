@@ -124,8 +124,8 @@ class Job:
             Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST))
 
     def end(self, is_stopping: bool) -> dict[str, Any] | None:
-        """Return the record if the run has finished or diverged, and remove what it has left, or None if it was interrupted.
-        Raises TrainingError if it failed otherwise; its folder and log remain."""
+        """Return the record if the run has finished or diverged, or None if it was interrupted. Its folder and log remain. Raises
+        TrainingError if it failed otherwise."""
         self.log_file.close()
         folder, code = RUNS / self.run.id, self.process.returncode
         if code == STOPPED_EARLY or (is_stopping and code == -signal.SIGTERM):
@@ -137,11 +137,13 @@ class Job:
                 f"{self.run.id} failed with exit code {code} ({lines[-1] if lines else 'it printed nothing'}); see {self.log}, "
                 "then start the same command again"
             )
-        record = record_of(self.run, folder, self.commit, diverged)
-        shutil.rmtree(folder, ignore_errors=True)
-        if diverged is None:
+        return record_of(self.run, folder, self.commit, diverged)
+
+    def clean_up(self, record: Mapping[str, Any]) -> None:
+        """Remove the folder of a run whose record is written, and the log unless the run diverged."""
+        shutil.rmtree(RUNS / self.run.id, ignore_errors=True)
+        if record.get("loss") is not None:
             self.log.unlink()
-        return record
 
 
 def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[Job]) -> Run | None:
@@ -186,6 +188,7 @@ def make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
             if record is None:
                 continue
             append(record)
+            job.clean_up(record)
             done[record["id"]] = record
             made = sum(
                 1 for stage in stages for cell in STAGES[stage] for key in done if key.startswith(f"{cell.name}-")

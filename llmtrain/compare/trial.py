@@ -22,7 +22,7 @@ from llmtrain.compare.comparison import Comparison, ConditionSection, Stage, Tri
 from llmtrain.compare.faults import Faults
 from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE
+from llmtrain.errors import DONE, ResultsError, one_line
 from llmtrain.files import atomic_write, read_mapping
 
 POLL_SECONDS = 0.2
@@ -44,7 +44,8 @@ class TrialRun:
     on_progress: Callable[[int], None]
 
     def run(self) -> TrialRecord:
-        """Train until all hosts have ended, and write and return the record. A run that fails raises no error."""
+        """Train until all hosts have ended, and write and return the record. A run that fails raises no error. Raises ResultsError if
+        the record can't be written."""
         planned = self.planned
         shutil.rmtree(planned.directory, ignore_errors=True)  # of an interrupted trial, whose times can't be continued
         planned.directory.mkdir(parents=True)
@@ -69,7 +70,13 @@ class TrialRun:
             hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=last_lines,
         )
-        atomic_write(planned.directory / "trial.json", record.model_dump_json(indent=2) + "\n")
+        path = planned.directory / "trial.json"
+        try:
+            atomic_write(path, record.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            raise ResultsError(
+                f"{path} can't be written ({one_line(error)}); make room, and start the same command again, which repeats this trial"
+            ) from error
         return record
 
     def _run_stage(self, stage: Stage, trained: float) -> tuple[TrialState | None, list[int | None], list[str], float]:

@@ -42,7 +42,8 @@ class ModelSection(Section):
     """Arguments of the model's transformers config (`hidden_size`, `num_hidden_layers`, ...), with the names of transformers 5.
     The base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""
     from_config: str | None = None
-    """Name or folder of a transformers config, of which `config` overrides single values. No weights are loaded."""
+    """Name or folder of a transformers config, of which `config` overrides single values. No weights are loaded.
+    A run records the config's values."""
     from_weights: str | None = None
     """Weights that the run starts from: a run, one of its checkpoints, an export, or a folder or hub name with safetensors files.
     Without `config` and `from_config`, the architecture is also theirs. `null`: random initialization."""

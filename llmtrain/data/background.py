@@ -175,15 +175,16 @@ def _watch_input() -> None:
 
 
 class _Report:
-    """Callback that tells waiting ranks the number of training tokens, at most once per STATUS_SECONDS."""
+    """Callback that tells waiting ranks the number of training tokens, and of documents skipped on the way to new text, at most once
+    per STATUS_SECONDS."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._written = directory, 0.0
 
-    def __call__(self, tokens: int) -> None:
+    def __call__(self, tokens: int, skipped: int) -> None:
         if time.monotonic() - self._written >= STATUS_SECONDS:
             self._written = time.monotonic()
-            write_status(self._directory, tokens=tokens)
+            write_status(self._directory, tokens=tokens, **({"skipped": skipped} if skipped else {}))
 
 
 if __name__ == "__main__":

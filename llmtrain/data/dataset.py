@@ -18,9 +18,10 @@ import socket
 import threading
 import tokenize
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -110,10 +111,28 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
+OPEN_SHARDS = 256
+"""Maximum number of a split's shards that are memory-mapped at a time: each needs a file descriptor, of which a process often has
+1,024."""
+
+
+class LazyShard:
+    """Shard that is memory-mapped when it is read."""
+
+    def __init__(self, shard: Shard, load: Callable[[Shard], np.ndarray]) -> None:
+        self._shard, self._load = shard, load
+
+    def __len__(self) -> int:
+        return self._shard.tokens
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return self._load(self._shard)[part]
+
+
 class TokenShards:
     """Sequence of tokens over several arrays, read without loading them into memory."""
 
-    def __init__(self, arrays: Sequence[np.ndarray], limit: int | None = None) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray | LazyShard], limit: int | None = None) -> None:
         """Limit the sequence to its first `limit` tokens."""
         self._arrays = arrays
         self._ends = list(itertools.accumulate(map(len, arrays)))
@@ -216,8 +235,11 @@ class TokenDataset:
         return np.dtype(self.index.dtype)
 
     def tokens(self, split: Split) -> TokenShards:
-        """Return all tokens of a split up to the recipe's limit, memory-mapped."""
-        return TokenShards(list(map(self.open, self.index.splits[split].shards)), self.limits.get(split))
+        """Return all tokens of a split up to the recipe's limit. A shard is memory-mapped when it is read."""
+        load = lru_cache(maxsize=OPEN_SHARDS)(self.open)
+        return TokenShards(
+            [LazyShard(shard, load) for shard in self.index.splits[split].shards], self.limits.get(split)
+        )
 
     def open(self, shard: Shard) -> np.ndarray:
         """Return the tokens of a shard, memory-mapped."""

@@ -52,12 +52,13 @@ def extend(
     tokenizer: PreTrainedTokenizerBase,
     needed: Mapping[Split, int],
     show_progress: bool,
-    report: Callable[[int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> None:
     """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
 
-    Give `report` if a run reads the folder at the same time. It is called after each batch with the number of training
-    tokens, and each block is committed as soon as it is complete. Raises DataError if the source can't be read or tokenized.
+    Give `report` if a run reads the folder at the same time. It is called after each batch, and while text is skipped, with the
+    number of training tokens and of skipped documents, and each block is committed as soon as it is complete. Raises DataError if the
+    source can't be read or tokenized.
     """
     folder = _GrowingFolder(directory, index, report)
     for key in source_keys(data):
@@ -65,7 +66,7 @@ def extend(
         if missing:
             starts = (folder.index.splits[split].position for split in missing)
             start = min(starts, key=lambda position: position.documents)
-            stream = TextStream(data, key, start)
+            stream = TextStream(data, key, start, folder.report)
             _read_on(folder, stream, missing, tokenizer, data, show_progress)
 
 
@@ -141,7 +142,7 @@ def _batches(
 class _GrowingFolder:
     """Prepared folder that is being extended: the next index, and the shards that are being written."""
 
-    def __init__(self, directory: Path, index: Index, report: Callable[[int], None] | None) -> None:
+    def __init__(self, directory: Path, index: Index, report: Callable[[int, int], None] | None) -> None:
         self.index = index
         """Index with the current counts. The index on disk, and the shards that either index names, are those of the last
         commit."""
@@ -173,10 +174,14 @@ class _GrowingFolder:
             if position.documents >= entry.position.documents:  # else an earlier call has read this split further
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
-        if self._report is not None:
-            self._report(self.index.splits["train"].tokens)
+        self.report()
         if self.is_due or self._completes_block():
             self._commit()
+
+    def report(self, skipped: int = 0) -> None:
+        """Report the number of training tokens, and of documents `skipped` so far, if a run reads the folder."""
+        if self._report is not None:
+            self._report(self.index.splits["train"].tokens, skipped)
 
     def _completes_block(self) -> bool:
         """Return whether a run reads the folder at the same time and there is a complete block that is not committed. A block

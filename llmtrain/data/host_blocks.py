@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llmtrain.data.order import block_of
 from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
 
 STRETCHES, LENGTH = 16, 1024
@@ -56,11 +56,12 @@ class HostBlocks:
         """Return the progress of each host, and the error of one that has failed."""
         keys = [f"text/{host}" for host in self._hosts]
         found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        errors = [status["error"] for status in found if "error" in status]
+        failed = next((status for status in found if "error" in status), None)
         slowest = min(
             (max(status["committed"], status.get("tokens", 0)) for status in found if "committed" in status), default=0
         )
-        return {"hosts": found, "on_slowest_host": slowest, **({"error": errors[0]} if errors else {})}
+        ended = {} if failed is None else {"error": failed["error"], "is_temporary": failed.get("is_temporary", False)}
+        return {"hosts": found, "on_slowest_host": slowest, **ended}
 
 
 @contextmanager
@@ -94,7 +95,8 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
                 return
             closed.wait(POLL_SECONDS)
     except (DataError, OSError, ValueError) as error:
-        store.set(key, json.dumps({"error": f"{socket.gethostname()}: {error}"}))
+        is_temporary = isinstance(error, UnavailableError | OSError)
+        store.set(key, json.dumps({"error": f"{socket.gethostname()}: {error}", "is_temporary": is_temporary}))
     except dist.DistError:  # the store is gone; this rank's next collective says why
         return
 

@@ -47,7 +47,7 @@ def prepare(
     *,
     show_progress: bool = False,
     first_block_only: bool = False,
-    report: Callable[[int], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
 ) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
@@ -60,7 +60,8 @@ def prepare(
     source, the tokenizer or the folder can't be used, or if a split has no documents.
 
     With `first_block_only`, only the first block of the training tokens is needed, because another process tokenizes the
-    rest while a run reads the folder. That process passes `report`, which is called with the number of training tokens.
+    rest while a run reads the folder. That process passes `report`, which is called with the number of training tokens and of
+    documents skipped so far.
     """
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
@@ -115,6 +116,8 @@ def cache_path(data: DataSection) -> Path:
         "tokenizer": tokenizer or data.tokenizer,
         **{key: getattr(data, key) for key in keys},
     }
+    if ready_made is not None and ready_made.validation:
+        identity["validation_files"] = len(ready_made.validation)  # the last of the stamps
     sample = data.tokenizer_sample_bytes
     if trained_size(data.tokenizer) is not None and sample != DataSection().tokenizer_sample_bytes:
         identity["tokenizer_sample_bytes"] = sample

@@ -189,7 +189,7 @@ def _border_of_index(files: Sequence[TokenFile], target: int) -> int:
 def _border_at_eos(tokens: TokenShards, target: int, eos: int) -> int | None:
     """Return the position after the first eos at `target` - 1 or later, except for an eos that is the last token. If there is
     none, return the position after the last eos before `target` - 1, or None."""
-    for start in range(target - 1, len(tokens) - 1, DECODED_TOKENS):
+    for start in range(max(target - 1, 0), len(tokens) - 1, DECODED_TOKENS):
         found = np.flatnonzero(tokens.window(start, min(DECODED_TOKENS, len(tokens) - 1 - start)) == eos)
         if len(found):
             return start + int(found[0]) + 1

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 from pydantic import BaseModel
 
@@ -29,6 +29,7 @@ from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.hub import require
 from llmtrain.data.local_files import stamps, without_held_out
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
+from llmtrain.data.rows import no_column, text_of_row
 from llmtrain.errors import DataError, UnavailableError, first_line, kind_of
 from llmtrain.files import local_path, visible_files
 from llmtrain.waiting import announced
@@ -38,10 +39,13 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 HUB = "hf:"
 CHUNK = 1 << 20
 """Characters of a text file that are read at once."""
+SKIPPED_DOCUMENTS = 1000
+"""Documents between two reports on text that is skipped."""
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
 """Stories between separators. The part before the first separator names their source and license."""
 
+T = TypeVar("T")
 SourceKey = Literal["data.source", "data.validation"]
 
 
@@ -65,8 +69,15 @@ class TextStream:
     packages are held out instead, and of equal files only the first one is read.
     """
 
-    def __init__(self, data: DataSection, key: SourceKey, start: Position | None = None) -> None:
-        self._data, self._key, self._start = data, key, start or Position()
+    def __init__(
+        self,
+        data: DataSection,
+        key: SourceKey,
+        start: Position | None = None,
+        on_skipped: Callable[[int], None] = lambda documents: None,
+    ) -> None:
+        """Call `on_skipped` now and then with the number of documents read so far, while a local text is read up to `start`."""
+        self._data, self._key, self._start, self._on_skipped = data, key, start or Position(), on_skipped
         self.documents = self._start.documents
         """Number of documents up to and including the last one yielded."""
         self.bytes_read = BytesRead()
@@ -81,7 +92,7 @@ class TextStream:
             self._hub = _HubDataset(data, split or data.split, self._key, self._start)
             texts: Iterator[tuple[str | None, str]] = ((None, text) for text in self._hub)
         else:
-            texts = islice(_read(data, self._key, self.bytes_read), self._start.documents, None)
+            texts = self._after_start(_read(data, self._key, self.bytes_read))
         splits = splits_of(data, self._key)
         chosen = _python_text().validation_packages(data.validation_fraction) if data.source == PYTHON else set()
         for package, text in texts:
@@ -91,6 +102,14 @@ class TextStream:
                 continue
             is_held_out = package in chosen if package else _held_out(text, data.validation_fraction)
             yield ("validation" if is_held_out else "train"), text
+
+    def _after_start(self, texts: Iterator[T]) -> Iterator[T]:
+        for number in range(1, self._start.documents + 1):
+            if next(texts, None) is None:
+                return
+            if number % SKIPPED_DOCUMENTS == 0:
+                self._on_skipped(number)
+        yield from texts
 
     def position(self) -> Position:
         """Return the place after the last document yielded."""
@@ -203,9 +222,8 @@ def _files(source: str, key: str) -> list[Path]:
             raise DataError(f"{key}: {source}: unknown kind of file; expected {known}, or tokens: .bin, .npy")
         return [path]
     if path is None or not path.is_dir():
-        raise DataError(
-            f"{key}: {source}: no such file or folder; expected stories, stdlib, python, a path, or hf:OWNER/NAME"
-        )
+        what = "stories, stdlib, python, a path, or hf:OWNER/NAME" if key == "data.source" else "a file or folder"
+        raise DataError(f"{key}: {source}: no such file or folder; expected {what}")
     try:
         found = [file for file in visible_files(path) if _reader(file) is not None]
     except OSError as error:
@@ -258,12 +276,15 @@ def _read_jsonl(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:  # also for too many digits, and for too deep nesting
+                    raise DataError(
+                        f"{path}:{number}: not JSON ({first_line(error)}); expected one object per line"
+                    ) from None
                 if not isinstance(row, dict):
                     raise DataError(f"{path}:{number}: expected a JSON object per line, found {kind_of(row)}")
-                yield from _text(row, data.text_key, f"{path}:{number}")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{number}: not JSON ({first_line(error)}); expected one object per line") from None
+                yield from text_of_row(row, data.text_key, f"{path}:{number}")
     except DAMAGED_GZIP as error:
         raise _damaged(path, error) from None
     except OSError as error:
@@ -292,13 +313,13 @@ def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[st
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             if data.text_key not in table.schema_arrow.names:
-                raise DataError(_no_column(path, data.text_key, table.schema_arrow.names))
+                raise DataError(no_column(path, data.text_key, table.schema_arrow.names))
             rows, size = 0, path.stat().st_size
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
                 rows += len(batch)
                 read.current = partial(int, size * rows / table.metadata.num_rows)
                 for row in batch.to_pylist():
-                    yield from _text(row, data.text_key, path)
+                    yield from text_of_row(row, data.text_key, path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: can't be read as parquet ({first_line(error)}); copy it again") from None
 
@@ -346,7 +367,7 @@ class _HubDataset:
 
     def __iter__(self) -> Iterator[str]:
         for row in _stream_errors_as_unavailable(self._rows, self._data.source):
-            yield from _text(row, self._data.text_key, self._data.source)
+            yield from text_of_row(row, self._data.text_key, self._data.source)
 
     def position(self, documents: int) -> Position:
         """Return the place after the last document yielded, which was number `documents`."""
@@ -367,22 +388,3 @@ def _stream_errors_as_unavailable(rows: Iterable[dict[str, Any]], source: str) -
                 "and give the folder as data.source"
             ) from error
         yield row
-
-
-# ---- rows
-
-
-def _text(row: dict[str, Any], text_key: str, where: Path | str) -> Iterator[str]:
-    """Yield the row's text unless it is null or blank."""
-    if text_key not in row:
-        raise DataError(_no_column(where, text_key, list(row)))
-    text = row[text_key]
-    if text is not None and not isinstance(text, str):
-        raise DataError(f"{where}: data.text_key={text_key} holds {kind_of(text)}, expected text")
-    if text and not text.isspace():
-        # JSON can contain half a surrogate pair, which is not a character and can't be encoded
-        yield text.encode("utf-8", "replace").decode()
-
-
-def _no_column(where: Path | str, text_key: str, columns: list[str]) -> str:
-    return f"{where}: no column data.text_key={text_key}; it has {', '.join(columns)}"

@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import INDEX, Shard, TokenDataset, TokenShards, check_shard, read_index
+from llmtrain.data.dataset import (
+    INDEX,
+    OPEN_SHARDS,
+    LazyShard,
+    TokenDataset,
+    TokenShards,
+    check_shard,
+    read_index,
+)
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.sources import HUB
 from llmtrain.errors import DataError, UnavailableError
@@ -31,9 +39,6 @@ STATUS = "tokenizing.json"
 POLL_SECONDS = 0.2
 REPEAT_SECONDS = 60.0
 """Seconds between lines about the same wait."""
-OPEN_SHARDS = 256
-"""Maximum number of shards that are memory-mapped at a time: each needs a file descriptor, of which a process often has
-1,024."""
 
 
 def shuffles_in_blocks(data: DataSection) -> bool:
@@ -96,7 +101,7 @@ class GrowingTokens:
         """True once the folder has all tokens that the run needs, or all tokens of the source."""
         self._timeout, self._announce, self._agree = timeout_seconds, announce, agree
         self._dtype = prepared.index.dtype
-        self._shards: list[_LazyShard] = []
+        self._shards: list[LazyShard] = []
         self._tokens = TokenShards([])
         self._stamp, self._last_wait = 0, -math.inf
         self._agreed = 0
@@ -134,7 +139,7 @@ class GrowingTokens:
         entry = index.splits["train"]
         for shard in entry.shards[len(self._shards) :]:
             check_shard(self.directory, index, shard)
-            self._shards.append(_LazyShard(shard, self._open))
+            self._shards.append(LazyShard(shard, self._open))
         self._tokens = TokenShards(self._shards, self.most)
         self.is_complete = entry.exhausted or entry.tokens >= self.most
         self._stamp = stamp
@@ -155,7 +160,7 @@ class GrowingTokens:
             if (progress := (len(self), status)) != before:
                 before, moved = progress, now
             if now - moved > self._timeout:
-                raise DataError(
+                raise UnavailableError(
                     f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {tokens:,} tokens "
                     f"were needed and {len(self):,} were on this host; look at {self.directory}, and start the same command again"
                 )
@@ -170,16 +175,3 @@ class GrowingTokens:
                 raise DataError(f"{self.source}: the run has ended while it waited for text")
             self.refresh()
         self._last_wait = time.monotonic() if before else self._last_wait
-
-
-class _LazyShard:
-    """Shard that is memory-mapped when it is read."""
-
-    def __init__(self, shard: Shard, load: Callable[[Shard], np.ndarray]) -> None:
-        self._shard, self._load = shard, load
-
-    def __len__(self) -> int:
-        return self._shard.tokens
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return self._load(self._shard)[part]

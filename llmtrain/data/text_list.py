@@ -10,15 +10,18 @@ from llmtrain.config import DataSection
 from llmtrain.config.data import LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.data.mixture import BLOCK, shares_of
+from llmtrain.data.python_files import PYTHON, STDLIB
 from llmtrain.data.ready_made import find_ready_made
-from llmtrain.data.sources import HUB
+from llmtrain.data.sources import HUB, STORIES
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError, RecipeError
 
 
-def check_text_list(data: DataSection, sets: Collection[str]) -> None:
-    """Raise RecipeError unless exactly one of the keys names texts and its entries are compatible. `sets` has the names in
-    `eval.sets`."""
+def check_text_list(data: DataSection, sets: Mapping[str, str]) -> None:
+    """Raise RecipeError unless exactly one of the keys names texts and its entries are compatible. `sets` is `eval.sets`."""
+    for name, text in sets.items():
+        if text.startswith(HUB) or text in (STORIES, STDLIB, PYTHON):
+            raise RecipeError(f"eval.sets.{name} is {text}, expected a file or folder")
     trained_size(data.tokenizer)
     given = [key for key in ("source", *LISTS) if getattr(data, key)]
     if len(given) != 1:

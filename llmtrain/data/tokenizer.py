@@ -53,7 +53,8 @@ def tokenizer_files(name: str) -> list[Path]:
     """Return the files of a local tokenizer, or an empty list for a hub name or `train:SIZE`."""
     path = local_path(name)
     if path is not None and path.is_dir():
-        return sorted(file for pattern in ("*token*", "vocab*", "merges*", "*.model") for file in path.glob(pattern))
+        found = [file for pattern in ("*token*", "vocab*", "merges*", "*.model") for file in path.glob(pattern)]
+        return sorted(file for file in found if file.suffix or not file.is_dir())  # a folder may be called `tokenizer`
     return [path] if path is not None and path.is_file() else []
 
 

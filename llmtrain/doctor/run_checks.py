@@ -48,7 +48,7 @@ from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypt
 from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
 from llmtrain.parallel.roll_call import format_ranks, gather_over_store
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.memory import Memory, estimate
+from llmtrain.plan.memory import Memory, checkpoint_bytes, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
@@ -186,9 +186,9 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
             findings.append(_cpu_memory(needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
-        checkpoint = len(nodes) * (needed.weights + needed.optimizer + needed.anchors + needed.host)
         # One more than are kept, because the oldest is deleted only when the newest is complete.
-        written = (recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1) * checkpoint
+        kept = recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1
+        written = kept * checkpoint_bytes(recipe, size, replicas)
     findings.append(disk("run.out_dir", recipe.run.out_dir, written))
     findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
     return findings, Plan(replicas, shards, size)

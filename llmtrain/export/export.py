@@ -87,7 +87,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
     write_weights(weights, folder, dtype, size)
     of_training = model_config(source.recipe.model, vocab_size(tokenizer))  # `write_configs` changes `config`
     write_configs(config, type(model.causal_lm).__name__, tokenizer.eos_token_id, folder, dtype)
-    copy_tokenizer(source.tokenizer_folder, folder)
+    copy_tokenizer(tokenizer, source.tokenizer_folder, folder)
     check_tokenizer(tokenizer, folder)
     parity = check_logits(of_training, weights, folder, dtype)
     manifest = Manifest(

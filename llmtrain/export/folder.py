@@ -17,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
@@ -221,10 +221,14 @@ def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder:
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
 
 
-def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copy the training tokenizer's files, with one more setting: special tokens that a text spells out, such as
-    `<unk>`, are split like any other text, as in training."""
-    for file in sorted(tokenizer.iterdir()):
+def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path) -> None:
+    """Copy the files of the training tokenizer, with two more settings. Special tokens that a text spells out, such as `<unk>`,
+    are split like any other text, as in training. A bos token is eos: training put nothing else between texts, so the model
+    has never seen another one."""
+    for file in sorted(files.iterdir()):
         shutil.copyfile(file, folder / file.name)
     path = folder / TOKENIZER_CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}, indent=2) + "\n")
+    settings = {**json.loads(path.read_text()), "split_special_tokens": True}
+    if tokenizer.bos_token not in (None, tokenizer.eos_token):
+        settings["bos_token"] = tokenizer.eos_token
+    path.write_text(json.dumps(settings, indent=2) + "\n")

@@ -190,7 +190,9 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     the prepared tokens are too few or belong to another vocabulary."""
     for name, text in recipe.eval.sets.items():
         with named(f"eval.sets.{name}"):
-            _check_source(recipe.data.model_copy(update={"source": text, "validation": text}))
+            # With the run's tokenizer, which may still have to be trained. Any other name stands for it here.
+            section = {"source": text, "validation": text, "tokenizer": "the tokenizer of the run"}
+            _check_source(recipe.data.model_copy(update=section))
     sections = texts_of(recipe.data, here)
     check_token_files(recipe.data, sections)
     prepared: dict[str, TokenDataset] = {}

@@ -4,16 +4,22 @@ values. The latter two say what they left out of a message, for error feedback.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from llmtrain.config import PREFETCH
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from llmtrain.parallel.comms import Comms
+
+T = TypeVar("T")
 
 
 class PendingCollective:
@@ -150,3 +156,16 @@ class SparseAllReduce(PendingCollective):
 
     def quantization_error(self) -> torch.Tensor:
         return self._error.view(-1)
+
+
+def results_in_order(started: Iterator[tuple[T, PendingCollective]]) -> Iterator[tuple[T, torch.Tensor]]:
+    """Yield each (item, result) of the collectives that `started` starts when it is asked for the next one. While one is waited
+    for, the next PREFETCH are in flight, and the next one's second exchange has started, too."""
+    in_flight = deque(islice(started, PREFETCH + 1))
+    while in_flight:
+        for _, near in islice(in_flight, 2):
+            near.start_second_phase()
+        item, pending = in_flight.popleft()
+        result = pending.wait()
+        in_flight.extend(islice(started, 1))
+        yield item, result

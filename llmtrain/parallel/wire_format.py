@@ -163,7 +163,9 @@ def _decode_2bit(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 
 
 def _quotients(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values divided by their group's scale, from -levels to levels, and the scales max |x| / levels."""
+    """Return the values divided by their group's scale, from -levels to levels, and the scales max |x| / levels. Both are computed in
+    at least fp32: in bf16, rounding can exceed `levels`, and in fp16, the inverse of a small scale is infinite."""
+    groups = groups.to(torch.promote_types(groups.dtype, torch.float32))
     scales = (groups.abs().amax(-1, keepdim=True) / levels).to(torch.float32).clamp_(min=SMALLEST_SCALE)
     # One division per group: a processor multiplies several times as fast as it divides.
     return groups * (1.0 / scales.to(groups.dtype)), scales

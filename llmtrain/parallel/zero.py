@@ -27,6 +27,7 @@ from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.loss import inputs_and_labels
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
+from llmtrain.parallel.collectives import PendingCollective, results_in_order
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
@@ -308,12 +309,17 @@ class ZeroEngine(Engine):
         return list(self._engine.optimizer.averaged_gradients.values())
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
-        """Average gradients over the replicas one group at a time, so that no second copy of all gradients exists."""
-        with self.time_gradient_wait():
+        """Average gradients over the replicas, with few groups in flight, so that no second copy of all gradients exists."""
+        comms = self.mesh.replica_comms
+
+        def started() -> Iterator[tuple[list[torch.Tensor], PendingCollective]]:
             for gradients in groups:
                 flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
-                self.mesh.replica_comms.all_reduce(flat, "averaging gradients", self._gradient_wire).wait()
-                parts = flat.div_(self.mesh.replica_comms.size).split([gradient.numel() for gradient in gradients])
+                yield gradients, comms.all_reduce(flat, "averaging gradients", self._gradient_wire)
+
+        with self.time_gradient_wait():
+            for gradients, total in results_in_order(started()):
+                parts = total.div_(comms.size).split([gradient.numel() for gradient in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view(gradient.shape))
 

@@ -58,7 +58,10 @@ A10."""
 
 
 def card_of(device_name: str) -> GpuCard | None:
-    """Return the card of a device name as the driver reports it, or None if it is not known."""
+    """Return the card of a device name as the driver reports it, or None if it is not known: also for a slower variant of a known
+    card, and for a part of one (MIG)."""
+    if re.search(r"\b(MIG|Laptop|Max-Q|Ti|4090 D)\b", device_name):
+        return None
     return next((card for card in CARDS if re.search(rf"\b{card.name}\b", device_name)), None)
 
 

@@ -149,5 +149,7 @@ def _chosen(section: LRScheduleSection | OptimSection, *keys: str) -> Iterator[s
 
 
 def _is_given(section: Section, key: str) -> bool:
-    """Return whether a recipe, a base file or the command line gives the key."""
-    return key in section.model_fields_set
+    """Return whether a recipe, a base file or the command line gives the key another value than the default. The recipe.yaml of a
+    run gives all keys."""
+    default = type(section).model_fields[key].get_default(call_default_factory=True)
+    return key in section.model_fields_set and getattr(section, key) != default

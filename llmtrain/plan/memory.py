@@ -216,6 +216,16 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     )
 
 
+def checkpoint_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
+    """Return the bytes of a checkpoint: each replica's masters, optimizer state and rounding errors, and once, since replicas
+    share them, anchors and outer momentum. Messages in flight are left out."""
+    master, _ = BYTES[recipe.parallel.precision]
+    sync = recipe.sync
+    own = size.parameters * (2 if sync.wire.error_feedback else 1) + moment_values(recipe, size)
+    shared = size.parameters * (1 + sync.outer.has_momentum) if sync.needs_anchor else 0
+    return master * (replicas * own + shared)
+
+
 def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> bool:
     """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`). For
     `auto`, it does if they would otherwise take more than KEPT_BYTES and KEPT_SHARE of the estimate. The result is the same on all ranks,

@@ -85,7 +85,7 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
 def _vocabulary(recipe: Recipe) -> int | None:
     """Return the tokenizer's vocabulary size without a download, or None if the model's config gives it."""
     name = recipe.data.tokenizer
-    if "vocab_size" in recipe.model.config or recipe.model.from_config is not None:
+    if "vocab_size" in recipe.model.config:
         return None
     if (size := trained_size(name)) is not None:
         return size

@@ -14,7 +14,7 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
     blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
     layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
     every step          all messages, minus the backward passes of the blocks that come after the one that waits. A pause before
-                        the first one delays the first message on each connection
+                        the first one delays the first message on each connection. Under ZeRO, as for blocking
     overlapped          per fragment: its messages, minus d steps; or per round: all messages, minus the round, if that is more
     delayed             as for overlapped, with the steps of a round as d
     wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
@@ -239,9 +239,13 @@ def gradient_time(
     backward_share: float = 1 - FORWARD_SHARE,
 ) -> RoundTime:
     """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
-    which gradients are sent, 0 if the engine sends them afterwards."""
+    which gradients are sent, 0 if the engine sends them afterwards, PREFETCH + 1 blocks at once."""
     connections = link.connections
     messages = [block_message(values, replicas, wire, wire.gradients, connections) for values in reversed(block_values)]
+    sent = sum(message.sent for message in messages)
+    if not backward_share:
+        started = slow_start_seconds(_first(messages), link, step_seconds, PREFETCH + 1)
+        return RoundTime(step_seconds, started + sequence_seconds(messages, link), sent)
     backward = backward_share * step_seconds / len(messages)
     first, exposed = _first(messages), 0.0
     for after in range(len(messages)):  # blocks whose messages start with this one's, or later
@@ -250,7 +254,7 @@ def gradient_time(
             seconds += slow_start_seconds(first[after:], link, (1 - backward_share) * step_seconds + backward)
         exposed = max(exposed, seconds - (len(messages) - 1 - after) * backward)
     exposed += concurrent_seconds(_second(messages), link)
-    return RoundTime(step_seconds, exposed, sum(message.sent for message in messages))
+    return RoundTime(step_seconds, exposed, sent)
 
 
 def round_time(

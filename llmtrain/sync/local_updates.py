@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,67 +16,17 @@ from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.engine import Block, Replica
-from llmtrain.parallel.fsdp import release_gathered
-from llmtrain.parallel.optimizers import moments_of
-from llmtrain.sync.anchors import INTEGERS
+from llmtrain.parallel.world import environment_number
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict
 from llmtrain.sync.methods import METHODS
+from llmtrain.sync.module_replica import ModuleReplica, layers_of, local_part
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
 """Total steps that stand for a loop of unknown length."""
 _LOOPS = itertools.count()
 """Numbers for the loops of this process that use a store. They agree between ranks, because all ranks create the same loops."""
-
-
-class ModuleReplica(Replica):
-    """Replica that consists of a module, or this rank's shards of it, and the optimizer that trains it.
-
-    Each layer is a block. The parameters outside the layers form the first block, "rest". Blocks have trainable parameters
-    only, and there is no block for a layer without any.
-    """
-
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
-        seen: set[nn.Parameter] = set()
-        of_layers = [(f"layer {i}", layer, _take(layer, seen)) for i, layer in enumerate(layers)]
-        units = [unit for unit in [("rest", model, _take(model, seen)), *of_layers] if unit[2]]
-        if not units:
-            raise RecipeError("the module has no trainable parameters, so there is nothing to synchronize")
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.blocks = [
-            Block(name, [_local(parameter) for parameter in unit], [names[parameter] for parameter in unit])
-            for name, _, unit in units
-        ]
-        self._modules = [module for _, module, _ in units]
-        self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
-        self._module_of = {block.name: module for block, module in zip(self.blocks, self._modules, strict=True)}
-
-    def fingerprint(self) -> torch.Tensor:
-        """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
-        sums = [
-            sum(
-                shard.contiguous().view(INTEGERS[shard.element_size()]).sum(dtype=torch.int64) for shard in block.shards
-            )
-            for block in self.blocks
-        ]
-        return torch.stack(sums).cpu()
-
-    def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        def before(index: int) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: hook(index) if module.training and torch.is_grad_enabled() else None
-
-        for index, module in enumerate(self._modules):
-            module.register_forward_pre_hook(before(index), prepend=True)
-
-    def parameters_changed(self, block: Block) -> None:
-        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters."""
-        release_gathered(self._module_of[block.name])
-
-    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
-        moments = moments_of(self._optimizer.state, self._units[index], order)
-        return [None if moment is None else _local(moment) for moment in moments]
 
 
 class LocalUpdates:
@@ -114,8 +64,8 @@ class LocalUpdates:
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        _check(self.sync, sharded, shards, lr, store)
-        self.replica = ModuleReplica(model, _layers_of(model) if layers is None else layers, optimizer)
+        _check(self.sync, sharded, replicas, shards, lr, store)
+        self.replica = ModuleReplica(model, layers_of(model) if layers is None else layers, optimizer)
         device = self.replica.blocks[0].shards[0].device
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
@@ -124,7 +74,7 @@ class LocalUpdates:
             # Each loop has keys of its own, because one store may serve several loops, one after the other.
             _check_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
-        rates = lr or LRSchedule(optimizer.param_groups[0]["lr"], ENDLESS, LRScheduleSection(kind="constant"))
+        rates = lr or LRSchedule(float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,
@@ -138,21 +88,26 @@ class LocalUpdates:
         )
         self.step = 0
         """Optimizer steps so far."""
+        self._is_finished = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def finish(self) -> None:
-        """Complete a last, shorter round and remove the optimizer's hooks. Afterwards all replicas are equal."""
+        """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal. Later calls do nothing."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         with torch.no_grad():
             self._method.finish()
         self.close()
 
     def close(self) -> None:
-        """Remove the optimizer's hooks and stop background work without synchronizing. Also for use after a failure."""
+        """Remove all hooks and stop background work without synchronizing. Also for use after a failure."""
         for handle in self._handles:
             handle.remove()
+        self.replica.remove_block_hooks()
         self._method.close()
 
     @property
@@ -173,24 +128,44 @@ class LocalUpdates:
         """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live
         state. Waits for messages in flight. The module's and the optimizer's states are not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
-        traffic = self._replicas.traffic.state_dict()
-        return {"step": self.step, "method": self._method.state_dict(), "tensors": tensors, "traffic": traffic}
+        state = {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
+        return {**state, "traffic": self._replicas.traffic.state_dict(), "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
         of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
+        for what, here in self._layout().items():
+            there = state.get("layout", {}).get(what, here)  # earlier versions did not store it
+            if there != here:
+                raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
         if "traffic" in state:  # earlier versions did not store it
             self._replicas.traffic.load(**state["traffic"])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    def _layout(self) -> dict[str, Any]:
+        """Return what a state depends on."""
+        choices = self.sync.model_dump(
+            mode="json", include={"method", "period", "reduction", "outer", "schedule", "wire"}
+        )
+        return {"replicas": self._replicas.size, "blocks": [block.name for block in self.replica.blocks], **choices}
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
         self.step += 1
+        self.replica.check_parameters()
         if self.step == 1:
+            self.replica.check_storage()
             _check_equal_start(self._replicas, self._shards, self.replica)
         with torch.no_grad():
-            plan = self._method.begin_step(self.step, optimizer.param_groups[0]["lr"])
+            plan = self._method.begin_step(self.step, float(optimizer.param_groups[0]["lr"]))
             if plan.phase != "local":
+                if any(argument is not None for argument in (*arguments[1:], named.get("closure"))):
+                    raise RecipeError(
+                        f"step {self.step} averages gradients over the replicas, but optimizer.step(closure) computes them afterwards; "
+                        "compute them before, and call step() without a closure"
+                    )
                 self._average_gradients(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -206,14 +181,17 @@ class LocalUpdates:
         if self._replicas.size == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        has_gradient = torch.tensor([p.grad is not None for p in parameters], device=self._replicas.device)
-        of_any = self._replicas.all_gather(has_gradient.long(), "comparing which parameters have gradients").any(0)
+        kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters])
+        of_all = self._replicas.all_gather(kinds.to(self._replicas.device), "comparing which parameters have gradients")
+        if (of_all == 2).any():
+            raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
+        of_any = of_all.any(0)
         for parameter, is_used in zip(parameters, of_any.tolist(), strict=True):
             if not is_used:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = _local(parameter.grad)
+            gradient = local_part(parameter.grad)
             mean = gradient / self._replicas.size
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
 
@@ -267,6 +245,7 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
 def _check(
     sync: SyncSection,
     is_sharded: bool,
+    replicas: dist.ProcessGroup | None,
     shards: dist.ProcessGroup | None,
     lr: LRSchedule | None,
     store: dist.Store | None,
@@ -284,8 +263,14 @@ def _check(
             f"sync.reduction={sync.reduction.kind} counts the tokens of a step, which needs llmtrain's own loop; use another "
             "reduction, or a recipe"
         )
+    if replicas is None and not dist.is_initialized() and environment_number("WORLD_SIZE", 1) > 1:
+        raise RecipeError(
+            "this is one of several processes: call torch.distributed.init_process_group before LocalUpdates"
+        )
     if is_sharded and shards is None:
         raise RecipeError("the module is sharded: give the process group of this replica's ranks as shards")
+    if is_sharded and replicas is None:
+        raise RecipeError("the module is sharded: give the process group of the ranks with the same shard as replicas")
     if is_sharded and sync.schedule.syncs_in_forward:
         raise RecipeError(
             f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
@@ -302,21 +287,3 @@ def _check(
             f"sync.period.{sync.period.shortest_round} is 1, but with sync.schedule={sync.schedule.kind} a loop needs rounds of at "
             "least 2; give more, or use local_sgd"
         )
-
-
-def _layers_of(model: nn.Module) -> Sequence[nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    return max(lists, key=len, default=nn.ModuleList())
-
-
-def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Return a module's trainable parameters that are not in `seen`, and add them to it, so that shared ones are taken once."""
-    taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
-    seen.update(taken)
-    return taken
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharing its storage."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -49,7 +49,8 @@ class Method:
         self._counts_tokens = counts_tokens
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
-        replica.register_block_hook(schedule.before_block)
+        if getattr(schedule.before_block, "__func__", None) is not Schedule.before_block:
+            replica.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
         """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from llmtrain.config import PREFETCH, MomentsSection
+from llmtrain.config import MomentsSection
 from llmtrain.errors import RecipeError
-from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective, results_in_order
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.engine import Replica
 from llmtrain.parallel.optimizers import MOMENTS
@@ -73,13 +73,9 @@ class MomentAverages:
                 )
 
     def _average(self, order: int) -> None:
-        blocks = range(len(self.replica.blocks))
-        in_flight = {index: self._start(index, order) for index in blocks[: PREFETCH + 1]}
-        for index in blocks:
-            if (pending := in_flight.pop(index)) is not None:
-                self._install(index, order, pending.wait())
-            if (ahead := index + PREFETCH + 1) < len(blocks):
-                in_flight[ahead] = self._start(ahead, order)
+        blocks = ((index, self._start(index, order)) for index in range(len(self.replica.blocks)))
+        for index, mean in results_in_order((index, pending) for index, pending in blocks if pending is not None):
+            self._install(index, order, mean)
 
     def _start(self, index: int, order: int) -> PendingCollective | None:
         """Start averaging a block's moments. Return None for a block without any, which then has none on all replicas."""

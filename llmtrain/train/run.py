@@ -145,7 +145,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
                 mirror.claim(mesh)
                 mirror.upload_if_newer(resume_from)
                 with (
-                    _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device),
+                    _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device, trainer.state.step),
                     profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
                     collect_garbage_every(recipe.train.gc_every) as collect_garbage,
                 ):
@@ -192,10 +192,11 @@ def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractConte
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
 
 
-def _traced(section: TraceSection | None, path: Path, device: torch.device) -> AbstractContextManager[None]:
+def _traced(section: TraceSection | None, path: Path, device: torch.device, step: int) -> AbstractContextManager[None]:
+    """Record what the section asks for, in a run that is at `step`."""
     if section is None:
         return nullcontext()
-    return open_trace(path, section.first, section.first + section.steps - 1, clock_of(device))
+    return open_trace(path, section.first, section.first + section.steps - 1, clock_of(device), resumed_at=step)
 
 
 def prepare_for(

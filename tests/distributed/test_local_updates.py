@@ -15,7 +15,7 @@ from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
-from llmtrain.sync.local_updates import ModuleReplica, _layers_of
+from llmtrain.sync.module_replica import ModuleReplica, layers_of
 from tests.distributed.pool import RankPool
 
 LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
@@ -326,14 +326,14 @@ def test_what_groups_of_replicas_cannot_do_is_refused(ranks: RankPool) -> None:
 
 def blocks_of(model: nn.Module) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters())
-    return [block.name for block in ModuleReplica(model, _layers_of(model), optimizer).blocks]
+    return [block.name for block in ModuleReplica(model, layers_of(model), optimizer).blocks]
 
 
 def test_layers_are_blocks_and_those_without_parameters_are_left_out() -> None:
     assert blocks_of(Layered()) == ["rest", "layer 0", "layer 1"]
     assert blocks_of(nn.Sequential(nn.Embedding(3, 4), nn.ReLU(), nn.Linear(4, 2))) == ["layer 0", "layer 2"]
     frozen = Layered().requires_grad_(False)
-    with pytest.raises(RecipeError, match=r"^the module has no trainable parameters"):
+    with pytest.raises(RecipeError, match=r"^the optimizer has no trainable parameters of the module"):
         blocks_of(frozen)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,3 +66,53 @@ def test_a_sharded_replica_computes_with_what_was_synchronized_after_an_evaluati
     for sharded, plain in outputs:
         torch.testing.assert_close(sharded, plain, rtol=1e-12, atol=0)
         torch.testing.assert_close(sharded, outputs[0][0], rtol=1e-12, atol=0)
+
+
+def step_with_closures() -> tuple[str, list[torch.Tensor]]:
+    """What a synchronous step with a closure is refused with, and the parameters after local steps with closures."""
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        optimizer.step(lambda: backward(model, number))
+
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer, "diloco", period=3, warmup_steps=1)
+    with pytest.raises(RecipeError) as caught:
+        step(1)
+    updates.close()
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer, "diloco", period=3, warmup_steps=0)
+    for number in range(1, 7):
+        step(number)
+    updates.finish()
+    return str(caught.value), list(model.state_dict().values())
+
+
+def test_a_closure_is_refused_where_gradients_are_averaged_before_it(ranks: RankPool) -> None:
+    (first, mine), (_, theirs) = ranks.run(step_with_closures, world_size=2)
+    assert first.startswith(
+        "step 1 averages gradients over the replicas, but optimizer.step(closure) computes them afterwards"
+    )
+    assert all(map(torch.equal, mine, theirs))
+
+
+def close_before_a_forward() -> tuple[bool, bool]:
+    """(whether the forward after `close` sent nothing, whether what is closed is freed)."""
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    updates = LocalUpdates(model, optimizer, "edit", period=1, warmup_steps=0, schedule="layerwise")
+    backward(model, 1)
+    optimizer.step()  # the next forward synchronizes
+    updates.close()
+    before = updates.bytes_sent
+    backward(model, 2)
+    is_silent, replica = updates.bytes_sent == before, weakref.ref(updates.replica)
+    del updates
+    gc.collect()
+    return is_silent, replica() is None
+
+
+def test_what_is_closed_neither_synchronizes_nor_stays_in_memory(ranks: RankPool) -> None:
+    assert ranks.run(close_before_a_forward, world_size=2) == [(True, True)] * 2

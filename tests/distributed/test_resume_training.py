@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, DataError, RecipeError, TrainingError
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import check_here
 from llmtrain.parallel.world import World
+from llmtrain.plan.memory import checkpoint_bytes
+from llmtrain.plan.model_size import size_of
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
@@ -73,7 +76,12 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
     recipe = recipe_of(folder, "asked", *keys)
     [first, second] = ranks.run(stopped_on_one_rank, recipe, 3, world_size=2, timeout=40)
     assert first == second == ("signal", 6), "the line of step 4 says so, which is read with the next one"
-    assert [step for step, _ in list_checkpoints(folder / "runs/asked/checkpoints")] == [6]
+    [(step, checkpoint)] = list_checkpoints(folder / "runs/asked/checkpoints")
+    assert step == 6
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    written = {name: one.size.numel() * one.properties.dtype.itemsize for name, one in stored.items()}
+    tensors = sum(size for name, size in written.items() if "rng" not in name)
+    assert checkpoint_bytes(recipe, size_of(recipe), 2) == pytest.approx(tensors, rel=0.01)
 
 
 def fit_timed(recipe: Recipe, seconds: tuple[float, ...]) -> str:

@@ -184,6 +184,7 @@ def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
     lines = [process.stdout.readline()]
     while "stopping within two log lines, with a checkpoint; Ctrl-C again" not in lines[-1]:
         lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
     assert len(ranks_of(process)) == 2
     process.send_signal(signal.SIGINT)
     code, output = runs.end(process)

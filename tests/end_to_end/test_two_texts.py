@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import prepare
+from llmtrain.parallel.network import unused_port
 from tests.end_to_end.runs import RECIPE, ROOT, RUN_SECONDS, SHORT, TINY, environment
 from tests.mother import run_llmtrain, session
 
@@ -52,16 +52,10 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 @pytest.mark.deep
 def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     keys = overrides(folder, "sites", ENTRIES, "parallel.replicas=2", "train.steps=6", "train.global_batch=8")
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NPROC_PER_NODE": "1"}
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "NPROC_PER_NODE": "1"}
     started = [start(folder / site, "launch", *keys, NODE_RANK=str(rank), **nodes) for rank, site in enumerate("ab")]
     outputs = [process.communicate(timeout=RUN_SECONDS)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs

@@ -176,4 +176,18 @@ MUTANTS = [
         "is not None:",
         ("tests/unit/test_preflight.py",),
     ),
+    Mutant(
+        "run directory: a moved folder begins another run",
+        "llmtrain/recipe_loader.py",
+        'if not {"name", "out_dir"} & set(given)',
+        "if False",
+        ("tests/unit/test_rundir.py",),
+    ),
+    Mutant(
+        "recipe: a period without a kind is one of steps",
+        "llmtrain/recipe_loader.py",
+        'kind = period.get("kind", kind)',
+        'kind = period.get("kind", "steps")',
+        ("tests/unit/test_recipe.py",),
+    ),
 ]

@@ -224,6 +224,13 @@ MUTANTS = [
         ("tests/unit/test_loss.py",),
     ),
     Mutant(
+        "loss: validation computes the head's gradients",
+        "llmtrain/loss.py",
+        "torch.is_grad_enabled() and any(",
+        "any(",
+        ("tests/unit/test_loss.py",),
+    ),
+    Mutant(
         "loss: the gradient is not scaled",
         "llmtrain/loss.py",
         "grad.mul_(upstream.to(grad.dtype))",

@@ -308,4 +308,11 @@ MUTANTS = [
         "None",
         ("tests/unit/test_eval_arguments.py",),
     ),
+    Mutant(
+        "export: a bos token that was never seen begins a text",
+        "llmtrain/export/folder.py",
+        '        settings["bos_token"] = tokenizer.eos_token',
+        "        pass",
+        ("tests/unit/test_export.py",),
+    ),
 ]

@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "resume: a renamed folder is left for another run",
         "llmtrain/recipe_loader.py",
-        'if named != folder.name and "name"',
+        'if run.name != folder.name and "name"',
         'if False and "name"',
         ("tests/unit/test_rundir.py",),
     ),

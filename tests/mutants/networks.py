@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "loops: what FSDP2 has gathered stays as it was",
-        "llmtrain/sync/local_updates.py",
+        "llmtrain/sync/module_replica.py",
         "release_gathered(self._module_of[block.name])",
         "pass",
         ("tests/distributed/test_local_updates_state.py",),
@@ -213,5 +213,19 @@ MUTANTS = [
         "if after < (connections if first[0].is_ring else 1):",
         "if True:",
         ("tests/unit/test_network_time.py",),
+    ),
+    Mutant(
+        "library: what is closed still synchronizes in forward",
+        "llmtrain/sync/local_updates.py",
+        "        self.replica.remove_block_hooks()\n",
+        "",
+        ("tests/distributed/test_local_updates_state.py",),
+    ),
+    Mutant(
+        "library: a closure's gradients are not averaged",
+        "llmtrain/sync/local_updates.py",
+        'for argument in (*arguments[1:], named.get("closure"))',
+        "for argument in ()",
+        ("tests/distributed/test_local_updates_state.py",),
     ),
 ]

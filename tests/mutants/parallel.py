@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "zero: gradients summed over replicas",
         "llmtrain/parallel/zero.py",
-        "flat.div_(self.mesh.replica_comms.size).split",
-        "flat.split",
+        "total.div_(comms.size).split",
+        "total.split",
         (
             "tests/distributed/test_zero.py",
             "tests/distributed/test_pairs.py",

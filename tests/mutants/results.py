@@ -259,8 +259,8 @@ MUTANTS = [
     Mutant(
         "doctor: forgets the checkpoint that replaces the oldest",
         "llmtrain/doctor/run_checks.py",
-        "(recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1) * checkpoint",
-        "(recipe.checkpoint.keep + recipe.checkpoint.keep_best) * checkpoint",
+        "recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1",
+        "recipe.checkpoint.keep + recipe.checkpoint.keep_best",
         ("tests/unit/test_doctor.py", "tests/unit/test_gaps_results.py"),
     ),
     Mutant(

@@ -166,4 +166,18 @@ MUTANTS = [
         "        self.console.stop()\n",
         ("tests/unit/test_loggers.py",),
     ),
+    Mutant(
+        "trace: a later start erases what was recorded",
+        "llmtrain/trace.py",
+        'if line["step"] <= resumed_at]',
+        "if False]",
+        ("tests/unit/test_trace.py",),
+    ),
+    Mutant(
+        "warnings: a run's own recipe has chosen every key",
+        "llmtrain/plan/ineffective_keys.py",
+        " and getattr(section, key) != default",
+        "",
+        ("tests/unit/test_preflight_again.py",),
+    ),
 ]

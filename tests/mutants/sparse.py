@@ -131,4 +131,11 @@ MUTANTS = [
         '{"wire": ("topk",)},',
         ("tests/unit/test_recipe_wrong.py",),
     ),
+    Mutant(
+        "wire: values of 16 bits are rounded in 16 bits",
+        "llmtrain/parallel/wire_format.py",
+        "    groups = groups.to(torch.promote_types(groups.dtype, torch.float32))\n",
+        "",
+        ("tests/unit/test_wire.py",),
+    ),
 ]

@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "stream: a host's error is its own",
         "llmtrain/data/host_blocks.py",
-        '**({"error": errors[0]} if errors else {})',
-        "",
+        "{} if failed is None else {",
+        "{} if True else {",
         HOSTS,
     ),
     Mutant(
@@ -127,5 +127,26 @@ MUTANTS = [
         "self._pool.submit(self._complete).result()",
         "self._complete()",
         STREAM,
+    ),
+    Mutant(
+        "stream: an error of another host is never temporary",
+        "llmtrain/data/host_blocks.py",
+        'failed.get("is_temporary", False)',
+        "False",
+        ("tests/unit/test_data_stream.py",),
+    ),
+    Mutant(
+        "stream: text that is skipped is not reported",
+        "llmtrain/data/sources.py",
+        "                self._on_skipped(number)",
+        "                pass",
+        ("tests/unit/test_data_sources.py",),
+    ),
+    Mutant(
+        "stream: all shards are opened at once",
+        "llmtrain/data/dataset.py",
+        "[LazyShard(shard, load) for shard in self.index.splits[split].shards]",
+        "[load(shard) for shard in self.index.splits[split].shards]",
+        ("tests/unit/test_data_stream.py",),
     ),
 ]

@@ -92,4 +92,11 @@ MUTANTS = [
         "        _recording.step = step\n",
         DEVICE_TIME,
     ),
+    Mutant(
+        "time: gradients after backward are all sent at once",
+        "llmtrain/plan/network_time.py",
+        "    if not backward_share:",
+        "    if False:",
+        ("tests/unit/test_network_time.py",),
+    ),
 ]

@@ -142,4 +142,11 @@ MUTANTS = [
         "pass",
         SENTENCEPIECE,
     ),
+    Mutant(
+        "token files: which of them are held out is not part of a folder's name",
+        "llmtrain/data/prepare.py",
+        '        identity["validation_files"] = len(ready_made.validation)',
+        "        pass",
+        ("tests/unit/test_data_ready_made.py",),
+    ),
 ]

@@ -304,10 +304,10 @@ MUTANTS = [
         MOMENTS,
     ),
     Mutant(
-        "moments: of blocks in flight at the start alone",
-        "llmtrain/sync/moments.py",
-        "< len(blocks):",
-        "< 0:",
+        "collectives: only those that are in flight at the start",
+        "llmtrain/parallel/collectives.py",
+        "        in_flight.extend(islice(started, 1))\n",
+        "",
         MOMENTS,
     ),
     Mutant(

@@ -140,4 +140,11 @@ MUTANTS = [
         'snapshot_download(name, allow_patterns=[*DOWNLOADED, "*.bin"])',
         (FOLDERS,),
     ),
+    Mutant(
+        "model: a config's foreign keys are taken for the model's",
+        "llmtrain/pretrained.py",
+        "if key in known and not key",
+        "if key not in other and not key",
+        ("tests/unit/test_from_config.py",),
+    ),
 ]

@@ -90,6 +90,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
+    Hub.closed.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -99,7 +100,8 @@ def hub() -> Iterator[str]:
 
 def attempt(endpoint: str, home: Path, *attempts: tuple[dict[str, object], str]) -> list[str]:
     """What each attempt printed, in a process that takes `endpoint` for the hub (it is read on import)."""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-c", READ.format(attempts=list(attempts))]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=100)

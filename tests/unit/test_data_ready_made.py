@@ -253,6 +253,26 @@ def test_a_second_file_is_named_with_the_position_in_it(tmp_path: Path) -> None:
         prepare(tokens_in(folder), *NEEDED)
 
 
+def test_files_that_are_held_out_are_not_trained_on_though_another_run_did(tmp_path: Path) -> None:
+    """The files are the same in the same order, and only the border between the splits differs."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    write_tokenizer(folder / "tokenizer")
+    for name in "abc":
+        documents([40] * 5).astype("<u2").tofile(folder / f"{name}.bin")
+    counts = []
+    for held_out in (None, "c.bin", "[bc].bin", "c.bin", None):
+        keys = {} if held_out is None else {"validation": str(folder / held_out)}
+        prepared = prepare(tokens_in(folder, validation_fraction=0.1, **keys), 10, 10)
+        counts.append(prepared.index.splits["train"].tokens)
+    assert counts == [560, 400, 200, 400, 560]
+
+
+def test_one_token_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no eos token where validation documents could begin"):
+        prepare(tokens_in(made_by(tmp_path / "one", np.array([EOS]))), *NEEDED)
+
+
 def test_files_that_change_are_read_anew(tmp_path: Path) -> None:
     data = tokens_in(made_by(tmp_path / "tokens", documents([10] * 20)))
     before = prepare(data, *NEEDED)

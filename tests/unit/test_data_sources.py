@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data.sources import documents, fingerprint
+from llmtrain.data import sources
+from llmtrain.data.sources import Position, TextStream, documents, fingerprint
 from llmtrain.data.token_files import find_token_files
 from llmtrain.errors import DataError
 
@@ -132,6 +133,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    (tmp_path / "digits.jsonl").write_text('{"text": "a", "id": ' + "1" * 5000 + "}")
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n{"text": "a", "tree": ' + "[" * 200_000)
     (tmp_path / "list.jsonl").write_text("[1]")
     (tmp_path / "number.jsonl").write_text('{"text": 3}')
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
@@ -143,6 +146,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         "a.csv": r"a\.csv: unknown kind of file; expected \.txt, \.txt\.gz",
         "latin.txt": r"latin\.txt: not UTF-8",
         "bad.jsonl": r"bad\.jsonl:2: not JSON",
+        "digits.jsonl": r"digits\.jsonl:1: not JSON \(Exceeds the limit",
+        "deep.jsonl": r"deep\.jsonl:2: not JSON \(.*recursion",
         "list.jsonl": r"list\.jsonl:1: expected a JSON object per line, found a list",
         "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds a number, expected text",
         "bad.parquet": r"bad\.parquet: can't be read as parquet",
@@ -151,8 +156,26 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message) as caught:
             read(tmp_path / name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"data\.validation: .*nothing: no such file"):
+    with pytest.raises(
+        DataError, match=r"data\.validation: .*nothing: no such file or folder; expected a file or folder$"
+    ):
         read("stdlib", validation=str(tmp_path / "nothing"))
+
+
+def test_text_that_is_skipped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading up to a later start can take longer than a run waits for news of its text."""
+    monkeypatch.setattr(sources, "SKIPPED_DOCUMENTS", 10)
+    data = DataSection(source=str(write_jsonl(tmp_path / "a.jsonl", [f"text {n}" for n in range(40)])))
+    for start, expected, reported in (
+        (0, 40, []),
+        (9, 31, []),
+        (25, 15, [10, 20]),
+        (40, 0, [10, 20, 30, 40]),
+        (99, 0, [10, 20, 30, 40]),
+    ):
+        skipped: list[int] = []
+        stream = TextStream(data, "data.source", Position(documents=start), skipped.append)
+        assert (len(list(stream)), skipped) == (expected, reported)
 
 
 def test_linked_folders_are_read_each_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,16 +10,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
 import pytest
+import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data import background, order, stream
+from llmtrain.data import background, dataset, order, stream
 from llmtrain.data import extend as extending
 from llmtrain.data.background import BackgroundTokenizer
 from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.host_blocks import HostBlocks, posted_blocks
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
@@ -105,7 +109,7 @@ def test_a_run_begins_with_the_first_block_and_reads_the_others_as_they_are_comp
         if not gate.__self__.acquire(blocking=False):
             break
     reports: list[int] = []
-    thread = in_thread(lambda: prepare(data, MANY, 100, report=reports.append))
+    thread = in_thread(lambda: prepare(data, MANY, 100, report=lambda tokens, skipped: reports.append(tokens)))
     tokens = growing(prepared)
     assert tokens.wait_for(FIRST + 1) == len(tokens) and not tokens.is_complete
     assert capsys.readouterr().err == ""
@@ -138,7 +142,7 @@ def test_a_wait_without_progress_ends_and_one_with_progress_does_not(
 ) -> None:
     prepared = begun(data)
     with pytest.raises(
-        DataError, match=r"no text was tokenized for 0\.05 s \(run\.timeout_seconds\) while 3,000 tokens were"
+        UnavailableError, match=r"no text was tokenized for 0\.05 s \(run\.timeout_seconds\) while 3,000 tokens were"
     ):
         growing(prepared, 0.05).wait_for(3000)
     assert capsys.readouterr().err.count("waiting for the tokenizer") == 1
@@ -180,11 +184,39 @@ def test_errors_end_a_wait(data: DataSection) -> None:
         growing(prepared)
 
 
+@pytest.mark.parametrize("is_temporary", [False, True])
+def test_an_error_of_another_host_is_as_temporary_as_there(data: DataSection, is_temporary: bool) -> None:
+    """Otherwise one host's launcher starts again, and the other's does not."""
+    store, tokens = dist.HashStore(), growing(begun(data))
+    store.set("text/0", json.dumps({"committed": 600, "tokens": 700}))
+    store.set("text/1", json.dumps({"error": "there: no hub", "is_temporary": is_temporary}))
+    with pytest.raises(DataError, match="there: no hub") as caught:
+        HostBlocks(store, [0, 1]).agree(tokens, 3000)
+    assert isinstance(caught.value, UnavailableError) == is_temporary
+
+
+def test_the_error_of_a_thread_that_posts_is_as_temporary_as_the_error(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (DataError("damaged"), UnavailableError("no hub"), OSError("no disk")):
+        store, tokens = dist.HashStore(), growing(begun(data))
+        monkeypatch.setattr(tokens, "refresh", Mock(side_effect=error))
+        with posted_blocks(store, 0, tokens):
+            posted = json.loads(store.get("text/0"))
+        assert posted["is_temporary"] == (not isinstance(error, DataError) or isinstance(error, UnavailableError))
+        assert posted["error"].endswith(str(error))
+
+
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr(stream, "OPEN_SHARDS", 2)
+    for module in (dataset, stream):
+        monkeypatch.setattr(module, "OPEN_SHARDS", 2)
     prepared = prepare(data, MANY, 100)
     assert len(prepared.index.splits["train"].shards) > 10
+    files = len(psutil.Process().memory_maps())
+    whole = prepared.tokens("train")
+    assert len(psutil.Process().memory_maps()) == files, "nothing is opened before it is read"
+    assert whole.window(0, len(expected)).tolist() == expected
     tokens = growing(prepared)
     assert tokens.window(0, len(expected)).tolist() == expected
     assert np.array_equal(tokens.window(len(expected) - 9, 9), expected[-9:])

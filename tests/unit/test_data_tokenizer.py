@@ -131,6 +131,12 @@ def test_a_kept_tokenizer_is_loaded_again(tmp_path: Path) -> None:
     assert load_tokenizer(DataSection(tokenizer="not/there"), tmp_path / "cache").eos_token_id == 2
 
 
+def test_folders_in_a_tokenizers_folder_are_none_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert module.tokenizer_files(str(tmp_path)) == [tmp_path / "tokenizer.json"]
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"data\.tokenizer: .*tokenizer\.json: not a tokenizer") as caught:

@@ -15,6 +15,7 @@ import torch
 
 from llmtrain.config import ProfileSection
 from llmtrain.errors import TrainingError
+from llmtrain.plan.cards import card_of
 from llmtrain.train.devices import (
     collect_garbage_every,
     explain_out_of_memory,
@@ -26,6 +27,24 @@ from llmtrain.train.devices import (
 class Cycle:
     def __init__(self) -> None:
         self.itself = self
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_a_part_or_a_variant_of_a_card_is_another_one(device: str, card: str | None) -> None:
+    found = card_of(device)
+    assert (found and found.name) == card
 
 
 def test_garbage_goes_at_fixed_steps_and_at_no_other() -> None:

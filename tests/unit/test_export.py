@@ -23,12 +23,7 @@ from llmtrain.eval.texts import generate
 from llmtrain.export import card, parity
 from llmtrain.export.card import read_scores
 from llmtrain.export.export import export
-from llmtrain.export.folder import (
-    copy_tokenizer,
-    write_configs,
-    write_manifest,
-    write_weights,
-)
+from llmtrain.export.folder import copy_tokenizer, write_configs, write_manifest, write_weights
 from llmtrain.export.parity import Parity
 from llmtrain.export.request import MEAN, Request, WeightSource
 from llmtrain.export.source import OTHER, Source
@@ -270,7 +265,7 @@ def test_an_export_in_another_form_is_another_export(source: Source, request_: R
     assert not request_.is_met_by(MANIFEST, source)
 
 
-def byte_tokenizer(**settings: bool) -> PreTrainedTokenizerFast:
+def byte_tokenizer(**settings: bool | str) -> PreTrainedTokenizerFast:
     """A token for each byte."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -334,17 +329,30 @@ def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: P
         parity.check_tokenizer(byte_tokenizer(), model)
     (tmp_path / "exported").mkdir()
     byte_tokenizer().save_pretrained(tmp_path / "of training")
-    copy_tokenizer(tmp_path / "of training", tmp_path / "exported")
+    copy_tokenizer(byte_tokenizer(), tmp_path / "of training", tmp_path / "exported")
     parity.check_tokenizer(byte_tokenizer(), tmp_path / "exported")
     ids = AutoTokenizer.from_pretrained(tmp_path / "exported")("<|endoftext|>")["input_ids"]
     assert len(ids) == len("<|endoftext|>") and 256 not in ids
+
+
+def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
+    """A tokenizer's own bos token has never been in training."""
+    trained_with = byte_tokenizer(bos_token="<s>")
+    trained_with.save_pretrained(tmp_path / "of training")
+    assert AutoTokenizer.from_pretrained(tmp_path / "of training").bos_token == "<s>"
+    (tmp_path / "exported").mkdir()
+    copy_tokenizer(trained_with, tmp_path / "of training", tmp_path / "exported")
+    parity.check_tokenizer(trained_with, tmp_path / "exported")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert (exported.bos_token, exported.bos_token_id) == ("<|endoftext|>", 256)
+    assert exported.encode("<s>", add_special_tokens=False) == [ord(one) - 33 for one in "<s>"]
 
 
 def test_weights_that_a_folder_lacks_are_not_drawn_at_random(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks weights of the model in its config.json, such as model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"lacks weights of the model in its config.json, such as model\.norm\.wei"):
         generate(model, "abc")
 
 

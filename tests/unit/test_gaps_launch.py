@@ -85,7 +85,7 @@ def come(world: World, timeout_seconds: float = 20) -> Rendezvous:
 def test_ranks_that_are_started_again_do_not_meet_those_of_an_earlier_start(ranks: int) -> None:
     assert errors_of(2, come) == [None] * 2
     with pytest.raises(TrainingError, match=r"^ranks? 1"):
-        come(World(0, ranks, 0, 1), 0.2)
+        come(World(0, ranks, 0, 1), 1.0)
 
 
 @pytest.mark.parametrize("earlier", ["complete", "without rank 1", "begun"])
@@ -96,7 +96,7 @@ def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
         assert errors_of(2, come) == [None] * 2
     elif earlier == "without rank 1":
         with pytest.raises(TrainingError, match=r"^rank 1 of 2"):
-            come(World(0, 2, 0, 1), 0.01)
+            come(World(0, 2, 0, 1), 1.0)
     else:  # rank 0 has ended before it told anything
         dist.PrefixStore(job_prefix(World(0, 2, 0, 1)), agents_store).set(roll_call.START, "earlier")
     has_looked = threading.Event()
@@ -123,7 +123,7 @@ def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
 def test_ranks_that_wait_for_rank_0_in_vain_name_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "GRACE_SECONDS", 0.1)
     with ThreadPoolExecutor(2) as pool:
-        coming = [pool.submit(come, World(rank, 4, 0, 1), 0.3) for rank in (1, 3)]
+        coming = [pool.submit(come, World(rank, 4, 0, 1), 1.0) for rank in (1, 3)]
     for one in coming:
         assert str(one.exception()).startswith("ranks 0, 2 of 4 did not answer the roll call at the start")
         assert f"only ranks 1, 3 on {socket.gethostname()}" in str(one.exception())
@@ -138,7 +138,7 @@ def test_ranks_of_two_slurm_steps_are_not_of_one_run_unless_they_are_numbered_by
 
     def come_in_a_step(world: World) -> Rendezvous:
         step.of_rank = str(world.rank)
-        return come(world, 20 if numbered_by == "hand" else 0.2)
+        return come(world, 20 if numbered_by == "hand" else 1.0)
 
     monkeypatch.delenv("RANK", raising=False)
     if numbered_by == "hand":

@@ -49,13 +49,14 @@ def test_a_row_that_fails_costs_no_other(
     run(monkeypatch, gpu_day, "throughput", "--out", str(tmp_path))
     machine, *rows = rows_of(tmp_path)
     assert machine["phase"] == "provenance" and machine["found"] == SPEED
-    assert len(rows) == 16 and [row["row"] for row in rows if "failed" in row] == [
+    assert len(rows) == 18 and [row["row"] for row in rows if "failed" in row] == [
         "1B bare loop compile",
         "1B bare loop",
+        "7B-layers bare loop compile",
     ]
     assert all(row["found"] == SPEED for row in rows if "failed" not in row)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 17 and "FAILED" in shown[1] and "2,000 tokens/s" in shown[2]
+    assert len(shown) == 19 and "FAILED" in shown[1] and "2,000 tokens/s" in shown[2]
 
 
 def test_rows_can_be_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,8 +154,10 @@ def test_how_results_read() -> None:
     day = gpu_rows.Day(False, True)
     lines = {phase: rows(day)[0].line for phase, rows in gpu_rows.PHASES.items()}
     assert lines["throughput"](rate) == (
-        "2,000 tokens/s (2,000 to 2,000), MFU 20.0 %, first step 9.0 s, peak 2.0 GB, predicted 3.0 (+50.0 %)"
+        "2,000 tokens/s (2,000 to 2,000), MFU 20.0 %, peak 2.0 GB, predicted 3.0 (+50.0 %), first step 9.0 s"
     )
+    warm = gpu_rows.PHASES["throughput"](day)[-1].line
+    assert warm({**rate, "predicted": None}) == "2,000 tokens/s (2,000 to 2,000), MFU 20.0 %, peak 2.0 GB"
     turns = {"local": [{"seconds": 1.0}] * 3, "fp32": [{"seconds": 1.25}] * 3}
     assert lines["sync"]({"turns": turns, "values": 1000}) == (
         "fp32 adds 250.0 ms a round; a local step 1000.0 ms, 1,000 values"

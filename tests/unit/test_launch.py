@@ -207,7 +207,7 @@ def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting
 
 
 def test_two_steps_of_a_slurm_job_with_one_port_do_not_meet(meeting: Meeting):
-    outcomes = meeting.hold([0, 1], 2, lambda call: None, seconds=0.5, steps=["0", "1"])
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, seconds=3, steps=["0", "1"])
     assert all(isinstance(outcome, TrainingError) and " to come; here: " in str(outcome) for outcome in outcomes)
 
 
@@ -218,20 +218,16 @@ def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meetin
 
 
 def test_a_node_that_never_comes_is_named_on_every_node_that_came(meeting: Meeting):
-    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=0.5)
+    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=3)
     assert {type(outcome) for outcome in outcomes} == {TrainingError}
     for outcome in outcomes:
-        assert f"waited 0.5 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(
-            outcome
-        )
+        assert f"waited 3 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(outcome)
 
 
 def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
-    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=0.3)
+    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=1)
     assert isinstance(outcome, TrainingError)
-    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 0.3 s: Connection ref" in str(
-        outcome
-    )
+    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 1 s: Connection ref" in str(outcome)
 
 
 def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
@@ -258,8 +254,8 @@ def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: py
 def test_a_node_that_waits_for_node_0_reports_once_why(meeting: Meeting, monkeypatch, capsys):
     monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
-    meeting.hold([1], 2, lambda call: None, seconds=0.4)
-    where = f"node 1 tries to reach node 0 at 127.0.0.1:{meeting.port} (up to 0.4 s): Connection refused"
+    meeting.hold([1], 2, lambda call: None, seconds=2)
+    where = f"node 1 tries to reach node 0 at 127.0.0.1:{meeting.port} (up to 2 s): Connection refused"
     assert capsys.readouterr().out.splitlines() == [where]
 
 

@@ -104,11 +104,18 @@ def test_gaps_between_rows_of_logits_change_nothing(monkeypatch, chunk, with_bia
     assert pitches == {ROW_MULTIPLE} and not compilations().breaks
 
 
-def test_a_loss_without_gradients_is_the_same():
+def test_a_loss_without_gradients_is_the_same_and_computes_none(monkeypatch):
+    def recorded(logits, labels, wide, needs_grad):
+        computed.append(needs_grad)
+        return whole(logits, labels, wide, needs_grad)
+
+    whole, computed = loss._loss_and_gradient, []
+    monkeypatch.setattr(loss, "_loss_and_gradient", recorded)
     *inputs, labels = drawn(torch.float64, with_bias=False)
     with torch.no_grad():
         found = summed_cross_entropy(*inputs, labels, chunk=5)
     torch.testing.assert_close(found, expected(*inputs, labels)[0].detach(), rtol=1e-12, atol=1e-12)
+    assert set(computed) == {False}
 
 
 @pytest.mark.parametrize(("is_installed", "lacks"), [(False, "is not installed; pip install"), (True, "needs a GPU")])

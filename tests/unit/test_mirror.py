@@ -335,8 +335,9 @@ def test_a_copy_that_fails_is_a_line_and_the_next_one_is_tried(tmp_path: Path, m
 
 def test_a_copy_that_hangs_is_waited_for_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, there = Held(monkeypatch), f"{tmp_path}/there"
-    machine = Machine(tmp_path / "disk", there, "run.timeout_seconds=0.2")
+    machine = Machine(tmp_path / "disk", there)
     machine.start()
+    machine.mirror.timeout_seconds = 0.2
     machine.hand_in(10)
     assert machine.mirror.finish(ALONE) == (
         f"step 10 was not copied to {there}/a within 0.2 s (run.timeout_seconds); it is complete in "

@@ -17,6 +17,7 @@ from llmtrain.plan.network_time import (
     RoundTime,
     block_message,
     concurrent_seconds,
+    gradient_time,
     round_time,
     sequence_seconds,
     slow_start_seconds,
@@ -48,6 +49,17 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
     )
     assert Exchange(6e5, 1, is_ring=False, receivers_ready=True).seconds(link) == pytest.approx(0.65)
     assert Exchange(0.0, 3).seconds(link) == pytest.approx(0.3)
+
+
+def test_gradients_after_backward_follow_each_other_with_few_in_flight() -> None:
+    """As ZeRO sends them: three blocks at once, although the connections would carry eight."""
+    link = NetworkLink(mbit=96.0, latency_seconds=0.1, slow_start=False, connections=4)
+    small = [block // 10 for block in BLOCKS]
+    found = gradient_time(WireSection(), small, 4, 0.6, link, backward_share=0.0)
+    assert found.exposed == pytest.approx(2 * 6 * (BLOCK / 10 / 6 / 2 + 0.2))
+    assert gradient_time(WireSection(), BLOCKS, 4, 0.6, FAST, backward_share=0.0).exposed == pytest.approx(6 * BLOCK)
+    paused = gradient_time(WireSection(), small, 4, 0.6, replace(link, slow_start=True), backward_share=0.0)
+    assert paused.exposed > found.exposed
 
 
 def test_bytes_of_a_block_are_those_of_the_wire() -> None:

@@ -162,7 +162,7 @@ def test_another_model_is_refused_by_the_key(folder: Path, keys: dict, fragment:
         return
     found = refusal(recipe)
     assert found.startswith(f"model.from_weights: {folder} {fragment}")
-    assert found.endswith("leave out model.type and model.config to take the architecture of the weights")
+    assert found.endswith("leave out model.type, config and from_config to take the architecture of the weights")
 
 
 def test_another_type_is_refused(folder: Path) -> None:

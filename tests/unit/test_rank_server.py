@@ -59,7 +59,11 @@ def use_server(file: str) -> None:
 
 def forks(process: psutil.Process) -> bool:
     """Return whether a child of this process is the server, and not multiprocessing's resource tracker."""
-    return any("socket:" in os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir())
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since
+            if "socket:" in os.readlink(link):
+                return True
+    return False
 
 
 def use_server_with_a_thread() -> None:

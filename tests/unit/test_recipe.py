@@ -250,6 +250,22 @@ def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
     assert (back.period, back.warmup_steps) == (EveryStepsSection(every=128), 1000)
 
 
+def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:
+    """A period without a kind has that of its method's preset."""
+    assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == EveryStepsSection(every=500)
+    assert sync_of("{method: qsr, period: {alpha: 0.1}}", "sync.method=local_sgd").period == EveryStepsSection(every=32)
+    assert sync_of("{method: diloco, period: {every: 20}}", "sync.method=edit").period == EveryStepsSection(every=20)
+    of_both = sync_of("{method: edit, period: {kind: seconds, every: 20}}", "sync.method=a_edit")
+    assert of_both.period.every == 20
+
+
+def test_a_kind_of_a_lower_layer_is_that_of_the_layers_above(write: Write) -> None:
+    write("base.yaml", "sync: {method: edit, period: {kind: seconds, every: 9}}")
+    write("middle.yaml", "base: base.yaml\nsync: {period: {every: 20}}")
+    sync = load_recipe(write("r.yaml", "base: middle.yaml\nsync: {method: diloco}")).sync
+    assert sync.period == EveryStepsSection(every=500)
+
+
 def test_method_of_a_base_file_is_left_behind_as_well(write: Write) -> None:
     write("base.yaml", "sync: {method: edit, period: {every: 4}, outer: {lr: 0.1}}")
     sync = load_recipe(write("r.yaml", "base: base.yaml\nsync: {method: local_sgd}")).sync

@@ -220,6 +220,8 @@ WRONG_OVERRIDES = [
         "sync={method: streaming_diloco, schedule: {fragments: 99}}",
         ["sync.schedule.fragments is 99", "blocks", "at most"],
     ),
+    ("eval={sets: {x: stories}}", ["eval.sets.x is stories, expected a file or folder"]),
+    ("eval={sets: {x: 'hf:o/d'}}", ["eval.sets.x is hf:o/d, expected a file or folder"]),
     ("sync={method: post_local_sgd, warmup_until_lr: 0.0001}", ["sync.warmup_until_lr is 0.0001", "never falls to"]),
     (
         "sync={method: synchronous, schedule: layerwise}",
@@ -385,7 +387,7 @@ def test_a_smaller_vocabulary_of_a_foreign_config_is_refused(tmp_path: Path) -> 
     (tmp_path / "recipe.yaml").write_text(f"model: {{from_config: {tmp_path}}}\ntrain: {{steps: 10}}\n")
     recipe = load_recipe(tmp_path / "recipe.yaml")
     with pytest.raises(
-        RecipeError, match=rf"model.from_config={tmp_path} is 1000, but the tokenizer .* has 2048 tokens"
+        RecipeError, match=r"vocab_size is 1000, but the tokenizer .* has 2048 tokens; .* belongs to the model"
     ):
         check_vocabulary(recipe, 2048)
     check_vocabulary(recipe, 1000)

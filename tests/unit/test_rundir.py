@@ -123,6 +123,26 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
     check_folder(tmp_path / "a/recipe.yaml", [])
 
 
+def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
+    directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys))
+    directory.open()
+    directory.close()
+    (tmp_path / "runs/a/checkpoints").mkdir()
+    (tmp_path / "runs/a").rename(tmp_path / "a")
+    stored = tmp_path / "a/recipe.yaml"
+    with pytest.raises(
+        RecipeError, match=rf"of a run in run\.out_dir={tmp_path}/runs, .* give run\.out_dir={tmp_path} to cont"
+    ):
+        check_folder(stored, [])
+    check_folder(stored, [f"run.out_dir={tmp_path}"])
+    check_folder(stored, ["run.name=b"])
+    (tmp_path / "runs").rmdir()
+    (tmp_path / "runs").symlink_to(tmp_path)
+    check_folder(stored, [])
+
+
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     """What reads summary.json takes a run that has one for ended."""
     directory = RunDirectory(

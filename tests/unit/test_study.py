@@ -57,7 +57,7 @@ def likes(rate: float) -> Callable[[Any], float]:
         own = plan.OUTER[run.cell.method]
         is_third = len(own) > 2 and set(own[2]) <= set(run.setting.own)
         far = abs(math.log(run.setting.lr / (2 * rate if is_third else rate)))
-        missing = 0.0 if run.kind == "trial" else -math.log(run.share)
+        missing = 0.0 if run.kind == "trial" else -math.log(run.share_of_tokens)
         return 3 + far - 0.8 * is_third + missing + run.number * 1e-4 * (run.kind != "trial")
 
     return loss
@@ -300,7 +300,7 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
     assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
     worse = done | finished(MAIN[1], lambda run: lowest + 2)[1]
-    assert page.row_of(MAIN[1], worse)[5] == "below 25 %" and page.speed_rows(worse) == []
+    assert page.row_of(MAIN[1], worse)[5] == "below 27 %" and page.speed_rows(worse) == []
     for change in (None, float("inf")):
         one = "synchronous-m4-b64-shorter50-12"
         done = {name: value for name, value in done.items() if name != one}

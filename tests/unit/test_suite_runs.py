@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -326,7 +327,7 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
 def test_the_process_yields_to_all_others_and_hears_no_ctrl_c(tmp_path: Path) -> None:
     yields = "import os, time\nwhile os.nice(0) < 19: time.sleep(0.01)\n"
     code = yields + "print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
-    process = start_in_background(["python3", "-c", code], {"A": "b", **path()}, tmp_path / "x/log")
+    process = start_in_background([sys.executable, "-c", code], {"A": "b", **path()}, tmp_path / "x/log")
     assert process.wait(60) == 0
     assert (tmp_path / "x/log").read_text() == "19 True ['A']\n"
 

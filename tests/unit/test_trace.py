@@ -70,6 +70,17 @@ def test_what_arrives_after_the_end_is_not_written(tmp_path: Path) -> None:
     assert [line["kind"] for line in spans(path)] == ["step"]
 
 
+def test_a_start_keeps_the_spans_of_steps_that_it_does_not_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "rank.jsonl"
+    for resumed_at, steps in ((0, (1, 2, 3)), (2, (3, 4)), (9, (10,)), (0, (1,))):
+        with open_trace(path, first=1, last=4, resumed_at=resumed_at):
+            for step in steps:
+                with step_span(step):
+                    pass
+        expected = [1] if resumed_at == 0 and steps == (1,) else [1, 2, 3] if resumed_at == 0 else [1, 2, 3, 4]
+        assert [line["step"] for line in spans(path)] == expected
+
+
 def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
     with step_span(1), span("gradient"):
         assert message("unseen", 1.0) is None

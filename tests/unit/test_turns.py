@@ -82,13 +82,15 @@ def test_a_wait_for_something_that_nobody_brings_ends_and_says_for_what() -> Non
         turns.run(work)
 
 
-def test_the_time_in_which_others_run_is_no_wait() -> None:
+def test_the_time_in_which_others_run_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first thread waits far longer than its limit, but somebody has the turn."""
-    turns, point = Turns(2, 0.05), set()
+    turns, point, now = Turns(2, 10.0), set(), 0.0
+    monkeypatch.setattr("llmtrain.turns.time", SimpleNamespace(monotonic=lambda: now))
 
     def work(number: int) -> None:
+        nonlocal now
         if number == 1:
-            time.sleep(0.2)
+            now += 100.0
         meet(turns, point, number)
 
     turns.run(work)
@@ -143,17 +145,19 @@ def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:
     assert turns.run(work) == [True, True]
 
 
-def test_the_wait_for_another_thread_does_not_count_while_somebody_works() -> None:
-    turns, release = Turns(2, 10.0), threading.Event()
+def test_the_wait_for_another_thread_does_not_count_while_somebody_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, release, now = Turns(2, 10.0), threading.Event(), 0.0
+    monkeypatch.setattr("llmtrain.turns.time", SimpleNamespace(monotonic=lambda: now))
 
     def work(number: int) -> bool:
+        nonlocal now
         if number == 1:
-            time.sleep(0.2)  # with the turn
+            now += 100.0  # with the turn
             release.set()
             return True
         other = threading.Thread(target=release.wait, daemon=True)
         other.start()
-        join(other, 0.05)
+        join(other, 10.0)
         return not other.is_alive()
 
     assert turns.run(work) == [True, True]

@@ -57,16 +57,18 @@ def test_a_slow_wait_is_announced_and_a_fast_one_is_not(
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 60)
     with announced("a friend"):
         pass
-    assert capsys.readouterr().err == "" and not any("Timer" in thread.name for thread in threading.enumerate())
+    assert capsys.readouterr().err == ""
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
 
 def test_a_process_in_the_run_directory_is_waited_for_aloud(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 1)
     with FileLock(tmp_path / ".lock"), pytest.raises(RecipeError, match="another process works in"):
         run_dir.lock_folder(tmp_path, "choose another")
-    assert capsys.readouterr().err == f"waiting for the process that works in {tmp_path} to end (at most 0.3 s)\n"
+    assert capsys.readouterr().err == f"waiting for the process that works in {tmp_path} to end (at most 1 s)\n"
 
 
 def test_the_hub_is_waited_for_aloud(
@@ -105,12 +107,13 @@ def test_slurms_controller_is_waited_for_aloud(
 
 
 def test_node_0_is_waited_for_aloud_and_not_forever(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # bound, so that nobody else gets the port, but not listening
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    refused = pytest.raises(TrainingError, match=rf"could not reach node 0 at 127.0.0.1:{port} in 0.3 s")
-    with refused, node_rendezvous.rendezvous_nodes(Nodes(2, 1, "127.0.0.1", port), 0.3):
-        pass
-    assert capsys.readouterr().err == f"waiting for node 0 to listen at 127.0.0.1:{port} (at most 0.3 s)\n"
+        refused = pytest.raises(TrainingError, match=rf"could not reach node 0 at 127.0.0.1:{port} in 1 s")
+        with refused, node_rendezvous.rendezvous_nodes(Nodes(2, 1, "127.0.0.1", port), 1):
+            pass
+    assert capsys.readouterr().err == f"waiting for node 0 to listen at 127.0.0.1:{port} (at most 1 s)\n"
 
 
 def test_a_group_average_that_never_ends_is_given_up() -> None:

@@ -150,6 +150,18 @@ def test_bf16s_reference_is_off_by_one_part_in_256_at_most(dtype):
         assert (np.abs(rounded(values, "bf16") - values) <= np.abs(values) * 2.0**-8).all(), distribution
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [*LEVELS, "fp4"])
+def test_values_of_16_bits_arrive_as_if_they_had_32(kind, dtype):
+    """Their own arithmetic would round the largest value of a group beyond the last level, or a small scale's inverse to infinity."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10 ** torch.linspace(-4, 1, BLOCKS).repeat_interleave(BLOCK)
+    values = (torch.randn(4, BLOCKS * BLOCK, generator=generator) * sizes).to(dtype)
+    wire = WireFormat(kind)
+    arrived, expected = (wire.decode(wire.encode(given), given.dtype) for given in (values, values.float()))
+    assert torch.equal(arrived, expected.to(dtype))
+
+
 @pytest.mark.parametrize("kind", LEVELS)
 def test_the_bound_is_reached_and_not_one_sided(kind):
     """An error that were always far below half a step would mean more levels than the bytes can hold."""

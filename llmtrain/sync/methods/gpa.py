@@ -13,7 +13,7 @@ Differs   weight decay is AdamW's, at y. Checkpoints within a run store y as the
 """
 
 PAPER = "arXiv 2512.17131"
-CHOOSE_WHEN = "one replica, without rounds"
+CHOOSE_WHEN = "you have one replica and want no rounds"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 1},

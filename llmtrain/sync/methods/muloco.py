@@ -1,4 +1,4 @@
-"""MuLoCo (Thérien et al., arXiv 2505.23725): DiLoCo with Muon as its inner optimizer, whose replicas drift apart less within a round.
+"""MuLoCo (Thérien et al., arXiv 2505.23725): DiLoCo with Muon as its inner optimizer, so that replicas drift apart less within a round.
 
 Rule      DiLoCo's, with D from steps of Muon on the matrices of the layers, and of AdamW on everything else
           (`llmtrain/parallel/muon.py`). Each replica keeps its momenta.

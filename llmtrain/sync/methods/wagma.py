@@ -1,4 +1,4 @@
-"""WAGMA-SGD (Li et al., arXiv 2005.00124, TPDS 2021): averages within small changing groups that no replica waits for.
+"""WAGMA-SGD (Li et al., arXiv 2005.00124, TPDS 2021): averages within small, changing groups, without waiting for late replicas.
 
 Rule      W' is the model of a replica after its step. The first replica to finish step t wakes a thread in every replica,
           which sums the newest W' of each member of its group of S. A replica whose W' of step t was in the sum continues

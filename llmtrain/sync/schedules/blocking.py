@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import PREFETCH, BlockingSection
+from llmtrain.errors import RecipeError
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.reductions.reduction import Reduction
@@ -60,7 +61,12 @@ class BlockingSchedule(Schedule):
 
     def _sync_next_block(self, index: int) -> None:
         """Carry out the part of the armed synchronization that is due before block `index` is used again."""
-        assert index == self._next_block, f"block {index} was reached before block {self._next_block}"
+        if index != self._next_block:
+            names = [block.name for block in self.block_sync.replica.blocks]
+            raise RecipeError(
+                f"{names[index]} runs before {names[self._next_block]} in this forward pass, but with sync.schedule=layerwise each block "
+                "must run once, in order, in every training forward; use sync.schedule=blocking"
+            )
         if index == 0:
             self.block_sync.wait_for_device()  # for the local steps, whose time `_open` would count as exposed
         with self.block_sync.report.time_exposed():

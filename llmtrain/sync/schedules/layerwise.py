@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.config import LayerwiseSection
+from llmtrain.errors import RecipeError
 from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.schedules.blocking import BlockingSchedule
 
@@ -18,6 +19,10 @@ class LayerwiseSchedule(BlockingSchedule):
             self._sync_next_block(index)
 
     def _arm(self) -> None:
+        if self._next_block is not None:
+            raise RecipeError(
+                "the last round was not synchronized, because not all blocks ran in a training forward since; use sync.schedule=blocking"
+            )
         self._next_block = 0
 
 

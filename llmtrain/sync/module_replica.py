@@ -1,0 +1,125 @@
+"""A module and its optimizer as a replica: blocks for synchronization, and what cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from llmtrain.errors import RecipeError
+from llmtrain.parallel.engine import Block, Replica
+from llmtrain.parallel.fsdp import release_gathered
+from llmtrain.parallel.optimizers import moments_of
+from llmtrain.sync.anchors import INTEGERS
+
+
+class ModuleReplica(Replica):
+    """Replica that consists of a module, or this rank's shards of it, and the optimizer that trains it.
+
+    Each layer is a block. The parameters outside the layers form the first block, "rest". Blocks have the optimizer's trainable
+    parameters only, and there is no block for a layer without any.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
+        """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not of the module, or if the
+        parameters are on several devices."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        seen = {parameter for parameter in names if parameter not in trained}
+        if any(parameter not in names for layer in layers for parameter in layer.parameters()):
+            raise RecipeError(
+                "layers has a module that is not a part of the model; give parts of the model that is synchronized"
+            )
+        of_layers = [(f"layer {i}", layer, _take(layer, seen)) for i, layer in enumerate(layers)]
+        units = [unit for unit in [("rest", model, _take(model, seen)), *of_layers] if unit[2]]
+        if not units:
+            raise RecipeError(
+                "the optimizer has no trainable parameters of the module, so there is nothing to synchronize"
+            )
+        self.blocks = [
+            Block(name, [local_part(parameter) for parameter in unit], [names[parameter] for parameter in unit])
+            for name, _, unit in units
+        ]
+        self._modules = [module for _, module, _ in units]
+        self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
+        self._synchronized = {parameter for unit in self._units for parameter in unit}
+        self._module_of = {block.name: module for block, module in zip(self.blocks, self._modules, strict=True)}
+        self._handles: list[RemovableHandle] = []
+        devices = {str(shard.device) for block in self.blocks for shard in block.shards}
+        if len(devices) > 1:
+            raise RecipeError(
+                f"the parameters are on {', '.join(sorted(devices))}; a replica's must be on one device per rank"
+            )
+
+    def check_parameters(self) -> None:
+        """Raise RecipeError if the optimizer has a trainable parameter that is in no block: added or unfrozen later, or not of the
+        module. All ranks decide alike."""
+        groups = self._optimizer.param_groups
+        others = (p for group in groups for p in group["params"] if p.requires_grad and p not in self._synchronized)
+        if next(others, None) is not None:
+            raise RecipeError(
+                "the optimizer has a trainable parameter that is not synchronized: it is not the module's, or was added or unfrozen "
+                "later; call finish, and construct LocalUpdates anew"
+            )
+
+    def check_storage(self) -> None:
+        """Raise RecipeError if a parameter has other memory than at construction, for example after `model.to`."""
+        for block, unit in zip(self.blocks, self._units, strict=True):
+            for parameter, shard in zip(unit, block.shards, strict=True):
+                if local_part(parameter).data_ptr() != shard.data_ptr():
+                    raise RecipeError(
+                        f"the parameters of {block.name} have moved since LocalUpdates was constructed; move or convert the module first"
+                    )
+
+    def fingerprint(self) -> torch.Tensor:
+        """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
+        sums = [
+            sum(
+                shard.contiguous().view(INTEGERS[shard.element_size()]).sum(dtype=torch.int64) for shard in block.shards
+            )
+            for block in self.blocks
+        ]
+        return torch.stack(sums).cpu()
+
+    def register_block_hook(self, hook: Callable[[int], None]) -> None:
+        def before(index: int) -> Callable[[nn.Module, Any], None]:
+            return lambda module, inputs: hook(index) if module.training and torch.is_grad_enabled() else None
+
+        for index, module in enumerate(self._modules):
+            self._handles.append(module.register_forward_pre_hook(before(index), prepend=True))
+
+    def remove_block_hooks(self) -> None:
+        """Remove the hooks of `register_block_hook`, which would keep anchors in memory and synchronize in the next forward."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def parameters_changed(self, block: Block) -> None:
+        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters."""
+        release_gathered(self._module_of[block.name])
+
+    def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
+        moments = moments_of(self._optimizer.state, self._units[index], order)
+        return [None if moment is None else local_part(moment) for moment in moments]
+
+
+def layers_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the elements of the module's longest ModuleList or Sequential."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing its storage."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Return a module's trainable parameters that are not in `seen`, and add them to it, so that shared ones are taken once."""
+    taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
+    seen.update(taken)
+    return taken

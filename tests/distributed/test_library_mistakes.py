@@ -1,0 +1,154 @@
+"""`LocalUpdates` in loops that it cannot synchronize: one line says why. And in those of several optimizers, which it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from llmtrain.errors import RecipeError
+from llmtrain.sync import LocalUpdates
+from tests.distributed.pool import RankPool
+from tests.distributed.test_local_updates import LR, Layered, backward
+
+CHOICES = {"period": 3, "warmup_steps": 2, "outer": {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}}
+
+
+def sgd(*modules: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], LR)
+
+
+def train_with(parts: Callable[[Layered], list[torch.optim.SGD]]) -> list[torch.Tensor]:
+    """Return this replica's parameters after a run in which each optimizer has a `LocalUpdates` of its own."""
+    model = Layered()
+    optimizers = parts(model)
+    loops = [LocalUpdates(model, optimizer, "diloco", **CHOICES) for optimizer in optimizers]
+    for step in range(1, 10):
+        backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for loop in loops:
+        loop.finish()
+        loop.finish()  # does nothing
+    return list(model.state_dict().values())
+
+
+def whole(model: Layered) -> list[torch.optim.SGD]:
+    return [sgd(model)]
+
+
+def in_parts(model: Layered) -> list[torch.optim.SGD]:
+    return [sgd(model.layers), sgd(model.embedding, model.head)]
+
+
+def test_each_optimizer_has_a_loop_of_its_own_parameters(ranks: RankPool) -> None:
+    (mine, theirs), expected = (ranks.run(train_with, parts, world_size=2) for parts in (in_parts, whole))
+    assert all(map(torch.equal, mine, theirs))
+    assert all(map(torch.equal, mine, expected[0]))
+
+
+class Reversed(Layered):
+    """A model that uses its layers in another order."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(inputs)
+        for layer in reversed(self.layers):
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 1) -> None:
+    backward(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unfreeze() -> None:
+    model = Layered()
+    model.head.requires_grad_(False)
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    step(model, optimizer)
+    model.head.requires_grad_(True)
+    step(model, optimizer, 2)
+
+
+def move() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    model.float().double()
+    step(model, optimizer)
+
+
+def give_sparse_gradients() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+def give_other_layers() -> None:
+    LocalUpdates(Layered(), sgd(Layered()), "diloco", layers=Layered().layers, **CHOICES)
+
+
+def give_another_optimizer() -> None:
+    LocalUpdates(Layered(), sgd(Layered()), "diloco", **CHOICES)
+
+
+def reorder() -> None:
+    model = Reversed()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "edit", period=1, warmup_steps=0)
+    step(model, optimizer)
+    step(model, optimizer, 2)
+
+
+def train_in_evaluation_mode() -> None:
+    model = Layered().eval()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "edit", period=1, warmup_steps=0)
+    step(model, optimizer)
+    step(model, optimizer, 2)
+
+
+def load_another_state() -> None:
+    model = Layered()
+    state = LocalUpdates(model, sgd(model), "local_sgd", period=3, warmup_steps=0).state_dict()
+    LocalUpdates(model, sgd(model), "diloco", period=3, warmup_steps=0).load_state_dict(state)
+
+
+MISTAKES = {
+    unfreeze: "the optimizer has a trainable parameter that is not synchronized",
+    move: "the parameters of rest have moved since LocalUpdates was constructed",
+    give_sparse_gradients: "synchronous steps cannot average sparse gradients",
+    give_other_layers: "layers has a module that is not a part of the model",
+    give_another_optimizer: "the optimizer has no trainable parameters of the module",
+    reorder: "layer 1 runs before layer 0 in this forward pass",
+    train_in_evaluation_mode: "the last round was not synchronized, because not all blocks ran in a training forward",
+    load_another_state: "the state is of another loop: method is local_sgd there, and diloco here",
+}
+
+
+def refused(mistake: Callable[[], None]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        mistake()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_loop_that_cannot_be_synchronized_is_refused_on_all_ranks(
+    ranks: RankPool, mistake: Callable[[], None]
+) -> None:
+    for said in ranks.run(refused, mistake, world_size=2):
+        assert said.startswith(MISTAKES[mistake]) and "\n" not in said
+
+
+def test_one_of_several_processes_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match=r"call torch\.distributed\.init_process_group before LocalUpdates"):
+        LocalUpdates(Layered(), sgd(Layered()), "diloco")

@@ -1,0 +1,36 @@
+"""`recipe check` and a start agree: on a run's own recipe, and on texts of `eval.sets`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmtrain.errors import DataError
+from llmtrain.launch.preflight import check_here
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.train.run import prepare_for
+from tests.unit.test_preflight import RECIPE, keys
+
+__all__ = ["keys"]  # the fixture
+
+
+def test_the_recipe_that_a_run_writes_gives_no_more_warnings_than_its_own(tmp_path: Path, keys: list[str]) -> None:
+    """It gives every key, also those that the run's recipe leaves to their defaults."""
+    for changed in ([], ["sync.wire={kind: int4, keep: 3}"]):
+        recipe = load_recipe(RECIPE, [*keys, *changed])
+        (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe))
+        assert check_here(load_recipe(tmp_path / "recipe.yaml")).warnings == check_here(recipe).warnings
+
+
+def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_path: Path, keys: list[str]) -> None:
+    np.save(tmp_path / "held.npy", np.arange(640, dtype="<u2") % 300)
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/held.npy}}"])
+    assert check_here(recipe).prepared is None
+    prepare_for(recipe, show_progress=False)
+    assert check_here(recipe).prepared is not None
+    with pytest.raises(
+        DataError, match=r"eval\.sets\.held: .*none\.npy: no file|eval\.sets\.held: .*none\.npy: no such file"
+    ):
+        check_here(load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/none.npy}}"]))
