@@ -335,4 +335,4 @@ class Pace:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return (lower quartile, median, upper quartile)."""
-    return tuple(statistics.quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
+    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
