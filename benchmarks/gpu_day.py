@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_day.py preflight --out results
     python benchmarks/gpu_day.py throughput --out results --deadline 560
-    python benchmarks/gpu_day.py parts,loss,rounding,sync,checkpoint,run --out results --deadline 400
+    python benchmarks/gpu_day.py parts,sync,run,checkpoint,loss,rounding --out results --deadline 570
     python benchmarks/gpu_day.py throughput --out results --rehearse       # the same rows, small, without a GPU
 
 A row is a process of its own with a time limit. Its result is appended to OUT/rows.jsonl and printed at once, so a row that

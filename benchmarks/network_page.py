@@ -45,7 +45,7 @@ def notes(blocks: int, payload: float) -> str:
 *H*: local steps in a round; 1 where every step averages gradients. *ms*: latency, one way. *Used*: utilization, which is the
 time that a round's steps take alone over the round's time: the median over rounds of the mean over ranks, and the smallest and
 largest round. *Predicted*: the same by `llmtrain/plan/network_time.py`, from bytes, bandwidth, latency and the schedule alone.
-No constant in it is fitted; where its rules were corrected after a measurement, docs/performance.md says so. *Off by*: points
+No constant in it is fitted; where its rules were corrected after a measurement, docs/network.md says so. *Off by*: points
 of utilization. *Exposed*: what a round takes beyond its steps alone, and of it the waiting of the replica's own thread for
 messages; the rest is arithmetic, and in `wagma` waiting for a thread; what is predicted is the network's part. *MB*: bytes that
 left a host's network card per round, and how many they are *beyond* the formula's: headers and acknowledgments, what TCP sent

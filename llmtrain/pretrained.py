@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,13 +178,28 @@ def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
 def with_config(recipe: Recipe) -> Recipe:
     """Return the recipe with the keys of the config that `model.from_config` names, in its place, so that a run does not change
     when that config does, or is gone. Raises ModelError if it can't be read."""
+    from llmtrain.startup import import_transformers
+
+    import_transformers()
     from llmtrain.model import model_config
 
     section = recipe.model
     config = model_config(section)
     keys = {**architecture_keys(config), **section.config}  # a wrong key of the recipe stays, and is refused
+    _shorten(keys, getattr(config, "num_hidden_layers", None), section.config)
     update = {"type": config.model_type, "config": json.loads(json.dumps(keys)), "from_config": None}
     return recipe.model_copy(update={"model": section.model_copy(update=update)})
+
+
+def _shorten(keys: dict[str, Any], layers: int | None, given: Mapping[str, Any]) -> None:
+    """Cut the lists with a value per layer, which are the file's, to the number of `layers`, unless the recipe gives them."""
+    for key in ("layer_types", "mlp_layer_types", "attention_layers"):
+        if layers is not None and key not in given and isinstance(keys.get(key), list):
+            keys[key] = keys[key][:layers]
+    if "attention_types" in given:  # from which GPT-Neo derives the list
+        keys.pop("attention_layers", None)
+    elif "attention_layers" in keys:
+        keys["attention_types"] = [[keys["attention_layers"], 1]]
 
 
 def with_architecture(recipe: Recipe, run: Path) -> Recipe:

@@ -83,9 +83,9 @@ def check_folder(path: Path, overrides: Sequence[str]) -> None:
             f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
             f"or run.name={run.name} to start a run of that name"
         )
-    if not {"name", "out_dir"} & set(given) and os.path.realpath(Path(run.out_dir) / run.name) != os.path.realpath(
-        folder
-    ):
+    there = Path(run.out_dir) / run.name
+    is_here = there.is_dir() and os.path.samefile(there, folder)
+    if not {"name", "out_dir"} & set(given) and not is_here:
         raise RecipeError(
             f"{path} is of a run in run.out_dir={run.out_dir}, which is another folder now; give run.out_dir={folder.parent} to continue "
             "what is in its folder, or run.name=NAME to start another run"

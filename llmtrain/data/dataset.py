@@ -30,7 +30,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.data.token_ids import Vocabulary
-from llmtrain.errors import DataError, one_line, panics_as_errors, reason
+from llmtrain.errors import DataError, UnavailableError, one_line, panics_as_errors, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +126,13 @@ class LazyShard:
         return self._shard.tokens
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        return self._load(self._shard)[part]
+        try:
+            array = self._load(self._shard)
+        except OSError as error:  # deleted since the start
+            raise UnavailableError(
+                f"{self._shard.name}: can't be read any more ({one_line(error)}); start the same command again"
+            ) from None
+        return array[part]
 
 
 class TokenShards:

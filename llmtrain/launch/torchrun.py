@@ -74,7 +74,8 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
     outlive_terminal()
     check_thread_count()
-    recipe = load_recipe(recipe_path, overrides)
+    with single_threaded_imports(), imports_without_gc():  # of what reads `model.from_config`
+        recipe = load_recipe(recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     with single_threaded_imports(), imports_without_gc():

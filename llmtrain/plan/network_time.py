@@ -52,7 +52,7 @@ from llmtrain.parallel.wire_format import WireFormat
 
 PREDICTION_ERROR = 4.0
 """Points of utilization, rounded up, by which measurements have differed from these predictions at most: 36 in
-benchmarks/results/network and the 8 in docs/performance.md."""
+benchmarks/results/network and the 8 in docs/network.md."""
 FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4

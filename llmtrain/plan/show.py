@@ -52,7 +52,7 @@ def footnote(hardware: Hardware) -> str:
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
         f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
-        f"most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation (docs/performance.md)"
+        f"most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation (docs/network.md)"
     )
 
 

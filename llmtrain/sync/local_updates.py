@@ -145,10 +145,15 @@ class LocalUpdates:
 
     def _layout(self) -> dict[str, Any]:
         """Return what a state depends on."""
-        choices = self.sync.model_dump(
-            mode="json", include={"method", "period", "reduction", "outer", "schedule", "wire"}
-        )
-        return {"replicas": self._replicas.size, "blocks": [block.name for block in self.replica.blocks], **choices}
+        kinds = {key: getattr(self.sync, key).kind for key in ("period", "reduction", "outer", "wire")}
+        schedule, blocks = self.sync.schedule.model_dump(mode="json"), [block.name for block in self.replica.blocks]
+        return {
+            "method": self.sync.method,
+            "replicas": self._replicas.size,
+            "blocks": blocks,
+            "schedule": schedule,
+            **kinds,
+        }
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
@@ -161,7 +166,8 @@ class LocalUpdates:
         with torch.no_grad():
             plan = self._method.begin_step(self.step, float(optimizer.param_groups[0]["lr"]))
             if plan.phase != "local":
-                if any(argument is not None for argument in (*arguments[1:], named.get("closure"))):
+                has_closure = any(argument is not None for argument in (*arguments[1:], named.get("closure")))
+                if has_closure and self._replicas.size > 1:
                     raise RecipeError(
                         f"step {self.step} averages gradients over the replicas, but optimizer.step(closure) computes them afterwards; "
                         "compute them before, and call step() without a closure"

@@ -27,6 +27,7 @@ class ModuleReplica(Replica):
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
         """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not of the module, or if the
         parameters are on several devices."""
+        layers = list(layers)
         names = {parameter: name for name, parameter in model.named_parameters()}
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         seen = {parameter for parameter in names if parameter not in trained}
