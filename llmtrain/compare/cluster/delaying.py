@@ -40,7 +40,10 @@ class DelaySwitch:
         line = self.process.stdout.readline() if ready else ""
         if not line:
             why = self.process.poll()
-            gone = f"nothing within {ANSWER_SECONDS:.0f} s" if why is None else f"its end (exit code {why})"
+            code = (
+                "" if why is None else f" (exit code {why})"
+            )  # a process that has closed its output may still be there
+            gone = f"its end{code}" if ready else f"nothing within {ANSWER_SECONDS:.0f} s"
             raise ClusterError(f"the process that delays packets: expected a line, and got {gone}; see its output")
         return line
 
