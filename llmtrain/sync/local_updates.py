@@ -144,7 +144,7 @@ class LocalUpdates:
             self._replicas.traffic.load(**state["traffic"])
 
     def _layout(self) -> dict[str, Any]:
-        """Return what a state depends on."""
+        """Return the choices, blocks and number of replicas for which alone a state is valid."""
         kinds = {key: getattr(self.sync, key).kind for key in ("period", "reduction", "outer", "wire")}
         schedule, blocks = self.sync.schedule.model_dump(mode="json"), [block.name for block in self.replica.blocks]
         return {

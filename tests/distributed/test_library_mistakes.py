@@ -51,7 +51,7 @@ def test_each_optimizer_has_a_loop_of_its_own_parameters(ranks: RankPool) -> Non
 
 
 class Reversed(Layered):
-    """A model that uses its layers in another order."""
+    """Model that uses its layers in another order."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(inputs)

@@ -69,7 +69,7 @@ def test_a_sharded_replica_computes_with_what_was_synchronized_after_an_evaluati
 
 
 def step_with_closures() -> tuple[str, list[torch.Tensor]]:
-    """What a synchronous step with a closure is refused with, and the parameters after local steps with closures."""
+    """Return the refusal of a synchronous step with a closure, and the parameters after local steps with closures."""
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -99,7 +99,7 @@ def test_a_closure_is_refused_where_gradients_are_averaged_before_it(ranks: Rank
 
 
 def close_before_a_forward() -> tuple[bool, bool]:
-    """(whether the forward after `close` sent nothing, whether what is closed is freed)."""
+    """Return whether the forward after `close` sent nothing, and whether what is closed is freed."""
     model = Layered()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     updates = LocalUpdates(model, optimizer, "edit", period=1, warmup_steps=0, schedule="layerwise")

@@ -254,7 +254,7 @@ def test_a_second_file_is_named_with_the_position_in_it(tmp_path: Path) -> None:
 
 
 def test_files_that_are_held_out_are_not_trained_on_though_another_run_did(tmp_path: Path) -> None:
-    """The files are the same in the same order, and only the border between the splits differs."""
+    """Read the same files in the same order each time, so that only the border between the splits differs."""
     folder = tmp_path / "tokens"
     folder.mkdir()
     write_tokenizer(folder / "tokenizer")

@@ -163,7 +163,7 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_text_that_is_skipped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading up to a later start can take longer than a run waits for news of its text."""
+    """Report it, because reading up to a later start can take longer than a run waits for news of its text."""
     monkeypatch.setattr(sources, "SKIPPED_DOCUMENTS", 10)
     data = DataSection(source=str(write_jsonl(tmp_path / "a.jsonl", [f"text {n}" for n in range(40)])))
     for start, expected, reported in (

@@ -186,7 +186,7 @@ def test_errors_end_a_wait(data: DataSection) -> None:
 
 @pytest.mark.parametrize("is_temporary", [False, True])
 def test_an_error_of_another_host_is_as_temporary_as_there(data: DataSection, is_temporary: bool) -> None:
-    """Otherwise one host's launcher starts again, and the other's does not."""
+    """Expect the same kind of error on all hosts; otherwise only some of the launchers would start again."""
     store, tokens = dist.HashStore(), growing(begun(data))
     store.set("text/0", json.dumps({"committed": 600, "tokens": 700}))
     store.set("text/1", json.dumps({"error": "there: no hub", "is_temporary": is_temporary}))

@@ -336,7 +336,7 @@ def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: P
 
 
 def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
-    """A tokenizer's own bos token has never been in training."""
+    """Replace a tokenizer's own bos token, which has never been in training."""
     trained_with = byte_tokenizer(bos_token="<s>")
     trained_with.save_pretrained(tmp_path / "of training")
     assert AutoTokenizer.from_pretrained(tmp_path / "of training").bos_token == "<s>"

@@ -52,7 +52,7 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
 
 
 def test_gradients_after_backward_follow_each_other_with_few_in_flight() -> None:
-    """As ZeRO sends them: three blocks at once, although the connections would carry eight."""
+    """Send three blocks at once, as ZeRO does, although the connections would carry eight."""
     link = NetworkLink(mbit=96.0, latency_seconds=0.1, slow_start=False, connections=4)
     small = [block // 10 for block in BLOCKS]
     found = gradient_time(WireSection(), small, 4, 0.6, link, backward_share=0.0)

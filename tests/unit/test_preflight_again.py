@@ -17,7 +17,7 @@ __all__ = ["keys"]  # the fixture
 
 
 def test_the_recipe_that_a_run_writes_gives_no_more_warnings_than_its_own(tmp_path: Path, keys: list[str]) -> None:
-    """It gives every key, also those that the run's recipe leaves to their defaults."""
+    """Check the recipe that gives every key, also those that the run's recipe leaves to their defaults."""
     for changed in ([], ["sync.wire={kind: int4, keep: 3}"]):
         recipe = load_recipe(RECIPE, [*keys, *changed])
         (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe))

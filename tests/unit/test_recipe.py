@@ -251,7 +251,7 @@ def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
 
 
 def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:
-    """A period without a kind has that of its method's preset."""
+    """Take the kind of the method's preset for a period without one."""
     assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == EveryStepsSection(every=500)
     assert sync_of("{method: qsr, period: {alpha: 0.1}}", "sync.method=local_sgd").period == EveryStepsSection(every=32)
     assert sync_of("{method: diloco, period: {every: 20}}", "sync.method=edit").period == EveryStepsSection(every=20)

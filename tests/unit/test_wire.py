@@ -153,7 +153,7 @@ def test_bf16s_reference_is_off_by_one_part_in_256_at_most(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [*LEVELS, "fp4"])
 def test_values_of_16_bits_arrive_as_if_they_had_32(kind, dtype):
-    """Their own arithmetic would round the largest value of a group beyond the last level, or a small scale's inverse to infinity."""
+    """Compare with fp32. Arithmetic in 16 bits rounds a group's largest value beyond the last level, or a scale's inverse to infinity."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10 ** torch.linspace(-4, 1, BLOCKS).repeat_interleave(BLOCK)
     values = (torch.randn(4, BLOCKS * BLOCK, generator=generator) * sizes).to(dtype)
