@@ -29,6 +29,7 @@ class LocalUpdatesCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end loads a replica's own checkpoint before the last synchronization")
+        # The second .optimizer is torch's own, inside Accelerate's wrapper.
         self.updates = LocalUpdates(given["model"], given["optimizer"].optimizer, **self.choices)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -216,18 +216,7 @@ def compare(
     if is_of_runs and (retry or not shaping):
         raise UserError("--retry and --no-shaping are for the trials of a comparison file; give one, or leave them out")
     if report_only:
-        with imports_without_gc():
-            from llmtrain.compare.measures import gather
-            from llmtrain.compare.report import write_report
-            from llmtrain.compare.results import load_trials
-
-        results = gather(load_trials([Path(directory) for directory in arguments]), baseline, target)
-        note = f"\nwarning: {results.unit.note}" if results.unit.note else ""
-        try:
-            report = write_report(results, out or REPORT)
-        except OSError as error:
-            raise ResultsError(f"{out or REPORT} can't be written ({reason(error)}); choose another --out") from None
-        typer.echo(f"{report}{note}")
+        typer.echo(_write_report([Path(directory) for directory in arguments], baseline, target, out or REPORT))
         return
     if baseline is not None or target is not None:
         raise UserError("--baseline and --target are for reports on given runs; add --report-only, or leave them out")
@@ -240,6 +229,21 @@ def compare(
 
     file, *overrides = arguments
     raise typer.Exit(run_comparison(find_recipe(Path(file)), overrides, shaping, retry))
+
+
+def _write_report(runs: Sequence[Path], baseline: str | None, target: float | None, out: Path) -> str:
+    """Write a report on given runs to `out`, and return what to print: its path, and a warning if there is one."""
+    with imports_without_gc():
+        from llmtrain.compare.measures import gather
+        from llmtrain.compare.report import write_report
+        from llmtrain.compare.results import load_trials
+
+    results = gather(load_trials(runs), baseline, target)
+    note = f"\nwarning: {results.unit.note}" if results.unit.note else ""
+    try:
+        return f"{write_report(results, out)}{note}"
+    except OSError as error:
+        raise ResultsError(f"{out} can't be written ({reason(error)}); choose another --out") from None
 
 
 @app.command()

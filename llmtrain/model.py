@@ -171,18 +171,12 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     children = [
         child for child in base.children() if isinstance(child, nn.ModuleList) or any(True for _ in child.parameters())
     ]
-    at = next(
-        (
-            i
-            for i, child in enumerate(children)
-            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers
-        ),
-        None,
-    )
-    if at is None:
+    is_layers = [isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers for child in children]
+    if True not in is_layers:
         raise ModelError(
             f"model: {type(base).__name__} has no list of {config.num_hidden_layers} layers; choose a decoder-only model"
         )
+    at = is_layers.index(True)
     before, layers, after = children[:at], children[at], children[at + 1 :]
     head = model.causal_lm.get_output_embeddings()
     named_layers = [ModelBlock(f"layer {i}", [layer]) for i, layer in enumerate(layers)]
@@ -283,8 +277,7 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     They are 6 per weight that takes part in a matrix product (all but embeddings that are only looked up), and 12 x layers x
     hidden x T for attention, where T is `sequence_length`. Recomputed activations are not counted.
     """
-    config = model.causal_lm.config
-    causal_lm = model.causal_lm
+    causal_lm, config = model.causal_lm, model.causal_lm.config
     looked_up = {id(m.weight): m.weight.numel() for m in causal_lm.modules() if isinstance(m, nn.Embedding)}
     looked_up.pop(id(causal_lm.get_output_embeddings().weight), None)
     multiplying = count_parameters(model) - sum(looked_up.values())

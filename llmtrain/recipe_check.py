@@ -147,9 +147,6 @@ def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
 
 def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     """Raise RecipeError if replicas x shards can't be `world_size`."""
-    given = {
-        f"parallel.{key}": getattr(parallel, key) for key in ("replicas", "shards") if getattr(parallel, key) != "auto"
-    }
     ranks = _explicit_ranks(parallel)
     if ranks is not None and ranks != world_size:
         raise RecipeError(
@@ -157,11 +154,12 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
             f"are {world_size}; start them with `bash launch/train.sh RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
             f"the mesh to us: parallel.replicas=auto parallel.shards=auto"
         )
-    for key, size in given.items():
-        if world_size % size:
+    for key in ("replicas", "shards"):
+        size = getattr(parallel, key)
+        if size != "auto" and world_size % size:
             raise RecipeError(
-                f"{key} is {size}, which does not divide {world_size} processes; "
-                f"start a multiple of {size} with `bash launch/train.sh RECIPE`, or change {key}"
+                f"parallel.{key} is {size}, which does not divide {world_size} processes; "
+                f"start a multiple of {size} with `bash launch/train.sh RECIPE`, or change parallel.{key}"
             )
 
 
@@ -266,8 +264,8 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
 
 def _check_engine(parallel: ParallelSection) -> None:
     if parallel.engine != "zero":
-        for key, is_given in {"zero_offload": parallel.zero_offload, "deepspeed": bool(parallel.deepspeed)}.items():
-            if is_given:
+        for key in ("zero_offload", "deepspeed"):
+            if getattr(parallel, key):
                 raise RecipeError(f"parallel.{key} is DeepSpeed's, but parallel.engine is fsdp2; say engine=zero")
         return
     if parallel.precision == "fp64":

@@ -168,8 +168,8 @@ def gather(
     # At least half of a run's seeds end at or below this loss, so that most of them reach it.
     ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
     ends = ends if unit.is_ranked else ends * math.nan
-    target = target if unit.is_ranked else math.nan
-    targets = {name: target if target is not None else ends.get((name, baseline), math.nan) for name in conditions}
+    goal = target if unit.is_ranked else math.nan
+    targets = {name: goal if goal is not None else ends.get((name, baseline), math.nan) for name in conditions}
     places = zip(table["trial"], table["condition"].map(targets), strict=True)
     table[COSTS] = pd.DataFrame([cost_to_reach(*place) for place in places], table.index)
     return Results(table, _against_baseline(table, ends, baseline), targets, baseline, target, unit)

@@ -102,6 +102,10 @@ def headline(results: Results) -> str:
         if runs["outcome"].isin(silent).all():
             reason = f"the baseline {baseline} has no final loss, or no other run has results"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
+        faster = runs.index[runs["outcome"] == Outcome.FASTER]
+        if len(faster):  # no ratio: most of the baseline's seeds miss a given target, or the run has it before its first step
+            condition, name = faster[0]
+            return f"{name} reached {loss(results.targets[condition])} before {baseline}, but how many times as fast is unknown"
         return f"No run was measurably faster than the baseline {baseline}"
     condition, name = ranked.index[0]
     speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))

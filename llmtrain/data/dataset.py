@@ -128,10 +128,12 @@ class LazyShard:
     def __getitem__(self, part: slice) -> np.ndarray:
         try:
             array = self._load(self._shard)
-        except OSError as error:  # deleted since the start
-            raise UnavailableError(
+        except (OSError, ValueError) as error:  # deleted or cut off since the start
+            lost = UnavailableError(
                 f"{self._shard.name}: can't be read any more ({one_line(error)}); start the same command again"
-            ) from None
+            )
+            lost.is_shared = False  # other ranks read other shards
+            raise lost from None
         return array[part]
 
 
@@ -334,10 +336,8 @@ class ChecksumScan:
         """Start to read every `of`-th shard of `texts`, beginning with shard number `share` (from 0)."""
         self.problem: str | None = None
         """One-line description of the first damaged shard found, or None."""
-        self._shards = [
-            (text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards
-        ]
-        self._shards = self._shards[share::of]
+        shards = [(text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards]
+        self._shards = shards[share::of]
         # A daemon thread, so that a run that ends does not wait for it.
         self._thread = threading.Thread(target=self._run, name="reads token shards", daemon=True)
         self._thread.start()
@@ -380,18 +380,18 @@ def _crc32(path: Path, skip: int) -> int:
     return crc32
 
 
-STRETCHES, LENGTH = 64, 1024
+COMPARED_WINDOWS, WINDOW_TOKENS = 64, 1024
 """Number of windows compared per split, and tokens per window."""
 
 
 def token_digest(prepared: TokenDataset) -> str:
     """Return the token counts, the vocabulary size and a digest, as text. The digest covers vocabulary size, eos
     id, dtype and evenly spaced windows of every split."""
-    counts = {split: prepared.tokens(split) for split in SPLITS}
+    splits = {split: prepared.tokens(split) for split in SPLITS}
     digest = hashlib.sha256(repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())
-    for tokens in counts.values():
-        length = min(LENGTH, len(tokens))
-        for start in np.linspace(0, len(tokens) - length, STRETCHES, dtype=np.int64):
+    for tokens in splits.values():
+        length = min(WINDOW_TOKENS, len(tokens))
+        for start in np.linspace(0, len(tokens) - length, COMPARED_WINDOWS, dtype=np.int64):
             digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
-    sizes = " + ".join(f"{len(tokens):,}" for tokens in counts.values())
+    sizes = " + ".join(f"{len(tokens):,}" for tokens in splits.values())
     return f"{sizes} of a vocabulary of {prepared.vocab_size:,}, {digest.hexdigest()[:8]}"

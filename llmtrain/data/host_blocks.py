@@ -23,7 +23,7 @@ from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
 
-STRETCHES, LENGTH = 16, 1024
+COMPARED_WINDOWS, WINDOW_TOKENS = 16, 1024
 """Number of windows compared per block, and tokens per window."""
 LAST_ANSWER_SECONDS = 5.0
 """Maximum seconds at the end to wait for the store's answer to a request in flight."""
@@ -107,8 +107,8 @@ def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
     if start >= len(tokens) or (len(tokens) < end and not tokens.is_complete):
         return None
     end = min(end, len(tokens))
-    length, digest = min(LENGTH, end - start), hashlib.sha256()
-    for at in np.linspace(start, end - length, STRETCHES, dtype=np.int64):
+    length, digest = min(WINDOW_TOKENS, end - start), hashlib.sha256()
+    for at in np.linspace(start, end - length, COMPARED_WINDOWS, dtype=np.int64):
         digest.update(tokens.window(int(at), length).astype("<u4").tobytes())
     return {"host": socket.gethostname(), "digest": f"{end - start:,} tokens, {digest.hexdigest()[:8]}"}
 

@@ -29,7 +29,7 @@ from llmtrain.reshard import Rule, by_replica
 from llmtrain.threads import with_current_device
 from llmtrain.waiting import QUIET_SECONDS
 
-REST_SECONDS = 2.0
+EXIT_WAIT_SECONDS = 2.0
 """Seconds that process exit waits for a read in flight. A read that hangs longer holds no tensors and is safe to
 abandon."""
 
@@ -84,7 +84,7 @@ class Loader:
 
     @property
     def attended_length(self) -> float:
-        """Return the length of the sequence in which a token is, averaged over all tokens."""
+        """Return the mean over all tokens of the length of a token's sequence, for the estimate of attention's work."""
         return self.sequence_length
 
     def next(self) -> list[torch.Tensor]:
@@ -165,10 +165,10 @@ class PrefetchLoader:
 
     def __init__(self, loader: Loader, timeout_seconds: float, pin: bool = False):
         self.loader, self._timeout, self._pin = loader, timeout_seconds, pin
-        self._orders: SimpleQueue[None] = SimpleQueue()
-        self._read: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
-        self._is_coming = False
-        self._state = loader.state_dict()
+        self._requests: SimpleQueue[None] = SimpleQueue()
+        self._results: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
+        self._is_reading = False  # True from a request until its result is received
+        self._state = loader.state_dict()  # excludes the batches read ahead
         self.replica_tokens = loader.replica_tokens
         """Tokens of the last global batch of which `next` has returned a part, divided by the number of replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
@@ -178,7 +178,7 @@ class PrefetchLoader:
     def next(self) -> list[torch.Tensor]:
         """Return this rank's micro-batches for the next step, as the loader does. Raises TrainingError if they do not arrive
         within `timeout_seconds`."""
-        if not self._is_coming:
+        if not self._is_reading:
             self._request()
         batches = self._receive()
         self._state, self.replica_tokens = self.loader.state_dict(), self.loader.replica_tokens
@@ -204,7 +204,7 @@ class PrefetchLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, after discarding batches read ahead."""
-        if self._is_coming:
+        if self._is_reading:
             self._receive()
         self.loader.load_state_dict(state)
         self._state = self.loader.state_dict()
@@ -212,20 +212,20 @@ class PrefetchLoader:
     def _drain(self) -> None:
         """Wait at process exit for a read in flight, because the interpreter crashes if it ends while a thread uses
         tensors."""
-        if self._is_coming:
+        if self._is_reading:
             with suppress(Empty):
-                self._read.get(timeout=REST_SECONDS)
+                self._results.get(timeout=EXIT_WAIT_SECONDS)
 
     def _request(self) -> None:
-        self._is_coming = True
-        self._orders.put(None)
+        self._is_reading = True
+        self._requests.put(None)
 
     def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
         """Return what was read within `seconds`, or None. Time spent waiting for text to be tokenized does not count, because
         that wait announces itself and has a limit of its own."""
         while True:
             try:
-                return self._read.get(timeout=seconds)
+                return self._results.get(timeout=seconds)
             except Empty:
                 if not self.loader.tokens.is_waiting(seconds):
                     return None
@@ -242,7 +242,7 @@ class PrefetchLoader:
                 f"no batch could be read in {self._timeout:g} s (run.timeout_seconds): the disk that holds the token shards does "
                 "not answer; start the same command again when it does, to continue from the last checkpoint"
             )
-        self._is_coming = False
+        self._is_reading = False
         if isinstance(batches, BaseException):
             raise batches
         return batches
@@ -251,12 +251,12 @@ class PrefetchLoader:
         """Serve read requests until the process exits. The thread never ends earlier, because one that ends during
         interpreter shutdown would free tensors and crash the interpreter."""
         while True:
-            self._orders.get()
+            self._requests.get()
             try:
                 batches = self.loader.next()
-                self._read.put([batch.pin_memory() for batch in batches] if self._pin else batches)
+                self._results.put([batch.pin_memory() for batch in batches] if self._pin else batches)
             except BaseException as error:  # the training thread raises it
-                self._read.put(error)
+                self._results.put(error)
 
 
 def eval_batches(

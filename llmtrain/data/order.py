@@ -172,9 +172,9 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
 def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
     """Return a loader's state for data that now has `now` samples. It had the numbers of samples in the state's `sizes` or, if
     there are none, `before` samples. In the first epoch, the new samples come after the old ones. If there are fewer samples
-    now, the order is that of a new run with `now` samples."""
+    now, only the order up to the last of `sizes` below that number remains."""
     sizes = state.get("sizes", [before])
-    sizes = [*sizes, now] if now > sizes[-1] else [now] if now < sizes[-1] else sizes
+    sizes = [*(size for size in sizes if size < now), now]
     rest = {key: value for key, value in state.items() if key != "sizes"}
     return rest if len(sizes) == 1 else rest | {"sizes": sizes}
 

@@ -44,10 +44,11 @@ class SiteLoader(Loader):
 
     def state_dict(self) -> dict[str, Any]:
         absent = {"absent": self.absent} if self.absent else {}
-        return super().state_dict() | {"site": self.site} | absent
+        # With its size even if that never changed: the run's length may change while the site is absent.
+        return super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        super().load_state_dict(grow(state, self.num_samples, self.num_samples))
         self.absent = state.get("absent", {})
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:

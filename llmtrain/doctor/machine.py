@@ -100,7 +100,7 @@ def disk(key: str, folder: str, needed: int | None) -> Finding:
     space a warning.
     """
     there = Path(os.path.expanduser(folder)).absolute()
-    while not there.exists():
+    while not os.path.exists(there):  # Path.exists raises PermissionError below a folder that may not be read
         there = there.parent
     if not os.access(there, os.W_OK):
         return problem(f"{key}={folder} can't be written to ({there} is read-only for this user)", f"change {key}")

@@ -199,6 +199,8 @@ def _scores_of(suite: str, results: Any) -> Iterator[tuple[str, Score]]:
         }
         for key, value in numbers.items():
             metric, comma, variant = key.partition(",")  # lm-eval's "acc,none"
-            if not metric.endswith("_stderr") and key not in COUNTS:
-                stderr = numbers.get(f"{metric}_stderr{comma}{variant}", numbers.get(f"{metric}_stderr"))
-                yield key, Score(suite, task, metric, value, stderr, numbers.get("n"))
+            if not (metric.endswith("_stderr") or key.endswith("_stderr") or key in COUNTS):
+                errors = (f"{key}_stderr", f"{metric}_stderr{comma}{variant}", f"{metric}_stderr")
+                stderr = next((numbers[name] for name in errors if name in numbers), None)
+                name = metric if variant in ("", "none") else key
+                yield key, Score(suite, task, name, value, stderr, numbers.get("n"))

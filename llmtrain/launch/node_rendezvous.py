@@ -80,12 +80,17 @@ PATIENCE_SECONDS = 10.0
 read from its store."""
 
 
+class ReturnedError(TrainingError):
+    """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
+
+
 class NodeRendezvous:
     """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
     waits."""
 
-    def __init__(self, nodes: Nodes, store: TimeoutStore | None):
-        self.nodes = nodes
+    def __init__(self, nodes: Nodes, store: TimeoutStore | None, per_node: int = 1):
+        """Represent a node that starts `per_node` processes."""
+        self.nodes, self._per_node = nodes, per_node
         self._store = store
         self._host = socket.gethostname()
         self._members = list(range(nodes.count))
@@ -138,6 +143,8 @@ class NodeRendezvous:
                     "back, start the same command again on all nodes to continue from the last checkpoint, or give "
                     "run.on_replica_loss=continue to continue without it"
                 )
+            for node in gone:
+                self._store.set(f"given up {node}", "yes")
             ended = {
                 node: json.loads(self._store.get(f"ended{attempt} {node}"))
                 for node in self._members
@@ -195,16 +202,20 @@ class NodeRendezvous:
         return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
 
     def claim(self) -> None:
-        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, TrainingError if a lost
+        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
         launcher had."""
         rank = self.nodes.rank
         if self._store.add(f"claims {rank}", 1) == 1:
             return
+        if self._has(f"given up {rank}"):
+            raise ReturnedError(
+                f"node {rank} was lost, and the others continue without it; start the same command on all nodes when they have ended"
+            )
         beats = self._store.add(f"beat {rank}", 0)
         with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
             time.sleep(3 * BEAT_SECONDS)
         if self._store.add(f"beat {rank}", 0) == beats:
-            raise TrainingError(
+            raise ReturnedError(
                 f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
                 f"{SILENCE_SECONDS:g} s, when they have ended"
             )
@@ -222,8 +233,15 @@ class NodeRendezvous:
         counted = int(self._store.get("count 0"))
         if counted != count:
             raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
+        self._store.set(f"processes {rank}", str(self._per_node))
         self._store.set(f"host {rank}", self._host)
         self._wait("host", range(count), "come", timeout_seconds)
+        processes = [int(self._store.get(f"processes {node}")) for node in range(count)]
+        if len(set(processes)) > 1:
+            starts = ", ".join(f"{self._name(node)} starts {number}" for node, number in enumerate(processes))
+            raise RecipeError(
+                f"nodes need equally many processes, but {starts}; set NPROC_PER_NODE={min(processes)} on all of them"
+            )
         self._store.set("complete 0", "yes")
 
     def is_complete(self) -> bool:
@@ -292,10 +310,11 @@ class NodeRendezvous:
 
 
 @contextmanager
-def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRendezvous]:
-    """Meet the launchers of the other nodes. The store lives until the end of the `with` block.
+def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, per_node: int = 1) -> Iterator[NodeRendezvous]:
+    """Meet the launchers of the other nodes, each of which starts `per_node` processes. The store lives until the end of the
+    `with` block.
 
-    Raises RecipeError if node 0's port is taken, or if node numbers or counts contradict each other. Raises
+    Raises RecipeError if node 0's port is taken, or if node numbers or counts of nodes or processes contradict each other. Raises
     TrainingError if node 0 can't listen for another reason, if it can't be reached, or if a node does not arrive within
     `timeout_seconds`. A failure on one node ends the waits of the others.
     """
@@ -304,7 +323,7 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
         return
     prefix = f"llmtrain launch {nodes.step}"
     store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
-    rendezvous, over = NodeRendezvous(nodes, store), threading.Event()
+    rendezvous, over = NodeRendezvous(nodes, store, per_node), threading.Event()
     heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
     is_member = False
     try:
@@ -314,8 +333,9 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float) -> Iterator[NodeRende
         is_member = True
         yield rendezvous
     except BaseException as error:
-        # A launcher too many, started while a run has all of its nodes, must not end that run.
-        if is_member or not isinstance(error, RecipeError) or not rendezvous.is_complete():
+        # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
+        is_outside = isinstance(error, RecipeError) and rendezvous.is_complete()
+        if is_member or not (is_outside or isinstance(error, ReturnedError)):
             rendezvous.announce_failure(str(error))
         raise
     finally:

@@ -131,7 +131,7 @@ def _launch_ranks(
         prepare_node()
         return ""
 
-    with rendezvous_nodes(nodes, recipe.run.timeout_seconds) as rendezvous:
+    with rendezvous_nodes(nodes, recipe.run.timeout_seconds, per_node) as rendezvous:
         # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
         complete = rendezvous.main_first(ready, prepare_node)
         if complete:

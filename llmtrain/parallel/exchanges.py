@@ -96,7 +96,7 @@ class PeerWork:
         self._works, self._parts = works, parts
         self._is_complete = False
         self._watched: Future[None] | None = None
-        if on_arrival is not None:  # gloo tells only those who wait
+        if on_arrival is not None:  # gloo reports an arrival only to a thread that waits
             self._watched = Future()
             threading.Thread(target=self._watch, args=(on_arrival,), name="message", daemon=True).start()
 

@@ -107,8 +107,9 @@ class Fsdp2Engine(TorchEngine):
         self._parameters.append(named)
         self.masters.append([local(p.detach()) for p in named.values()])
         self.blocks.append(Block(block.name, self.masters[-1], list(named)))
-        for parameter in named.values() if self.mesh.replicas > 1 else ():  # hooks run after every reduce-scatter
-            parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
+        if self.mesh.replicas > 1:
+            for parameter in named.values():  # hooks run after every reduce-scatter
+                parameter.register_post_accumulate_grad_hook(self._when_gradient_is_there(index))
 
     def _precision(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)

@@ -94,6 +94,7 @@ class Muon(torch.optim.Optimizer):
         present = [matrix for matrix in self._matrices if matrix.rows.grad is not None]
         size = self._shard_comms.size
         batches = [present[first : first + size] for first in range(0, len(present), size)]
+        # At most two gathers and two returns are in flight. All ranks start them in this order.
         gathering = [self._start_gather(batch) for batch in batches[:1]]
         returning: list[tuple[Sequence[ShardedMatrix], PendingCollective]] = []
         for number, batch in enumerate(batches):
@@ -105,8 +106,8 @@ class Muon(torch.optim.Optimizer):
             self._update(batch, pending)
 
     def _start_gather(self, batch: Sequence[ShardedMatrix]) -> PendingCollective:
-        """Start sending this rank's rows of each matrix to the rank that orthogonalizes the matrix."""
-        parts = [self._direction(matrix).reshape(-1) for matrix in batch]
+        """Update the momenta of a batch, and start sending this rank's rows of each matrix to the rank that orthogonalizes it."""
+        parts = [self._update_momentum(matrix).reshape(-1) for matrix in batch]
         parts += [parts[0].new_empty(0)] * (self._shard_comms.size - len(batch))
         return self._shard_comms.exchange(
             parts, self._values_by_rank(self._own_of(batch)), "gathering matrices for Muon"
@@ -135,7 +136,7 @@ class Muon(torch.optim.Optimizer):
             matrix.rows.mul_(1 - lr * group["weight_decay"])
             matrix.rows.add_(update.view(matrix.rows.shape), alpha=-lr * factor(*matrix.shape))
 
-    def _direction(self, matrix: ShardedMatrix) -> torch.Tensor:
+    def _update_momentum(self, matrix: ShardedMatrix) -> torch.Tensor:
         """Add the gradient to the momentum, and return this rank's rows of the update to orthogonalize, u, in the dtype of the
         iterations."""
         gradient, momentum = matrix.rows.grad, self.state[matrix.rows]["momentum_buffer"]

@@ -205,10 +205,10 @@ class ZeroEngine(Engine):
         state: dict[str, torch.Tensor] = {}
         for layout, masters in zip(self._layout, self._masters, strict=True):
             for group, master in zip(layout, masters, strict=True):
-                state |= {f"weights.{name}": value for name, value in self._sharded(group, master).items()}
+                state |= {f"weights.{name}": value for name, value in self._dtensors_of(group, master).items()}
                 for key, value in self.optimizer.state.get(master, {}).items():
                     is_count = value.ndim == 0  # the step count: one tensor for all parameters
-                    named = {n: value.clone() for n in group.names} if is_count else self._sharded(group, value)
+                    named = {n: value.clone() for n in group.names} if is_count else self._dtensors_of(group, value)
                     state |= {f"optimizer.{name}.{key}": part for name, part in named.items()}
         return state
 
@@ -230,7 +230,7 @@ class ZeroEngine(Engine):
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         layout = self._layout[self.blocks.index(block)]
         parts = flat.split([group.size for group in layout])
-        named = [self._sharded(group, part) for group, part in zip(layout, parts, strict=True)]
+        named = [self._dtensors_of(group, part) for group, part in zip(layout, parts, strict=True)]
         return {name: value for group in named for name, value in group.items()}
 
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -265,7 +265,9 @@ class ZeroEngine(Engine):
             initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision], read)
             parameters = [p for _, p in named_parameters_of(self.model, block)]
             grouped.append(decay_groups(parameters, optim.weight_decay))
-            for module in block.modules if self.stage == 3 else ():
+            if self.stage != 3:
+                continue
+            for module in block.modules:
                 deepspeed.zero.Init(
                     module=module,
                     data_parallel_group=self.mesh.devices.get_group("shard"),
@@ -273,8 +275,9 @@ class ZeroEngine(Engine):
                     config_dict_or_path=config,
                     dtype=COMPUTE[parallel.precision],
                 )
-        for buffer in self.model.buffers() if self.stage == 3 else ():  # DeepSpeed moves them only in the other stages
-            buffer.data = buffer.data.to(self.mesh.device)
+        if self.stage == 3:
+            for buffer in self.model.buffers():  # DeepSpeed moves them only in the other stages
+                buffer.data = buffer.data.to(self.mesh.device)
         return grouped
 
     def _flat_masters(self) -> list[torch.Tensor]:
@@ -349,7 +352,8 @@ class ZeroEngine(Engine):
             part.detach().to(self.mesh.device), "gathering a block for a checkpoint"
         )
 
-    def _sharded(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _dtensors_of(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return DTensors sharded by rows, by name, of this rank's flat tensor of a group. A collective of the shard group."""
         ranks, rank, mesh = self.mesh.shard_comms.size, self.mesh.shard_comms.rank, self.mesh.devices["shard"]
         named = {}
         for name, whole in group.full_tensors(self._gathered(part)).items():

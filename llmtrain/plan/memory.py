@@ -32,8 +32,8 @@ attention, whose weights are not included: 1.69 to 1.74 in bf16 and 1.57 to 1.59
 SAVED_PER_COMPILED_LINEAR = {"fused": 0.85, FUSED_FAMILY: 1.0}
 """The same for compiled layers, in which torch.compile computes cheap results again in backward, in any precision.
 
-Counted in the same way. Llama: 0.84 in bf16 and fp32. GPT-Neo: 0.96 in fp32. Layers without fused attention, and those that
-recompute anyway, are planned as if they were not compiled."""
+Counted in the same way. Llama: 0.84 in bf16 and fp32. GPT-Neo: 0.96 in fp32. Layers without fused attention are planned
+as if they were not compiled."""
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 """Bytes saved per attention weight without fused attention, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
@@ -67,7 +67,7 @@ class Memory:
     host_models: int
     """Bytes of models kept in CPU memory for messages. On GPUs most of it is pinned, and torch takes up to twice as many."""
     host_checkpoint: int
-    """Bytes of the copy from which a checkpoint is written in the background. On GPUs it is pinned. torch rounds each tensor up to a
+    """Bytes of the copy from which a checkpoint is written. On GPUs it is pinned. torch rounds each tensor up to a
     power of two, so it may really take up to twice as many."""
 
     @property
@@ -128,7 +128,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
     host_models  w P / M for each model that a schedule keeps in CPU memory if there are several replicas: two with
                  `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
-    host_checkpoint  With `checkpoint.background`, masters, optimizer state, anchors and the messages that stay.
+    host_checkpoint  With `checkpoint.background`, masters, optimizer state, anchors and the messages that stay. Without it,
+                 offloaded anchors.
 
     These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
@@ -159,9 +160,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     tokens = train.micro_batch * train.sequence_length
     shard_of_all = master * -(-size.parameters // shards)
 
-    anchors = 0
-    if sync.needs_anchor:
-        anchors = shard_of_all * (2 if sync.outer.has_momentum else 1)
+    anchors = shard_of_all * _anchor_copies(recipe)
     in_turns = recipe.parallel.ranks_per_process
     in_flight, stay = (in_turns * part for part in _messages(recipe, size, shards, has_anchors=anchors > 0))
     resharding = recipe.parallel.engine == "fsdp2" and shards > 1 and reshards(recipe, size, replicas, shards)
@@ -210,9 +209,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
         host_rounding=in_turns * _rounding(recipe, size, shards, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
-        host_checkpoint=in_turns * (shard_of_all + moments_of_all + anchors) + stay
-        if recipe.checkpoint.background
-        else 0,
+        host_checkpoint=_checkpoint_copy(
+            recipe, in_turns * (shard_of_all + moments_of_all) + stay, in_turns * anchors
+        ),
     )
 
 
@@ -222,8 +221,15 @@ def checkpoint_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
     master, _ = BYTES[recipe.parallel.precision]
     sync = recipe.sync
     own = size.parameters * (2 if sync.wire.error_feedback else 1) + moment_values(recipe, size)
-    shared = size.parameters * (1 + sync.outer.has_momentum) if sync.needs_anchor else 0
-    return master * (replicas * own + shared)
+    return master * (replicas * own + size.parameters * _anchor_copies(recipe))
+
+
+def _checkpoint_copy(recipe: Recipe, others: int, anchors: int) -> int:
+    """Return the bytes in CPU memory of the copy from which a checkpoint is written: of everything in the background, else of
+    offloaded anchors, which pass through the device."""
+    if recipe.checkpoint.background:
+        return others + anchors
+    return anchors if recipe.sync.offload else 0
 
 
 def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> bool:
@@ -237,6 +243,14 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> boo
     freeing = recipe.parallel.model_copy(update={"reshard_after_forward": True})
     lowest = estimate(recipe.model_copy(update={"parallel": freeing}), size, replicas, shards)
     return compute * size.parameters > max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
+
+
+def _anchor_copies(recipe: Recipe) -> int:
+    """Return how many tensors of the model's size the anchor and outer momentum are. Runs that average gradients in every step
+    have neither."""
+    sync = recipe.sync
+    has_anchor = sync.needs_anchor and not sync.period.averages_gradients
+    return 1 + sync.outer.has_momentum if has_anchor else 0
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int:

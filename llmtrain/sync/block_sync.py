@@ -76,10 +76,11 @@ class BlockSync:
             self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
 
     def wait_for_device(self) -> None:
-        """Wait for the work on the current CUDA stream, so that a host clock read next includes it. Do nothing for a single
-        replica, which compares its times with no other and need not wait."""
-        if torch.cuda.is_initialized() and self.replica_comms.size > 1:
-            torch.cuda.current_stream().synchronize()
+        """Wait for the work on the replica's current CUDA stream, so that a host clock read next includes it. Do nothing for a
+        single replica, which compares its times with no other and need not wait."""
+        device = self.replica_comms.training_device
+        if device.type == "cuda" and self.replica_comms.size > 1:
+            torch.cuda.current_stream(device).synchronize()
 
     def payload(self, index: int, weight: float = 1.0) -> torch.Tensor:
         """Return what this replica sends for a block, times `weight`, as a new flat tensor: its pseudo-gradient, or its
@@ -151,18 +152,20 @@ class BlockSync:
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
-        # At the end of a run, a fragment's step that is taken early, or for the second time, may see a count one too low.
+        # The round's number is the count of complete rounds. At the end of a run, it may be one too low for a fragment that
+        # takes its step early or a second time.
         outer = self.outer.in_round(self.report.count)
-        of_outer = [mean] if momentum is None else [mean, momentum]
+        flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
         distances, squares = [], []
-        for parameters, anchored, part, *moment in parts_of(parameter_parts(block), anchor, *of_outer):
+        for parameters, anchored, part, *moments in parts_of(parameter_parts(block), *flats):
+            moment = moments[0] if moments else None
             if measure:
                 distances.append(_dot((anchored - parameters).sub_(part)))
                 squares.append(_dot(part))
             if factor is not None:
                 part.mul_(factor)
-            outer.step(anchored, part, moment[0] if moment else None, local_steps)
-            start = outer.start(anchored, moment[0] if moment else None)
+            outer.step(anchored, part, moment, local_steps)
+            start = outer.start(anchored, moment)
             parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
         self.anchors.write_back(index, anchor, momentum)
         self.replica.parameters_changed(block)
@@ -199,9 +202,8 @@ class BlockSync:
         """
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
-            for near in in_flight[
-                index : index + 2
-            ]:  # the next block's first exchange arrives before this one's second
+            # Also the next block's second exchange, because its first one arrives before this block's second.
+            for near in in_flight[index : index + 2]:
                 near.start_second_phase()
             mean = in_flight[index].wait()
             if len(in_flight) < len(self.blocks):

@@ -19,8 +19,8 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import Comms, Traffic
 from llmtrain.parallel.wire_format import WireFormat
 
-Message = list[torch.Tensor]
-"""A replica's pseudo-gradients: one flat CPU tensor per block."""
+Payloads = list[torch.Tensor]
+"""A message to the group: a replica's pseudo-gradients, one flat CPU tensor per block."""
 WAKE_TIMEOUT = timedelta(days=1)
 """Time limit of one wait for a wake signal. It is long because a waiting thread delays no replica."""
 
@@ -42,9 +42,8 @@ class WakeSignal:
 
     def wait(self, iteration: int) -> bool:
         """Wait until iteration `iteration` has started and return True, or return False once `end` rules it out."""
-        return (
-            self._waiting.get(_wake_key(iteration)) == b"go"
-        )  # waits for the key, without a round trip for that alone
+        # `get` itself waits for the key, so a separate wait and its round trip are not needed.
+        return self._waiting.get(_wake_key(iteration)) == b"go"
 
     def end(self, iteration: int) -> None:
         """Announce that iteration `iteration` will never start, so that threads waiting for it return."""
@@ -87,8 +86,8 @@ class GroupAverager:
         self.wake_signal, self.wire, self.timeout_seconds = wake_signal, wire, timeout_seconds
         self.traffic = Traffic()
         self._changed = threading.Condition()
-        self._posted: dict[int, Message] = {}
-        self._sums: dict[int, tuple[Message, int]] = {}
+        self._posted: dict[int, Payloads] = {}
+        self._sums: dict[int, tuple[Payloads, int]] = {}
         self._done = -1  # the last iteration run, or skipped as global
         self._last_global = -1  # the last global iteration: older messages are relative to another anchor
         self._forgotten = 0
@@ -96,7 +95,7 @@ class GroupAverager:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, iteration: int, newest: int, message: Message) -> None:
+    def start(self, iteration: int, newest: int, message: Payloads) -> None:
         """Start the thread at `iteration`. `message` is this replica's newest so far, from iteration `newest`."""
         self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
         self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
@@ -106,7 +105,7 @@ class GroupAverager:
     def is_running(self) -> bool:
         return self._thread is not None
 
-    def publish(self, iteration: int, message: Message) -> None:
+    def publish(self, iteration: int, message: Payloads) -> None:
         """Publish this replica's message for `iteration`. The first shard rank wakes the other replicas, unless the
         thread has already run the iteration or the iteration is global."""
         with self._changed:
@@ -116,7 +115,7 @@ class GroupAverager:
         if self.shard_comms.rank == 0 and not is_late and not self.is_global(iteration):
             self.wake_signal.announce(iteration)
 
-    def collect(self, iteration: int) -> tuple[Message, int]:
+    def collect(self, iteration: int) -> tuple[Payloads, int]:
         """Wait until the thread has run `iteration`, and return (sum over the group, iteration of the message that this
         replica contributed). The wait does not depend on when other replicas arrive, because their threads contribute for
         them. Raises TrainingError if a peer is gone or too slow."""
@@ -124,7 +123,7 @@ class GroupAverager:
             self._wait(lambda: iteration in self._sums, f"the group's sum of iteration {iteration}")
             return self._sums.pop(iteration)
 
-    def latest(self) -> tuple[int, Message]:
+    def latest(self) -> tuple[int, Payloads]:
         """Return the iteration of the newest message, and the message."""
         with self._changed:
             return max(self._posted), self._posted[max(self._posted)]

@@ -18,7 +18,7 @@ from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import environment_number
 from llmtrain.sync.build_method import build_method, build_wire
-from llmtrain.sync.compatibility import find_conflict
+from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.module_replica import ModuleReplica, layers_of, local_part
 from llmtrain.sync.sync_stats import SyncStats
@@ -88,7 +88,7 @@ class LocalUpdates:
         )
         self.step = 0
         """Optimizer steps so far."""
-        self._is_finished = False
+        self._has_stepped = self._is_finished = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -128,8 +128,13 @@ class LocalUpdates:
         """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live
         state. Waits for messages in flight. The module's and the optimizer's states are not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
-        state = {"step": self.step, "method": self._method.state_dict(), "tensors": tensors}
-        return {**state, "traffic": self._replicas.traffic.state_dict(), "layout": self._layout()}
+        return {
+            "step": self.step,
+            "method": self._method.state_dict(),
+            "tensors": tensors,
+            "traffic": self._replicas.traffic.state_dict(),
+            "layout": self._layout(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
@@ -144,15 +149,16 @@ class LocalUpdates:
             self._replicas.traffic.load(**state["traffic"])
 
     def _layout(self) -> dict[str, Any]:
-        """Return the choices, blocks and number of replicas for which alone a state is valid."""
-        kinds = {key: getattr(self.sync, key).kind for key in ("period", "reduction", "outer", "wire")}
-        schedule, blocks = self.sync.schedule.model_dump(mode="json"), [block.name for block in self.replica.blocks]
+        """Return what must be equal in the loop that saves a state and the loop that loads it."""
+        blocks = self.replica.blocks
         return {
+            **kinds_of(self.sync),
             "method": self.sync.method,
+            "schedule": self.sync.schedule.model_dump(mode="json"),
             "replicas": self._replicas.size,
-            "blocks": blocks,
-            "schedule": schedule,
-            **kinds,
+            "shards": self._shards.size,
+            "blocks": [block.name for block in blocks],
+            "values": [sum(shard.numel() for shard in block.shards) for block in blocks],
         }
 
     def _before_step(
@@ -160,12 +166,15 @@ class LocalUpdates:
     ) -> None:
         self.step += 1
         self.replica.check_parameters()
-        if self.step == 1:
+        if not self._has_stepped:  # also after `load_state_dict`
+            self._has_stepped = True
             self.replica.check_storage()
+        if self.step == 1:
             _check_equal_start(self._replicas, self._shards, self.replica)
         with torch.no_grad():
             plan = self._method.begin_step(self.step, float(optimizer.param_groups[0]["lr"]))
             if plan.phase != "local":
+                # The first of torch's arguments is the optimizer itself.
                 has_closure = any(argument is not None for argument in (*arguments[1:], named.get("closure")))
                 if has_closure and self._replicas.size > 1:
                     raise RecipeError(
@@ -187,12 +196,12 @@ class LocalUpdates:
         if self._replicas.size == 1:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # By parameter: 0 without a gradient, 1 for a dense one, 2 for a sparse one.
         kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters])
-        of_all = self._replicas.all_gather(kinds.to(self._replicas.device), "comparing which parameters have gradients")
-        if (of_all == 2).any():
+        found = self._replicas.all_gather(kinds.to(self._replicas.device), "comparing which parameters have gradients")
+        if (found == 2).any():
             raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
-        of_any = of_all.any(0)
-        for parameter, is_used in zip(parameters, of_any.tolist(), strict=True):
+        for parameter, is_used in zip(parameters, found.any(0).tolist(), strict=True):
             if not is_used:
                 continue
             if parameter.grad is None:
@@ -228,6 +237,8 @@ def _check_order(replicas: Comms, shards: Comms) -> None:
 
 
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
+    """Return a method's preset, changed by `choices`. A mapping changes single keys of a preset of the same kind. Raises
+    RecipeError for a choice that is unknown, invalid or in conflict with another."""
     if method not in METHODS:
         raise RecipeError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
     if "verify_every" in choices:

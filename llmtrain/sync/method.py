@@ -49,14 +49,15 @@ class Method:
         self._counts_tokens = counts_tokens
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
-        if getattr(schedule.before_block, "__func__", None) is not Schedule.before_block:
+        if schedule.syncs_in_forward:
             replica.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
         """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""
-        self._lr, self._phase = lr, "synchronous" if self.period.is_synchronous(step) else "local"
-        self.replica.average_gradients = self._phase != "local"
-        if self._phase != "local":
+        is_synchronous = self.period.is_synchronous(step)
+        self._lr, self._phase = lr, "synchronous" if is_synchronous else "local"
+        self.replica.average_gradients = is_synchronous
+        if is_synchronous:
             return StepPlan(lr, self._phase)
         self.block_sync.ensure_anchor()
         self.schedule.begin_step()
@@ -78,10 +79,10 @@ class Method:
         """Complete step `step` after its optimizer step or pull, and synchronize if the period and the schedule say so.
         `tokens` is the number of tokens in this rank's gradient, which may be a scalar on the device."""
         if self._phase == "local":
-            # Count tokens only for a reduction that uses them. Otherwise resharding a checkpoint may require equal counts
-            # on all replicas, and numbers of tokens may differ.
+            # Tokens that no reduction uses are not counted: resharding may require equal statistics of all replicas, and
+            # their tokens may differ.
             tokens = float(tokens) if self._counts_tokens else 0
-            ends_round = self.period.ends_round(step)
+            ends_round = self.period.ends_round(step)  # in rounds of seconds, a collective
             self.schedule.end_step(step, self._lr, ends_round, tokens)
             if self.moments is not None and ends_round:
                 self.moments.end_round()
@@ -151,6 +152,7 @@ class Method:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the method's remaining state, as plain values."""
+        # A run whose local steps have begun keeps its warm-up: a longer one in the recipe would return to synchronous steps.
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
             "report": self.block_sync.report.state_dict(),

@@ -39,12 +39,12 @@ class Outer(ABC):
         if self.rounds is None:
             return self
         now, rounds = copy(self), self.rounds
-        now.lr *= _risen(number, rounds.lr_warmup)
+        now.lr *= _warmup_fraction(number, rounds.lr_warmup)
         if rounds.lr_decay:
             passed = min(1.0, max(0, number - rounds.lr_warmup) / rounds.lr_decay)
             now.lr *= 1 - passed * (1 - rounds.lr_final)
         if isinstance(rounds, OuterRoundsSection):
-            now.momentum *= _risen(number, rounds.momentum_warmup)
+            now.momentum *= _warmup_fraction(number, rounds.momentum_warmup)
         return now
 
     @abstractmethod
@@ -84,9 +84,8 @@ class Nesterov(Outer):
     ) -> None:
         assert momentum is not None
         anchor.add_(mean, alpha=-self.lr)
-        if (
-            unit := local_steps.scale(self.normalize)
-        ) == 0:  # all local steps had learning rate 0, so b has nothing to add
+        unit = local_steps.scale(self.normalize)
+        if unit == 0:  # all local steps had learning rate 0, so b has nothing to add
             return
         _accumulate(momentum, mean, self.momentum, unit)
         anchor.add_(momentum, alpha=-self.lr * self.momentum * unit)
@@ -145,7 +144,7 @@ class PrimalAverage(Outer):
         return torch.add(anchor, momentum, alpha=1 - self.share)
 
 
-def _risen(number: int, warmup: int) -> float:
+def _warmup_fraction(number: int, warmup: int) -> float:
     """Return the fraction that a linear warm-up of `warmup` rounds has reached in round `number` (from 0); 1 after it."""
     return min(1.0, (number + 1) / (warmup + 1))
 
@@ -157,7 +156,7 @@ def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: 
 
 @singledispatch
 def build_outer(section: OuterSection) -> Outer:
-    """Return the outer optimizer that a recipe's `sync.outer` describes. Each registers a function for its type of section."""
+    """Return the outer optimizer that a recipe's `sync.outer` describes. The functions below build one per type of section."""
     raise NotImplementedError(f"no outer optimizer is registered for {type(section).__name__}")
 
 

@@ -120,8 +120,9 @@ class TimedPeriod(Period):
     def _read_clock(self) -> tuple[float, bool]:
         """Return the seconds since the last exchange and whether the next one is due at once, both as the replica's first rank
         knows them. A collective of the shard group."""
+        # On the CPU: reading them from a GPU would wait in every step for all that it still has to compute.
         mine = torch.tensor([self.clock() - self._exchanged_at, self.end_early()], dtype=torch.float64)
-        elapsed, early = self.shard_comms.all_gather(mine.to(self.shard_comms.device), "reading the replica's clock")[0]
+        elapsed, early = self.shard_comms.all_gather(mine, "reading the replica's clock")[0]
         return float(elapsed), bool(early)
 
     def _exchange_progress(self, step: int, elapsed: float, early: bool) -> bool:

@@ -57,6 +57,17 @@ def enable_determinism(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing to it
+
+
+def avoid_cudnn_attention(device: torch.device) -> None:
+    """Exclude cuDNN from the kernels among which torch chooses for attention, on Hopper its first choice.
+
+    With a mask, its backward pass may return NaN in torch 2.11 to 2.13 (pytorch issue 196678), and it prepares itself anew for
+    every new shape of its inputs.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_freed_memory() -> None:

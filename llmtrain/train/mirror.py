@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, best_step, loss_of
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError, RecipeError, UserError, one_line
+from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, UserError, one_line
 from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
@@ -101,6 +101,8 @@ class RemoteRun:
         self._files.get_file(f"{there}/{STATE_FILE}", str(here / STATE_FILE))
         try:
             files = read_state(here)["files"]
+        except NewerFormatError:  # not damaged
+            raise
         except CheckpointError as error:
             return str(error).removeprefix(f"{here} ").removeprefix("is damaged: ")
         if gone := [name for name in sorted(files) if not self._files.exists(f"{there}/{name}")]:

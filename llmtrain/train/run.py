@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 import torch
 
+from llmtrain.attention import CAUSAL_FAMILIES
 from llmtrain.config import Recipe, TraceSection
 from llmtrain.data.build_loader import check_set
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
@@ -42,6 +43,7 @@ from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.checkpoint_files import latest_valid, set_aside_newer, step_of
 from llmtrain.train.devices import (
+    avoid_cudnn_attention,
     collect_garbage_every,
     enable_determinism,
     explain_out_of_memory,
@@ -93,25 +95,25 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
     mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     timeout = recipe.run.timeout_seconds
     with console.progress("waiting for the other ranks"):
-        peers = (
-            process.rendezvous(memory_of_rank)
-            if process
-            else rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
-        )
+        if process is not None:
+            peers = process.rendezvous(memory_of_rank)
+        else:
+            peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shards, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
     prepared = _prepare_own(recipe, world, shards)
     check_vocabulary(recipe, prepared.vocab_size)
+    if process is not None:
+        opened_mesh = process.open_mesh(world)
+    else:
+        backend, connections = replica_backend(recipe.parallel), recipe.parallel.connections
+        opened_mesh = open_mesh(world, replicas, shards, backend, timeout, peers, connections)
     with (
         closing(directory),
         stop_requests() as stop,
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
-        process.open_mesh(world)
-        if process
-        else open_mesh(
-            world, replicas, shards, replica_backend(recipe.parallel), timeout, peers, recipe.parallel.connections
-        ) as mesh,
+        opened_mesh as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
         open_train_text(recipe, mesh, prepared) as text,
     ):
@@ -131,14 +133,15 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         suites.newest = 0 if resume_from is None else step_of(resume_from)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
-        is_loaded = resume_from is None
+        is_loaded = resume_from is None  # until the checkpoint is loaded, the trainer's state is not the run's
         try:
             with explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory):
                 alter(trainer)
                 if resume_from is not None:
                     trainer.load(resume_from)
                     is_loaded = True
-                # Only now, because weights may be damaged, and a checkpoint or the text refused: a refused start changes nothing.
+                # Only now is the run directory changed, so that a start that is refused (for damaged weights, a checkpoint or
+                # the text) changes nothing.
                 mesh.broadcast_from_main(directory.open)
                 if resume_from is not None and mesh.is_main:
                     set_aside_newer(directory.checkpoints, step_of(resume_from), console.print)
@@ -161,16 +164,20 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
                     directory.write_summary(summary_of(trainer, "error", mirror.newest))
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
-            raise TrainingError(
-                f"rank {world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
-                f"{trainer.state.step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last "
-                "checkpoint"
-            ) from error
+            raise _lost_peer(error, mesh, trainer.state.step) from error
         if ended != "done":
             console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")
             return STOPPED_EARLY
         print_report(trainer)
     return DONE
+
+
+def _lost_peer(error: Exception, mesh: Mesh, step: int) -> TrainingError:
+    """Return the error that says in which step this rank lost a peer, and how to continue."""
+    return TrainingError(
+        f"rank {mesh.world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
+        f"{step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last checkpoint"
+    )
 
 
 def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
@@ -202,8 +209,7 @@ def _traced(section: TraceSection | None, path: Path, device: torch.device, step
 def prepare_for(
     recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
 ) -> TokenDataset:
-    """Prepare the token shards that a recipe needs, as far as they are missing, and return those of its text (of the
-    first text of a list).
+    """Prepare those token shards of a recipe that do not exist yet, and return the recipe's text (of a list, the first).
 
     With `to_begin`, only shards for the first step are prepared, if the run can tokenize the others while it trains. Of
     `data.per_replica`, only the texts of the given `replicas` are prepared; None means all.
@@ -282,7 +288,8 @@ def build_trainer(
     weights: InitialWeights | None = None,
     train_text: TrainText | None = None,
 ) -> Trainer:
-    """Build this rank's model, engine, method and loader, and return them in a Trainer. A collective of all ranks.
+    """Build this rank's model, engine, method and loader, print what they are, and return them in a Trainer. A collective of
+    all ranks.
 
     The model starts from `weights`, or from random ones. `mesh_reason`, why the mesh has this shape, is shown to the user.
     `train_text` is the training text if it may grow while the run reads it.
@@ -291,7 +298,7 @@ def build_trainer(
     if recipe.data.is_list:
         own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
     texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
-    search = texts.scan()
+    scan = texts.scan()
     if mesh.device.type == "cpu":
         keep_freed_memory()
     if recipe.train.deterministic:
@@ -299,7 +306,10 @@ def build_trainer(
     torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
     is_packed = recipe.data.packing == "packed"
     separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
-    model = build(model_config(recipe.model, prepared.vocab_size), recipe.parallel.loss_chunk, separator)
+    config = model_config(recipe.model, prepared.vocab_size)
+    if separator is not None or not is_packed or config.model_type not in CAUSAL_FAMILIES:  # attention has masks or many shapes
+        avoid_cudnn_attention(mesh.device)
+    model = build(config, recipe.parallel.loss_chunk, separator)
     loader = texts.loader()
     parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
@@ -328,8 +338,8 @@ def build_trainer(
         end_early=end_early,
     )
     peak = peak_flops(mesh.device)
-    size, connections = (mesh.replicas, mesh.shard_comms.size), len(mesh.replica_comms.groups)
-    console.print(mesh_line(*size, mesh.device.type, mesh_reason, connections))
+    shards, connections = mesh.shard_comms.size, len(mesh.replica_comms.groups)
+    console.print(mesh_line(mesh.replicas, shards, mesh.device.type, mesh_reason, connections))
     samples = texts.samples(loader)
     console.print(
         model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))
@@ -339,21 +349,15 @@ def build_trainer(
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
-        local_ranks = mesh.world.local_size
-        step_seconds = seconds_of_step(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size, local_ranks)
-        for line in recipe_warnings(recipe, texts.all, step_seconds):
+        for line in _start_warnings(recipe, mesh, prepared, texts):
             console.print(f"warning: {line}")
-        if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
-            console.print(f"warning: {mesh.unencrypted}; {ADVICE}")
     if peak is None:
         console.print(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
     section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
     checkpointer.from_weights = None if weights is None else weights.recorded
-    reducer, io_errors = (
-        MetricReducer(mesh, flops, peak),
-        IoErrors(mesh, search, None if train_text is None else train_text.problem),
-    )
+    reducer = MetricReducer(mesh, flops, peak)
+    io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     return Trainer(
         recipe,
@@ -365,3 +369,11 @@ def build_trainer(
         checkpointer,
         texts,
     )
+
+
+def _start_warnings(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, texts: RunTexts) -> Iterator[str]:
+    """Yield the warnings about a run that are known before its first step."""
+    mesh_size = mesh.replicas, mesh.shard_comms.size, mesh.world.local_size
+    yield from recipe_warnings(recipe, texts.all, seconds_of_step(recipe, prepared.vocab_size, *mesh_size))
+    if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
+        yield f"{mesh.unencrypted}; {ADVICE}"

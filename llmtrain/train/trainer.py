@@ -54,8 +54,10 @@ class Trainer:
             while not state.is_done and not self.metrics.stop_agreed:
                 self.train_step()
                 self.metrics.poll()
-                if not state.advance(self.method.agreed_step(state.step)) or state.is_done:
-                    continue
+                if not state.advance(self.method.agreed_step(state.step)):
+                    continue  # in rounds of seconds, ranks agree on a global step only when they exchange their progress
+                if state.is_done:
+                    break  # `finish` synchronizes the last round before it logs and validates
                 if state.is_due(recipe.log.every) or state.is_first_step:
                     self.metrics.log(state, self.lr.at(state.step))
                 if state.is_due(recipe.eval.every):
@@ -94,8 +96,9 @@ class Trainer:
         generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
             self.metrics.wait()  # costs nothing here, because all ranks wait for each other in validation anyway
-            with_sample, given = self.state.global_step > 0, self.method.validated_blocks()
-            found, text = self.validator.run(self.method.is_synchronized, with_sample, given)
+            with_sample = self.state.global_step > 0
+            blocks = self.method.validated_blocks()
+            found, text = self.validator.run(self.method.is_synchronized, with_sample, blocks)
             self.metrics.log_validation(self.state, found)
             if text is not None:
                 self.metrics.log_sample(self.state, text)
@@ -125,14 +128,14 @@ class Trainer:
         self.texts.check_continued(self.known_texts)
         self.state.load_state_dict(loaded.progress, loaded.step)
         self.metrics.load_state_dict(loaded.progress, self.state)
-        of_loader, length, note = loaded.progress["loader"], loaded.length, self.metrics.console.print
-        if length is not None:
+        of_loader, length, console = loaded.progress["loader"], loaded.length, self.metrics.console
+        if length is not None:  # the recipe has another number of steps than the checkpoint's
             of_loader = self.loader.grown(of_loader, length.samples_before)
             self.method.total_steps_changed(loaded.step)
         self.loader.load_state_dict(of_loader)
-        note(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
+        console.print(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
         if length is not None and (jump := length.rate_jump()):
-            note(f"warning: {jump}")
+            console.print(f"warning: {jump}")
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""

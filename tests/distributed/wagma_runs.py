@@ -18,7 +18,7 @@ from llmtrain.config import SyncSection
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.build_method import build_method
-from llmtrain.sync.group_averager import GroupAverager, Message, WakeSignal
+from llmtrain.sync.group_averager import GroupAverager, Payloads, WakeSignal
 from llmtrain.sync.method import Method
 from tests.distributed.fake_engine import FakeEngine, Shards, assemble, choices, load, save
 from tests.distributed.oracle_wagma import PATIENCE, Case, History, Lateness, ends_of_rounds, exchanges, replay
@@ -129,15 +129,15 @@ class Watched:
 
 def watch(worker: GroupAverager, contributed: dict[int, int]) -> None:
     """Find out for every iteration whose message is contributed to it: the newest of those posted that has the same bits."""
-    posted: dict[int, Message] = {}
-    sent: dict[int, Message] = {}
+    posted: dict[int, Payloads] = {}
+    sent: dict[int, Payloads] = {}
     start, post, carry_out, group_of = worker.start, worker.publish, worker._run_iteration, worker.group_of
 
-    def watched_start(iteration: int, newest: int, message: Message) -> None:
+    def watched_start(iteration: int, newest: int, message: Payloads) -> None:
         posted[newest] = [part.clone() for part in message]
         start(iteration, newest, message)
 
-    def watched_post(iteration: int, message: Message) -> None:
+    def watched_post(iteration: int, message: Payloads) -> None:
         posted[iteration] = [part.clone() for part in message]
         post(iteration, message)
 

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "ahead: a batch read before a restore is given after it",
         "llmtrain/data/loader.py",
-        ("        if self._is_coming:\n            self._receive()\n        self.loader.load_state_dict(state)"),
+        ("        if self._is_reading:\n            self._receive()\n        self.loader.load_state_dict(state)"),
         "        self.loader.load_state_dict(state)",
         ("tests/unit/test_data_loader.py",),
     ),
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "damage: every rank reads every shard",
         "llmtrain/data/dataset.py",
-        "self._shards = self._shards[share::of]",
-        "self._shards = self._shards[:]",
+        "self._shards = shards[share::of]",
+        "self._shards = shards[:]",
         ("tests/unit/test_data_damage.py",),
     ),
     Mutant(

@@ -17,7 +17,10 @@ from llmtrain.cli import app, main
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(README, ROOT / "CONTRIBUTING.md", ROOT / "eval" / "README.md"),
+    *(page for folder in ("docs", "launch") for page in sorted((ROOT / folder).glob("*.md"))),
+]
 RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?(recipes/\S+\.yaml)(.*?)(?:  +#.*)?$")
 
 PATH = re.compile(
@@ -29,9 +32,10 @@ NOT_OURS = {"launch/hostfile"}
 
 
 def commands(page: Path) -> list[str]:
-    """Indented lines and `code` that name a recipe, continued lines joined."""
+    """Return the indented lines and `code` that name a recipe, continued lines joined."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    code = re.findall(r"^    (.+)$", text, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
+    paragraphs = "\n\n".join(" ".join(lines.split()) for lines in re.split(r"\n\n|^    .+$", text, flags=re.MULTILINE))
+    code = re.findall(r"^    (.+)$", text, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", paragraphs)
     return [line for line in code if re.search(r"recipes/\w+\.yaml", line) and "…" not in line]
 
 
@@ -40,7 +44,7 @@ def test_the_table_of_methods_is_up_to_date():
     assert text == readme_with_methods(text), "run: make docs"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -66,7 +70,7 @@ def test_paths_in_pages_exist():
     assert not lost
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_recipes_and_keys_that_exist(page: Path):
     for command in commands(page):
         found = RECIPE_COMMAND.match(command)
@@ -93,9 +97,7 @@ def known_commands() -> dict[str, set[str]]:
     return dict(below(get_command(app), ""))
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "launch" / "README.md", ROOT / "eval" / "README.md"], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_options_exist_and_are_those_of_the_console_script(page: Path):
     text = page.read_text(encoding="utf-8")
     assert "python -m llmtrain " not in text, "write llmtrain, which the virtual environment has"

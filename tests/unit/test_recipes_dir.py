@@ -74,6 +74,8 @@ MAY_DIFFER = ("run.name", "sync", "optim.kind", "optim.muon")
 """Keys in which recipes that are compared may differ."""
 OF_ONE_REPLICA = {"snoo", "gpa"}
 """Methods that are about one replica, whose recipes make one of all ranks."""
+MESH = ("parallel.replicas", "parallel.shards", "parallel.shard_across_nodes")
+"""Keys in which these recipes differ, too."""
 ALSO_FOR_QUICKSTART = {
     "qsr": ["sync.period.alpha=0.02"],
     "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
@@ -150,7 +152,7 @@ def test_every_method_has_its_recipe_and_no_other_has_its_name(recipes: dict[str
 def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe]) -> None:
     for method, model in COMPARED:
         baseline, recipe = (recipes[f"{name}_{model}"] for name in ("synchronous", method))
-        ignored = (*MAY_DIFFER, "parallel.replicas", "parallel.shards") if method in OF_ONE_REPLICA else MAY_DIFFER
+        ignored = (*MAY_DIFFER, *MESH) if method in OF_ONE_REPLICA else MAY_DIFFER
         assert differences(baseline, recipe, ignore=ignored) == [], (method, model)
         assert (recipe.parallel.replicas == 1) == (method in OF_ONE_REPLICA)
 

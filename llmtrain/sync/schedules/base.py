@@ -30,6 +30,8 @@ class Schedule(ABC):
 
     staleness = 0
     """Age in steps of the last message that was used, for the log: from taking its payload to applying its result."""
+    syncs_in_forward = False
+    """True if `before_block` synchronizes blocks in training forwards. Otherwise the method registers no block hook."""
 
     def __init__(self, block_sync: BlockSync):
         self.block_sync = block_sync
@@ -38,8 +40,8 @@ class Schedule(ABC):
         """Prepare a local step, before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. Called in every training forward, also in
-        synchronous steps."""
+        """Carry out the work that is due before block `index` is gathered. With `syncs_in_forward`, called in every training
+        forward, also in synchronous steps."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:

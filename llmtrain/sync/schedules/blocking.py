@@ -27,20 +27,19 @@ class BlockingSchedule(Schedule):
     A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
     """
 
-    computes_while_armed = False
-    """True if training continues between the blocks of a synchronization. Its end then need not wait for the device."""
-
     def __init__(self, block_sync: BlockSync, reduction: Reduction | None, prefetch: int = PREFETCH):
         super().__init__(block_sync)
         self.reduction, self.prefetch = reduction, prefetch
         self._weighing = Weighing(block_sync, reduction)
-        self._round = RoundStats()
-        self._next_block: int | None = None  # of the armed synchronization
-        self._agreement: Agreement | None = None  # of the synchronization that has begun
+        self._round = RoundStats()  # local steps since the last synchronization
+        # Next block to synchronize, while a synchronization is armed, and None otherwise.
+        self._next_block: int | None = None
+        # From `_open` to `_close`: agreed weights, reductions in flight by block, and sums over the blocks done so far.
+        self._agreement: Agreement | None = None
         self._pending: dict[int, PendingReduction] = {}
         self._spread_squared: torch.Tensor | float = 0.0
         self._mean_squared: torch.Tensor | float = 0.0
-        self._opened_at = self._closed_at = own_time()
+        self._opened_at = self._closed_at = own_time()  # start and end of the last synchronization
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         self._round = self._round.add_step(lr, tokens)
@@ -74,7 +73,8 @@ class BlockingSchedule(Schedule):
                 self._open()
             self._prefetch_anchors(index)
             self._sync_block(index)
-            self._release(index)
+            if self.block_sync.anchors is not None:
+                self.block_sync.anchors.release(index)
             self._next_block = index + 1
             if self._next_block == len(self.block_sync.blocks):
                 self._close()
@@ -116,8 +116,8 @@ class BlockingSchedule(Schedule):
         block."""
         block_sync = self.block_sync
         self._opened_at = own_time()
-        computed = self._opened_at - self._closed_at
-        gathering = self._weighing.start(self._round, self._squared_norms(), computed)
+        computed_seconds = self._opened_at - self._closed_at
+        gathering = self._weighing.start(self._round, self._squared_norms(), computed_seconds)
         self._agreement = self._weighing.agree(block_sync.blocks, gathering)
         block_sync.report.slowest_replica = self._agreement.slowest
         self._spread_squared = self._mean_squared = 0.0
@@ -156,14 +156,10 @@ class BlockingSchedule(Schedule):
             for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
                 anchors.prefetch(near, momentum=near <= index + 1)
 
-    def _release(self, index: int) -> None:
-        if self.block_sync.anchors is not None:
-            self.block_sync.anchors.release(index)
-
     def _close(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
-        if not self.computes_while_armed:
-            self.block_sync.wait_for_device()  # training stands still until the device is done
+        if not self.syncs_in_forward:  # training stands still until the device is done; in a forward, it continues
+            self.block_sync.wait_for_device()
         self._closed_at = own_time()
         report = self.block_sync.report
         report.count += 1

@@ -53,15 +53,17 @@ class DelayedSchedule(FragmentSchedule):
 
     def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
         """Return the divisor of a late mean: the mean learning rate of its round, `sent`, over that of the current round, `now`,
-        and at least 1. Without the gap penalty it is 1. The sums of the rates would say the same of rounds of equal length, but
-        divide the last complete round's mean by its length if a single step follows it at the end of a run."""
+        and at least 1. Without the gap penalty it is 1.
+
+        Mean rates are compared, not sums: if a single step follows the last complete round at the end of a run, the ratio of
+        the sums would be near the round's length."""
         if not self.section.gap_penalty or now.lr_sum == 0 or sent.steps == 0:
             return 1.0
         return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))
 
     def _apply(self, fragment: int, message: Message, gap: float) -> None:
         message.apply(gap=gap)
-        self.block_sync.report.count += fragment == len(self.fragments) - 1
+        self._count_round(fragment)
 
 
 @build_schedule.register

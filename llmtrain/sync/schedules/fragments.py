@@ -107,13 +107,20 @@ class FragmentSchedule(Schedule):
             return require_equal(states)
         shared = require_equal([state | {"local_steps": None, "sent": None, "restarts": None} for state in states])
         reduction = self.weighing.reduction
-        local_steps, sent = (zip(*(state[name] for state in states), strict=True) for name in ("local_steps", "sent"))
+        # By fragment, each with the values of all old replicas.
+        local_steps = zip(*(state["local_steps"] for state in states), strict=True)
+        sent = zip(*(state["sent"] for state in states), strict=True)
         return shared | {
-            "local_steps": [_mean_round(of_all) for of_all in local_steps],
-            "sent": [_mean_round(of_all) if None not in of_all else None for of_all in sent],
+            "local_steps": [_mean_round(of_replicas) for of_replicas in local_steps],
+            "sent": [None if None in of_replicas else _mean_round(of_replicas) for of_replicas in sent],
             "restarts": sorted({index for state in states for index in state["restarts"]}),
             "penalty": reduction.resharded(shared["penalty"]) if reduction is not None else None,
         }
+
+    def _count_round(self, fragment: int) -> None:
+        """Count a round when the mean of its last fragment has been applied."""
+        if fragment == len(self.fragments) - 1:
+            self.block_sync.report.count += 1
 
     @property
     def _in_flight(self) -> list[Message]:
@@ -124,6 +131,7 @@ class FragmentSchedule(Schedule):
         return [merged.get(index) for index in self.block_sync.blocks]
 
     def _fragments_due(self, step: int, ends_round: bool) -> list[int]:
+        """Return the fragments whose turn is at the end of `step`. That of the last fragment is the end of the round."""
         place, length = self.period.step_in_round(step), self.period.round_length(step)
         parts = len(self.fragments)
         within = [p for p in range(parts - 1) if place == math.ceil((p + 1) * length / parts)]

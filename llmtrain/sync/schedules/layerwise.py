@@ -12,7 +12,7 @@ class LayerwiseSchedule(BlockingSchedule):
     """Layer-wise synchronization. The end of a round only arms it. The engine's block hook then carries it out in the next
     training forward, so the reductions of later blocks are in flight while earlier blocks compute."""
 
-    computes_while_armed = True
+    syncs_in_forward = True
 
     def before_block(self, index: int) -> None:
         if self._next_block is not None:

@@ -71,7 +71,7 @@ class OverlappedSchedule(FragmentSchedule):
         self._messages[fragment].apply(self.section.alpha)
         self._messages[fragment] = None
         self._is_mixed |= self.section.alpha > 0
-        self.block_sync.report.count += fragment == len(self.fragments) - 1
+        self._count_round(fragment)
 
 
 @build_schedule.register

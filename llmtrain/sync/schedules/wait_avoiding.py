@@ -11,7 +11,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.group_averager import GroupAverager, Message
+from llmtrain.sync.group_averager import GroupAverager, Payloads
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats
 
@@ -31,7 +31,7 @@ class WaitAvoidingSchedule(Schedule):
         self.worker, self.size = worker, size
         self._round = RoundStats()
         self._iteration = 0  # local steps so far, which number the group averages
-        self._resumed: tuple[int, Message] | None = None
+        self._resumed: tuple[int, Payloads] | None = None
         self._counted_bytes = 0.0
 
     def begin_step(self) -> None:
@@ -50,7 +50,7 @@ class WaitAvoidingSchedule(Schedule):
         with self.block_sync.report.time_exposed():
             if ends_round:
                 self._average_all()
-                self._restart()
+                self._publish_zeros()
             elif self.worker is not None:
                 self._average_group()
         self._iteration += 1
@@ -112,31 +112,29 @@ class WaitAvoidingSchedule(Schedule):
         block_sync.report.count += 1
         self._round = RoundStats()
 
-    def _restart(self) -> None:
+    def _publish_zeros(self) -> None:
         """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""
         if self.worker is None:
             return
-        self.worker.publish(self._iteration, self._at_anchor())
+        zeros = [torch.zeros_like(anchor, device="cpu") for anchor in self.block_sync.anchors.anchor]
+        self.worker.publish(self._iteration, zeros)
         if self.block_sync.replica_comms.rank == 0 and self.block_sync.shard_comms.rank == 0:
             # All replicas have arrived here, so all of them have run every earlier iteration.
             self.worker.prune(self._iteration)
 
-    def _newest(self) -> tuple[int, Message] | None:
+    def _newest(self) -> tuple[int, Payloads] | None:
         """Return the newest message and its iteration: the thread's or, before the thread starts, one from a
         checkpoint."""
         running = self.worker is not None and self.worker.is_running
         return self.worker.latest() if running else self._resumed
 
-    def _message(self) -> Message:
+    def _message(self) -> Payloads:
         """Return the pseudo-gradients. From a GPU they are copied to pinned memory, which torch uses again when no thread holds
         the message any longer and no copy from it is in flight. The host waits once for all blocks."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         message = [self.block_sync.payload(index).to("cpu", non_blocking=True) for index in visited]
         self.block_sync.wait_for_device()
         return message
-
-    def _at_anchor(self) -> Message:
-        return [torch.zeros_like(synchronized, device="cpu") for synchronized in self.block_sync.anchors.anchor]
 
     def _count_bytes(self) -> None:
         sent = self.worker.traffic.bytes  # only the thread adds to it
@@ -154,22 +152,21 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
     assert parts.store is not None, "waking the others needs the job's store"
     size = section.resolve_group_size(replica.size)
     comms: dict[str, Comms] = {}
+    for iteration in range(replica.size.bit_length()):  # covers all groups, which repeat after log2 P iterations
+        groups = butterfly.groups_at(iteration, size, replica.size)
+        if str(groups) not in comms:
+            comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
+    last_length = parts.period.round_length(parts.total_steps + 1)  # of the rounds beyond `total_steps`
 
     def group_of(iteration: int) -> Comms:
         return comms[str(butterfly.groups_at(iteration, size, replica.size))]
-
-    beyond = parts.period.round_length(parts.total_steps + 1)
 
     def is_global(iteration: int) -> bool:
         # A user's own loop may continue beyond `total_steps`. With rounds of one step, all iterations would be global, and
         # `GroupAverager.finish` would search forever for one that is not, so none is global beyond `total_steps`.
         step = parts.period.warmup + 1 + iteration
-        return (step <= parts.total_steps or beyond > 1) and parts.period.ends_round(step)
+        return (step <= parts.total_steps or last_length > 1) and parts.period.ends_round(step)
 
-    for iteration in range(replica.size.bit_length()):  # covers all groups, which repeat after log2 P iterations
-        groups = butterfly.groups_at(iteration, size, replica.size)
-        if str(groups) not in comms:
-            comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
     worker = GroupAverager(
         group_of=group_of,
         is_global=is_global,
