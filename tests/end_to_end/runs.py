@@ -245,9 +245,9 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0, pause: float = 0.02) -> None:
+def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0) -> None:
     """Wait for a condition; fail with `otherwise` if it does not hold within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s"
-        time.sleep(pause)
+        time.sleep(0.02)
