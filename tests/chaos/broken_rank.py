@@ -51,6 +51,8 @@ OF_MODULE = {
     "while a checkpoint is sealed": (checkpoint_files.CheckpointWriter, "_commit"),
 }
 AT_ONCE = "while ranks start"
+SECOND_WRITE = "while the second checkpoint is written"
+"""Other ranks write their part, and this one does not begin. Not one of `PHASES`."""
 PHASES = (AT_ONCE, *OF_MODULE, *OF_TRAINER)
 
 
@@ -68,6 +70,8 @@ def main(phase: str, number: str, rank: str, file: str, recipe: str, *overrides:
     if world.rank == int(rank):
         if phase == AT_ONCE:
             happen()
+        if phase == SECOND_WRITE:
+            before(checkpoint_files.dcp.FileSystemWriter, "write_data", happen, calls=2)
         if phase in OF_MODULE:
             before(*OF_MODULE[phase], happen)
     sys.exit(run.run_training(load_recipe(Path(recipe), overrides), world, alter))

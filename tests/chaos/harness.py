@@ -11,12 +11,15 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from llmtrain.train.checkpoint_files import find_corruption, list_checkpoints, read_state
+from tests.chaos.broken_launch import launch
+from tests.chaos.broken_rank import SECOND_WRITE
 from tests.end_to_end.runs import Runs, family_of, is_gone, ranks_of, wait_until
-from tests.mother import Process
+from tests.mother import Process, session
 
 START_SECONDS = 120.0
 
@@ -113,12 +116,16 @@ class Victim:
         self.damage.steps_lost.append(max(0, self.last_step() - max(0, self._newest)))
         return True
 
-    def kill_in_a_write(self, after_step: int) -> None:
-        """Kill all while a checkpoint later than `after_step` is being written."""
-        process = self.start()
-        self.runs.wait_for(self.name, after_step)
+    def kill_in_a_write(self, file: Path) -> None:
+        """Kill all when rank 0 has written its part of the second checkpoint, and rank 1 has stopped before its own. Rank 1 makes
+        `file`."""
+        arguments = self.runs.command(self.name, *self.overrides)[2:]
+        call = (launch, SECOND_WRITE, "SIGSTOP", "1", str(file), *arguments)
+        process = session().fork(*call, environment=self.runs.environment, capture=True)
         wait_until(
-            lambda: list(self.checkpoints.glob("step-*.tmp")), "no checkpoint begun", START_SECONDS, pause=0.0005
+            lambda: file.exists() and list(self.checkpoints.glob("step-*.tmp/__0_*")),
+            "no checkpoint is half written",
+            START_SECONDS,
         )
         self.kill_all(process)
         self.look()

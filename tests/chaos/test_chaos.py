@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.deep
 def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs) -> None:
     """The launcher starts the ranks again by itself, from the last checkpoint."""
-    process = Victim(runs, "restarted", *TWO).start("run.restarts=1", "run.timeout_seconds=20")
-    runs.wait_for("restarted", 6)
+    process = runs.start_held("restarted", 7, *TWO, "run.restarts=1", "run.timeout_seconds=20")
+    runs.wait_for("restarted", 6)  # it is written in the background
     ranks = ranks_of(process)
     assert len(ranks) == 2
     kill(ranks[-1])
@@ -39,11 +40,12 @@ def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs) -> None:
     assert runs.exact("restarted") == exact_lines(runs.reference(2, 1))
 
 
-def test_killed_in_the_middle_of_a_write(runs: Runs) -> None:
+def test_killed_in_the_middle_of_a_write(runs: Runs, tmp_path: Path) -> None:
     victim = Victim(runs, "torn", *TWO)
-    victim.kill_in_a_write(after_step=3)
+    victim.kill_in_a_write(tmp_path / "stopped")
+    assert [path.name for path in victim.checkpoints.glob("step-*.tmp")] == ["step-00000006.tmp"]
     output = victim.finish()
-    assert "continuing from" in output
+    assert f"continuing from {victim.checkpoints}/step-00000003\n" in output
     assert runs.exact("torn") == exact_lines(runs.reference(2, 1))
     assert not list(victim.checkpoints.glob("*.tmp"))
 

@@ -45,9 +45,7 @@ def test_it_trains_and_shows_what_a_gpu_does(offloaded: Runs) -> None:
 
 def test_an_interrupted_run_ends_with_the_same_bits(offloaded: Runs) -> None:
     """With checkpoints that are written while training stands still; an anchor in them never is on the GPU whole."""
-    command = offloaded.command("interrupted", *LONG, "checkpoint.background=false")
-    process = offloaded.start(command)
-    offloaded.wait_for("interrupted", 6)
+    process = offloaded.start_held("interrupted", 7, *LONG, "checkpoint.background=false")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == STOPPED_EARLY, output

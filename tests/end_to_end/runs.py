@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock
 
+from tests.end_to_end import held_rank
 from tests.mother import ROOT, Mother, Process, run_llmtrain, session
 
 RECIPE = "recipes/edit_llama_stdlib.yaml"
@@ -69,6 +71,26 @@ class Runs:
     def start(self, command: list[str], fresh: bool = False) -> Process | subprocess.Popen:
         """Start a command in a session of its own; `fresh`: by a shell and a new interpreter instead of a fork."""
         return start(command, self.environment, fresh, self._mother)
+
+    def start_held(self, name: str, step: int, *overrides: str) -> Process:
+        """Start a run, and return once its rank 1 has trained `step`. The rank then waits for a signal, or to be killed."""
+        process = self._mother.fork(*self.held(name, step, *overrides), environment=self.environment, capture=True)
+        self.wait_until_held(name, process)
+        return process
+
+    def held(self, name: str, step: int, *overrides: str) -> tuple[Any, ...]:
+        """Return a function and its arguments, which start a run whose rank 1 waits after `step`."""
+        return held_rank.launch, step, str(self.hold_file(name)), *self.command(name, *overrides)[2:]
+
+    def hold_file(self, name: str) -> Path:
+        """Return the file that exists once rank 1 of a run waits."""
+        return self.folder / f"{name}-waits"
+
+    def wait_until_held(self, name: str, launcher: Process) -> None:
+        """Wait until rank 1 of a run waits. Fail if its launcher ends before."""
+        file = self.hold_file(name)
+        wait_until(lambda: file.exists() or launcher.poll() is not None, f"rank 1 of {name} has not come to its step")
+        assert file.exists(), launcher.communicate(timeout=RUN_SECONDS)[0]
 
     def run(self, name: str, *overrides: str, fresh: bool = False) -> tuple[int, str]:
         """(exit code, output)."""
@@ -223,9 +245,9 @@ def is_gone(process: psutil.Process) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0, pause: float = 0.02) -> None:
+def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0) -> None:
     """Wait for a condition; fail with `otherwise` if it does not hold within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s"
-        time.sleep(pause)
+        time.sleep(0.02)

@@ -81,7 +81,7 @@ def test_every_method_is_that_of_two_processes(runs: Runs, method: str) -> None:
 
 
 def test_a_signal_stops_all_replicas_with_a_checkpoint(runs: Runs) -> None:
-    process = runs.start(runs.command("stopped", *HERE, "train.steps=2000", "checkpoint.every=4"))
+    process = runs.start(runs.command("stopped", *HERE, "train.steps=100000", "checkpoint.every=4"))
     runs.wait_for("stopped", 4)
     process.send_signal(signal.SIGTERM)
     code, output = runs.end(process)

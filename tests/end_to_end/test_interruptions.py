@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
@@ -55,24 +56,23 @@ def test_a_killed_run_continues_to_the_same_losses(runs: Runs, step: int, shard:
     )
     runs.path(name).mkdir(parents=True)
     (runs.path(name) / "summary.json").write_text('{"stopped": "signal"}')  # of a start before
-    process = runs.start(runs.command(name, *keys))
-    runs.wait_for(name, step)
+    process = runs.start_held(name, step + 1, *keys)
+    runs.wait_for(name, step)  # it is written in the background
     kill_all(process)
     assert not (runs.path(name) / "summary.json").exists()
     code, output = runs.run(name, *keys)
     [continued] = re.findall(r"continuing from .*/step-0*(\d+)\n", output)
-    assert code == 0 and int(continued) % step == 0, output
+    assert code == 0 and int(continued) == step, output
     assert runs.exact(name) == exact_lines(runs.reference(2, shard))
 
 
 def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_same_losses(runs: Runs):
-    process = runs.start(runs.command("stopped", *TWO, "checkpoint.every=4"))
-    runs.wait_for("stopped", 4)
+    process = runs.start_held("stopped", 5, *TWO, "checkpoint.every=4")
     process.send_signal(signal.SIGTERM)
     code, output = runs.end(process)
     assert code == 3, output
     said = summary(runs.path("stopped"))
-    assert said["stopped"] == "signal"
+    assert said["stopped"] == "signal" and 5 < said["steps"] <= 7, "within two log lines"
     assert (runs.path("stopped") / f"checkpoints/step-{said['steps']:08d}/state.json").is_file()
     code, output = runs.run("stopped", *TWO, "checkpoint.every=4")
     assert code == 0 and f"step-{said['steps']:08d}" in output, output
@@ -123,9 +123,11 @@ def all_end(family: list[psutil.Process]) -> None:
 
 def asked_of_all(launcher: Process | subprocess.Popen) -> None:
     """SIGUSR1 and then SIGTERM to every process of the job at once, as a scheduler does."""
+    family = family_of(launcher)
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        for process in family_of(launcher):
-            process.send_signal(number)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):  # SIGUSR1 has ended it
+                process.send_signal(number)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,9 @@ def test_a_request_to_stop_ends_in_a_checkpoint_and_exit_code_3(runs: Runs, requ
 
 
 def test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once(runs: Runs):
-    """Without a log line they never agree. The launcher waits for ranks to end, which wait for it to take their results."""
-    process = runs.start(runs.command("over", *TWO, "log.every=100"))
-    runs.wait_for("over", 3)
+    """Without a log line they never agree. The launcher waits for ranks to end, which wait for it to take their results. Rank 1 waits
+    for the signal, so that the run cannot end before it."""
+    process = runs.start_held("over", 4, *TWO, "log.every=100")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)  # far less than run.timeout_seconds
     assert process.returncode == DONE, output

@@ -25,8 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_a_run_whose_disk_is_lost_continues_from_its_mirror_to_the_same_losses(runs: Runs) -> None:
     mirror = f"file://{runs.folder}/elsewhere"
     command = (*TWO, f"checkpoint.mirror={mirror}", "checkpoint.keep=2")
-    process = runs.start(runs.command("lost", *command))
-    runs.wait_for("lost", 3)
+    process = runs.start_held("lost", 4, *command)
     process.send_signal(signal.SIGTERM)
     code, output = runs.end(process)
     assert code == 3, output

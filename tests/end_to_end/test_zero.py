@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from llmtrain.parallel.network import unused_port
-from tests.end_to_end.runs import Runs, losses, start
+from tests.end_to_end.runs import Runs, losses, start, summary
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
 LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 LONGER = ("train.steps=30", "checkpoint.every=3")
-"""Long enough to be asked to stop in the middle, on a machine that is busy with other things."""
+"""Several rounds after the one in which the run stops."""
 SAMPLE = ("eval.sample_prompt=The", "eval.sample_tokens=8")
 """A text at the end, from weights that are gathered from all shards."""
 
@@ -75,11 +75,10 @@ def test_without_a_count_it_starts_one_process_and_the_run_says_what_that_makes(
 def test_either_engine_continues_what_the_other_wrote(runs: Runs, first: str, second: str) -> None:
     """In a round, with anchors, outer momentum and inner moments."""
     name = f"{first}_then_{second}"
-    process = runs.start(runs.command(name, f"parallel.engine={first}", *LONGER))
-    runs.wait_for(name, 6)
+    process = runs.start_held(name, 7, f"parallel.engine={first}", *LONGER)
     process.terminate()
     code, output = runs.end(process)
-    assert code == 3, output
+    assert code == 3 and 7 < summary(runs.path(name))["steps"] <= 9, output
     code, output = runs.run(name, f"parallel.engine={second}", *LONGER)
     assert code == 0 and "continuing from" in output, output
     assert losses(runs.path(name)) == pytest.approx(losses(runs.reference(2, 2, *LONGER)), rel=1e-4)

@@ -18,7 +18,7 @@ from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import prepare
 from tests.end_to_end.runs import Runs, exact_lines, ranks_of
 from tests.mother import Process
-from tests.multi_node.runs import PORT, ends, errors, needs_hosts, start
+from tests.multi_node.runs import PORT, ends, errors, fork, needs_hosts, start
 
 pytestmark = needs_hosts
 SECONDS = 240
@@ -28,17 +28,25 @@ TIMEOUT = 20
 """run.timeout_seconds of those who wait for it."""
 
 
-def train_sh(hosts: list[Host], runs: Runs, name: str, *overrides: str) -> list[Process | subprocess.Popen]:
-    """launch/train.sh, one rank on each host."""
+def train_sh(
+    hosts: list[Host], runs: Runs, name: str, *overrides: str, held_after: int | None = None
+) -> list[Process | subprocess.Popen]:
+    """Start launch/train.sh with one rank on each host. With `held_after`, return once rank 1 has trained that step; it waits there."""
     variables = {"NNODES": str(len(hosts)), "MASTER_ADDR": hosts[0].addresses[0], "MASTER_PORT": PORT}
     keys = ("parallel.shards=1", f"parallel.replicas={len(hosts)}", f"run.timeout_seconds={TIMEOUT}", *overrides)
-    return [start(host, runs.command(name, *keys), NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
+    if held_after is None:
+        command = runs.command(name, *keys)
+        return [start(host, command, NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
+    held = runs.held(name, held_after, *keys)
+    launchers = [fork(host, *held, NODE_RANK=str(rank), **variables) for rank, host in enumerate(hosts)]
+    runs.wait_until_held(name, launchers[0])
+    return launchers
 
 
 def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
-        launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1")
-        runs.wait_for("rank-dies", 3)
+        launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1", held_after=4)
+        runs.wait_for("rank-dies", 3)  # it is written in the background
         (victim,) = ranks_of(launchers[1])
         victim.kill()
         ended = ends(launchers, SECONDS)
@@ -90,7 +98,8 @@ def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
     """Three hosts, global batch 12: two replicas can share it as well as three."""
     name = f"host-{choice}"
     with virtual_cluster([HostLimits()] * 3) as hosts:
-        launchers = train_sh(hosts, runs, name, *LONG, f"run.on_replica_loss={choice}", "run.restarts=1")
+        keys = (*LONG, f"run.on_replica_loss={choice}", "run.restarts=1")
+        launchers = train_sh(hosts, runs, name, *keys, held_after=7)
         runs.wait_for(name, 6)
         hosts[1].kill()
         first, _, third = ends(launchers, SECONDS)
@@ -126,7 +135,8 @@ def test_a_site_that_goes_away_leaves_the_others_to_their_own_texts(runs: Runs, 
         "data.validation_fraction=0.2",
     )
     with virtual_cluster([HostLimits()] * 3) as hosts:
-        launchers = train_sh(hosts, runs, "sites", *LONG, *texts, "run.on_replica_loss=continue", "run.restarts=1")
+        keys = (*LONG, *texts, "run.on_replica_loss=continue", "run.restarts=1")
+        launchers = train_sh(hosts, runs, "sites", *keys, held_after=7)
         runs.wait_for("sites", 6)
         hosts[1].kill()
         (tmp_path / "b.txt").unlink()

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import RECIPE, ROOT, Runs, environment, exact_lines, summary
+from tests.end_to_end.runs import RECIPE, ROOT, Runs, environment, exact_lines, summary, wait_until
 from tests.multi_node.slurm import Slurm, slurm_cluster
 
 NODES, RANKS_PER_NODE = 2, 2
 LONG = ("train.steps=40",)
 SUBMIT = ["sbatch", "--parsable", f"--nodes={NODES}", "--gpus-per-node=0", f"--cpus-per-task={RANKS_PER_NODE}"]
 JOB_SECONDS = 150
+HELD = """#!/bin/sh
+# In place of python3 -m llmtrain launch, as launch/train.sh calls it.
+shift 3
+exec {python} -c 'import sys; from tests.end_to_end.held_rank import launch; launch({step}, "{file}", *sys.argv[1:])' "$@"
+"""
 
 
 class Jobs:
@@ -28,10 +33,18 @@ class Jobs:
     def arguments(self, name: str, *overrides: str) -> list[str]:
         return self.runs.command(name, *LONG, "run.timeout_seconds=60", *overrides)[2:]
 
-    def submit(self, slurm: Slurm, name: str, *overrides: str) -> str:
-        """The number of a job that trains the recipe by launch/slurm.sbatch."""
+    def submit(self, slurm: Slurm, name: str, *overrides: str, held_after: int | None = None) -> str:
+        """Submit a job that trains the recipe by launch/slurm.sbatch, and return its number. With `held_after`, its rank 1 waits after
+        that step for a signal, at its first start."""
+        variables = environment()
+        if held_after is not None:
+            stand_in = self.runs.folder / f"{name}-programs" / "python3"
+            stand_in.parent.mkdir()
+            stand_in.write_text(HELD.format(python=sys.executable, step=held_after, file=self.runs.hold_file(name)))
+            stand_in.chmod(0o755)
+            variables["PATH"] = f"{stand_in.parent}:{variables['PATH']}"
         words = [*SUBMIT, f"--output={self.log(name)}", "launch/slurm.sbatch", *self.arguments(name, *overrides)]
-        return slurm.command(*words, cwd=ROOT, env=environment()).strip()
+        return slurm.command(*words, cwd=ROOT, env=variables).strip()
 
     def log(self, name: str) -> Path:
         return self.runs.folder / f"{name}.log"
@@ -50,8 +63,8 @@ def jobs(slurm: Slurm, runs: Runs) -> Jobs:
 
 @pytest.mark.deep
 def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(slurm: Slurm, jobs: Jobs, runs: Runs):
-    job = jobs.submit(slurm, "preempted")
-    runs.wait_for("preempted", 6)
+    job = jobs.submit(slurm, "preempted", held_after=7)
+    wait_until(runs.hold_file("preempted").exists, "rank 1 has not come to step 7")
     slurm.command("scancel", "--signal=USR1", job)
     slurm.wait_for_job(job, lambda shown: shown["Restarts"] == "1", JOB_SECONDS, "not requeued")
     stopped = jobs.log("preempted").read_text()

@@ -115,15 +115,15 @@ def end_while_a_batch_is_read() -> None:
     PrefetchLoader(_Disk(answers=True), timeout_seconds=100).next()
 
 
-def launch(looks: str, failed_elsewhere: bool, *commands: str) -> None:
+def launch(looks: str, failed: str, *commands: str) -> None:
     """Start shell commands as a launcher does ranks; print their process ids, then how they ended. The file `looks` grows
-    by a byte whenever the launcher looks at them."""
+    by a byte whenever the launcher looks at them. Ranks of another node have failed once the file `failed` exists."""
     watchdog.POLL_SECONDS, watchdog.PATIENCE_SECONDS = 0.05, 0.3
 
     def asked() -> bool:
         with open(looks, "a") as file:
             file.write(".")
-        return failed_elsewhere
+        return os.path.exists(failed)
 
     with watchdog.kill_hung_ranks(asked):
         ranks = [subprocess.Popen(["bash", "-c", command], start_new_session=True) for command in commands]

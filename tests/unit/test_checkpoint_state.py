@@ -111,12 +111,12 @@ def test_the_host_waits_once_for_all_copies_from_a_gpu(tmp_path: Path, monkeypat
 def test_a_checkpoint_that_is_begun_is_kept_when_the_run_ends_by_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, go = CheckpointWriter._commit, threading.Event()
+    commit, wait, go = CheckpointWriter._commit, CheckpointWriter.wait, threading.Event()
     monkeypatch.setattr(CheckpointWriter, "_commit", lambda writer: go.wait(30) and commit(writer))
     training = Training(tmp_path)
     training.checkpoints.finish_writing()
     training.save()
-    threading.Timer(0.05, go.set).start()
+    monkeypatch.setattr(CheckpointWriter, "wait", lambda writer, seconds: go.set() or wait(writer, seconds))
     training.checkpoints.finish_writing()
     assert (tmp_path / folder_name(1) / STATE_FILE).is_file()
 

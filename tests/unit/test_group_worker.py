@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from llmtrain.sync.group_averager import GroupAverager
 
 GLOBAL = 2
 """The iteration in which all replicas average."""
+WAITS = "waits for its own replica"
 
 
 class Announced:
@@ -34,17 +36,44 @@ class Announced:
         self.given.put(False)
 
 
+class Watched(threading.Condition):
+    """A condition that notes in `happened` when a thread other than the test's begins to wait for it."""
+
+    def __init__(self, happened: queue.Queue[int | str]) -> None:
+        super().__init__()
+        self.happened, self.of_test = happened, threading.current_thread()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not self.of_test:
+            self.happened.put(WAITS)
+        return super().wait(timeout)
+
+
 @pytest.fixture
-def worker() -> Iterator[GroupAverager]:
+def happened() -> queue.Queue[int | str]:
+    """Return iterations for which the thread has chosen a message, with `WAITS` whenever it waits before that."""
+    return queue.Queue()
+
+
+@pytest.fixture
+def worker(happened: queue.Queue[int | str]) -> Iterator[GroupAverager]:
     alone = Comms(None)
-    made = GroupAverager(lambda iteration: alone, lambda i: i == GLOBAL, alone, Announced(), None, timeout_seconds=30)
+
+    def group_of(iteration: int) -> Comms:
+        happened.put(iteration)
+        return alone
+
+    made = GroupAverager(group_of, lambda i: i == GLOBAL, alone, Announced(), None, timeout_seconds=30)
+    made._changed = Watched(happened)
     made.start(0, -1, [torch.zeros(3)])
     yield made
     made.wake_signal.given.put(False)
     made.close()
 
 
-def test_after_a_global_average_nobody_answers_with_what_is_older(worker: GroupAverager) -> None:
+def test_after_a_global_average_nobody_answers_with_what_is_older(
+    worker: GroupAverager, happened: queue.Queue[int | str]
+) -> None:
     """Another replica is done with it and begins the next iteration; this one has yet to post where it is."""
     for iteration in (0, 1):
         worker.publish(iteration, [torch.full((3,), 1.0 + iteration)])
@@ -52,12 +81,13 @@ def test_after_a_global_average_nobody_answers_with_what_is_older(worker: GroupA
         (total,), version = worker.collect(iteration)
         assert version == iteration and total.tolist() == [1.0 + iteration] * 3
     worker.wake_signal.given.put(True)  # of iteration 3
-    with worker._changed:
-        came_early = worker._changed.wait_for(lambda: GLOBAL + 1 in worker._sums, timeout=0.2)
-    assert not came_early, "it answered with a message that is relative to another anchor"
+    assert [happened.get(timeout=30) for _ in range(3)] == [0, 1, WAITS], (
+        "it answered with a message that is relative to another anchor"
+    )
     worker.publish(GLOBAL, [torch.zeros(3)])
     (total,), version = worker.collect(GLOBAL + 1)
     assert version == GLOBAL and total.tolist() == [0.0] * 3
+    assert happened.get(timeout=30) == GLOBAL + 1
 
 
 def test_a_late_replica_answers_with_its_newest_message(worker: GroupAverager) -> None:

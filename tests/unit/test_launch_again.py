@@ -175,19 +175,24 @@ def eventually(holds: Callable[[], bool]) -> None:
 class Launcher:
     """A launcher in a process of its own, whose ranks end when they are let go."""
 
-    def __init__(self, folder: Path, ranks: int, failed_elsewhere: bool = False):
+    def __init__(self, folder: Path, ranks: int):
         self.folder = folder
         commands = [
             f"for _ in {{1..1200}}; do [ -e {folder}/{rank} ] && exit; sleep 0.05; done" for rank in range(ranks)
         ]
-        self._looks = folder / "looks"
+        self._looks, self._failed = folder / "looks", folder / "failed"
         self._looks.touch()
-        self._process = session().fork(processes.launch, str(self._looks), failed_elsewhere, *commands, capture=True)
+        files = str(self._looks), str(self._failed)
+        self._process = session().fork(processes.launch, *files, *commands, capture=True)
         self.ranks = [psutil.Process(int(pid)) for pid in self._process.stdout.readline().split()]
 
     def let_go(self, rank: int) -> None:
         """Let a rank end."""
         (self.folder / str(rank)).touch()
+
+    def fail_elsewhere(self) -> None:
+        """Let ranks of another node have failed."""
+        self._failed.touch()
 
     def has_looked(self, times: int) -> None:
         """Wait until the launcher has looked at its ranks so many times more."""
@@ -212,7 +217,9 @@ def test_a_frozen_rank_is_ended_once_another_has_ended(tmp_path: Path) -> None:
 
 
 def test_all_ranks_are_ended_when_those_of_another_node_have_failed(tmp_path: Path) -> None:
-    assert Launcher(tmp_path, 2, failed_elsewhere=True).ended() == ["-9", "-9"]
+    launcher = Launcher(tmp_path, 2)
+    launcher.fail_elsewhere()
+    assert launcher.ended() == ["-9", "-9"]
 
 
 def test_a_frozen_rank_among_ranks_that_train_is_left_alone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class SlowStore:
-    """A store that answers a request only some time after the flag is no longer needed."""
+    """A store that answers a request only when it is told to."""
 
     def __init__(self) -> None:
         self.asked, self.answer = threading.Event(), threading.Event()
@@ -52,10 +52,16 @@ def test_a_flag_raised_on_one_rank_is_seen_on_all() -> None:
         assert here() and elsewhere() and not other()
 
 
-def test_the_flag_ends_with_its_last_answer() -> None:
-    """A thread that came back from the store during the interpreter's shutdown aborted the process."""
-    store = SlowStore()
+def test_the_flag_ends_with_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that came back from the store during the interpreter's shutdown aborted the process. The store answers once the
+    thread is waited for."""
+    store, join = SlowStore(), threading.Thread.join
+
+    def answer_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        store.answer.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", answer_and_join)
     with shared_flag(store, "slow", lambda: False):
         assert store.asked.wait(5)
-        threading.Timer(0.1, store.answer.set).start()
     assert "polls slow" not in [thread.name for thread in threading.enumerate()]
