@@ -97,6 +97,9 @@ def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with tarfile.open(tmp_path / "results/methods/runs.tar.xz") as archive:
         assert set(archive.getnames()) == {f"{method}/{name}" for method in METHODS for name in logs}
     assert "| diloco | **2.0000** |" in (tmp_path / "results/methods/README.md").read_text()
+    for page in ("methods", "wires"):
+        text = (tmp_path / "results" / page / "README.md").read_text()
+        assert "All runs were trained at commit unknown." in text
 
 
 def test_the_overheads_rows() -> None:
