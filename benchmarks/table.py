@@ -144,6 +144,12 @@ def markdown(columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, sides, *rows))
 
 
+def missing_sentence(reasons: Mapping[str, str]) -> str:
+    """Return a sentence with what could not be measured and why, empty if everything was."""
+    parts = (f"{what} ({why})" for what, why in reasons.items())
+    return f"Not measured: {'; '.join(parts)}." if reasons else ""
+
+
 def provenance() -> str:
     """Return one line of a page with the command, the commit, the versions and the machine."""
     command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])

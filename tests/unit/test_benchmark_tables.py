@@ -18,7 +18,8 @@ pytestmark = pytest.mark.deep
 
 methods, step_parts, stragglers = map(importlib.import_module, ("methods", "step_parts", "stragglers"))
 sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
-data, rounding, step_overhead = map(importlib.import_module, ("data", "rounding", "step_overhead"))
+data, loops, memory = map(importlib.import_module, ("data", "loops", "memory"))
+rounding, step_overhead = map(importlib.import_module, ("rounding", "step_overhead"))
 
 
 @pytest.fixture
@@ -128,6 +129,63 @@ def test_a_synchronizations_rows() -> None:
     offloaded = [{**turn, "copied": 0.0} for turn in turns]
     (without,) = sync_cost.rows_of("co2, offloaded", 2, {sync_cost.LOCAL: local, "int8": offloaded})
     assert without == ("co2, offloaded", *row[1:10], "", "")
+
+
+def test_what_fails_is_on_the_page() -> None:
+    why = loops.RowFailed("memory.py: measuring {}", "failed with exit code 1; see its output")
+    task = {"engine": "zero1", "shard": 1, "precision": "fp32", "checkpoint": "no", "micro_batches": 2, "compile": True}
+    failed = memory.failed_row(task, why)
+    assert failed == ("zero1, compiled", "1", "fp32", "nothing", "2", why.reason, "", "")
+    measured = memory.row(task, {"peak": 2e6, "predicted": 3e6})
+    assert measured[:5] == failed[:5] and measured[5:] == ("2", "3", "+50.0 %")
+    assert len(failed) == len(measured) == len(memory.COLUMNS)
+    blank = [""] * (len(sync_cost.COLUMNS) - 4)
+    row = sync_cost.failed_row("co2, offloaded", sync_cost.CHOICES["co2"], ("fp32", "int8"), why)
+    assert row == ("co2, offloaded", "fp32, int8", "8", why.reason, *blank)
+    own = sync_cost.failed_row("sparseloco", sync_cost.CHOICES["sparseloco"], ("fp32", "int8"), why)
+    assert own == ("sparseloco", "topk", "1", why.reason, *blank)
+    sentence = table.missing_sentence({"zero3": "failed", "x": "not possible"})
+    assert sentence == "Not measured: zero3 (failed); x (not possible)."
+    assert table.missing_sentence({}) == ""
+
+
+def test_a_method_that_fails_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = {"seconds": 0.2, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02, "copied": 0.025}
+
+    def ask(script: str, ranks: int, task: dict[str, object]) -> dict[str, object]:
+        if task["choice"] != "diloco":
+            raise loops.RowFailed("measuring", "failed")
+        return {"turns": {sync_cost.LOCAL: [{"seconds": 0.1}], "fp32": [turn]}, "values": 5, "device": "cpu"}
+
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sync_cost, "ask", ask)
+    monkeypatch.setattr(sync_cost, "show", lambda title, columns, rows, words: shown.extend(rows))
+    monkeypatch.setattr(sys, "argv", ["sync_cost.py", "--methods", "diloco", "co2", "--wires", "fp32"])
+    sync_cost.main()
+    assert [row[:4] for row in shown] == [("diloco", "fp32", "1", "100.0"), ("co2", "fp32", "8", "failed")]
+    monkeypatch.setattr(sys, "argv", ["sync_cost.py", "--methods", "co2"])
+    with pytest.raises(SystemExit, match="no method could be measured"):
+        sync_cost.main()
+
+
+def test_loops_that_could_not_be_profiled_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def ask(script: str, ranks: int, task: dict[str, object]) -> dict[str, float]:
+        if task["engine"] != "fsdp2":
+            raise loops.RowFailed("measuring", "failed with exit code 1")
+        parts = step_parts.parts_of([("aten::mm", 0.5)], wall=1.0)
+        return {**parts, step_parts.WALL: 1.0, step_parts.IDEAL: 0.4}
+
+    monkeypatch.setattr(step_parts, "ask", ask)
+    monkeypatch.setattr(step_parts, "RESULTS", tmp_path)
+    engines = [throughput.BARE, "fsdp2", throughput.PLAIN]
+    words = ["--size", "6M", "--engines", *engines, "--checkpoint", "yes", "--write"]
+    monkeypatch.setattr(sys, "argv", ["step_parts.py", *words])
+    step_parts.main()
+    sentence = "Not measured: bare loop (failed with exit code 1); plain loop (not possible with these settings)."
+    assert sentence in capsys.readouterr().out
+    assert sentence in (tmp_path / "step_parts" / "README.md").read_text()
 
 
 def test_a_throughputs_row() -> None:
