@@ -19,7 +19,7 @@ pytestmark = pytest.mark.deep
 methods, step_parts, stragglers = map(importlib.import_module, ("methods", "step_parts", "stragglers"))
 sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
 data, loops, memory = map(importlib.import_module, ("data", "loops", "memory"))
-rounding, step_overhead = map(importlib.import_module, ("rounding", "step_overhead"))
+rounding, step_overhead, stream = map(importlib.import_module, ("rounding", "step_overhead", "stream"))
 
 
 @pytest.fixture
@@ -215,6 +215,15 @@ def test_texts_rows() -> None:
     assert row == ("packed", "8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
     assert len(rows[0]) == len(data.COLUMNS) and len(row) == len(data.LOADER_COLUMNS)
     assert list(map(len, data.batched(["x" * 750_000] * 5))) == [2, 2, 1]
+
+
+def test_starts_after_a_kill_have_a_line_of_their_own() -> None:
+    """The second start follows Ctrl-C, and the third one a kill, after which steps are made again."""
+    first, killed = stream.first_steps([3.0, 4.0, 9.0, 2.0], ["Ctrl-C", stream.KILLED, "Ctrl-C", stream.KILLED])
+    assert first == ("first step after", "3.0 s (median), 4.0 s (longest) of 3 starts")
+    assert killed[0].startswith("first new step after a SIGKILL of the run")
+    assert killed[1] == "9.0 s (median), 9.0 s (longest) of 1 starts"
+    assert len(stream.first_steps([3.0], [stream.KILLED])) == 1
 
 
 def test_a_stragglers_row() -> None:
