@@ -106,7 +106,7 @@ def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_overheads_rows() -> None:
     seconds = {step_overhead.PLAIN: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
     rows = step_overhead.rows_of(seconds)
-    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "1.000 to 1.200", "")
+    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "", "")
     assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
     assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
 
@@ -115,6 +115,8 @@ def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
     """The ranks of the sign test's interval: 6 and 15 of 20 values, 10 and 21 of 30."""
     assert step_overhead.interval_of_median(range(1, 21)) == (6, 15)
     assert step_overhead.interval_of_median(range(1, 31)) == (10, 21)
+    assert step_overhead.interval_of_median(range(1, 7)) == (1, 6)
+    assert step_overhead.interval_of_median(range(1, 6)) is None
 
 
 def test_a_synchronizations_rows() -> None:
@@ -256,6 +258,21 @@ def test_rows_of_rounding_compare_with_a_copy_turn_by_turn() -> None:
     assert plain == ("int4", "plain", "20.00", "10.00 to 30.00", "2.00", "4.00", "4.00 to 4.00", "0.40", "")
     assert compiled == ("int4", "compiled", "10.00", "5.00 to 30.00", "1.00", "1.00", "1.00 to 1.00", "0.10", "12.3")
     assert len(plain) == len(compiled) == len(rounding.COLUMNS)
+
+
+def test_the_copy_of_the_rounding_page_is_that_of_all_wires(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, titles = iter((0.001, 0.002, 0.003, 0.004, 0.005)), []
+
+    def measure(task: dict[str, object]) -> dict[str, object]:
+        seconds = [next(copies)]
+        works = ("copy", "plain encode", "plain decode", "compiled encode", "compiled decode")
+        return {"seconds": dict.fromkeys(works, seconds), "compiling": 1.0}
+
+    monkeypatch.setattr(rounding, "measure", measure)
+    monkeypatch.setattr(rounding, "show", lambda title, columns, rows, words: titles.append(title))
+    monkeypatch.setattr(sys, "argv", ["rounding.py"])
+    rounding.main()
+    assert titles[0].endswith("A copy takes 3.00 ms (1.50 to 4.50)")
 
 
 @pytest.mark.parametrize(
