@@ -103,7 +103,8 @@ OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, PLAIN)
 """Engines for which nothing is predicted."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
-(`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
+(`true` or `selective`); what the recipe checks refuse, or a loop lacks, has no row. *Tokens/s*: of all ranks, the median over the
+turns. *Of bare*: relative to a hand-written FSDP2 loop over
 the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). *torchtitan*: its own trainer, model, loss and
 optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
 *torchtitan's model*: that of release 0.2.2 alone, in the bare loop (`benchmarks/titan_model.py`). *float8*: the layers' products
