@@ -278,7 +278,7 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
 
 def failed_row(task: Mapping[str, Any], why: RowFailed) -> Row:
     """Return a row without figures, in which the reason takes the place of the first figure."""
-    return (task["size"], task["engine"], _with(task), str(why), *[""] * (len(COLUMNS) - 4))
+    return (task["size"], task["engine"], _with(task), why.reason, *[""] * (len(COLUMNS) - 4))
 
 
 def _with(task: Mapping[str, Any]) -> str:
@@ -321,6 +321,7 @@ def main() -> None:
                 try:
                     found = ask(__file__, options.shard, task, variables)
                 except RowFailed as why:  # continue with the other rows
+                    print(why)
                     rows.append(failed_row(task, why))
                     continue
             rows.append(row(task, found, bare))

@@ -144,6 +144,8 @@ def test_what_fails_is_on_the_page() -> None:
     blank = [""] * (len(sync_cost.COLUMNS) - 4)
     row = sync_cost.failed_row("co2, offloaded", sync_cost.CHOICES["co2"], ("fp32", "int8"), why)
     assert row == ("co2, offloaded", "fp32, int8", "8", why.reason, *blank)
+    slow = throughput.failed_row(row_of("fsdp2"), why)
+    assert slow == ("6M", "fsdp2", "checkpoint", why.reason, *[""] * (len(throughput.COLUMNS) - 4))
     own = sync_cost.failed_row("sparseloco", sync_cost.CHOICES["sparseloco"], ("fp32", "int8"), why)
     assert own == ("sparseloco", "topk", "1", why.reason, *blank)
     sentence = table.missing_sentence({"zero3": "failed", "x": "not possible"})
