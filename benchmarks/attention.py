@@ -93,9 +93,12 @@ def main() -> None:
                     "" if on_gpu() else f"{allocator_peak(once) / 1e6:,.0f}",
                 )
             )
-    show("GPT-Neo's attention", COLUMNS, rows, words=2)
+    where = "a GPU in bf16" if on_gpu() else "a CPU in fp32"
+    title = f"GPT-Neo's attention on {where}, {options.turns} turns"
+    show(title, COLUMNS, rows, words=2)
     if options.write:
-        write_page(RESULTS / "attention", "GPT-Neo's attention", [markdown(COLUMNS, rows, words=2), NOTES])
+        parts = [f"{title}.", markdown(COLUMNS, rows, words=2), NOTES]
+        write_page(RESULTS / "attention", "GPT-Neo's attention", parts)
 
 
 if __name__ == "__main__":

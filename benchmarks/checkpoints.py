@@ -21,6 +21,7 @@ from typing import Any
 
 from loops import is_asked
 from table import RESULTS, ROOT, Row, markdown, metrics_of, parser, show, write_page
+from wires import parameters_of
 
 RECIPE = "recipes/edit_gpt_neo_125m.yaml"
 OVERRIDES = (
@@ -50,8 +51,8 @@ OVERRIDES = (
 COLUMNS = ("checkpoint.background", "stood still, s", "until it was on the disk, s", "size, GB", "checkpoints")
 NOTES = """\
 {parameters:.0f} M parameters with AdamW's moments, anchor and outer momentum in fp32, {ranks} rank(s) on this machine and its disk. Medians
-(lowest to highest) over all checkpoints after a run's first. In the background training waits for the copy to memory, and for
-the checkpoint before if that is still being written; digests (XXH3) are part of writing. Eight steps, {steps:.1f} s
+(lowest to highest) over all checkpoints of a run but its first and its last. In the background training waits for the copy to
+memory, and for the checkpoint before if that is still being written; digests (XXH3) are part of writing. Eight steps, {steps:.1f} s
 without a checkpoint, lie between two. On a machine whose processors are busy, steps beside a write take longer: it shares them."""
 
 
@@ -128,7 +129,7 @@ def main() -> None:
     if options.write:
         seconds = [line["perf/step_seconds"] for line in metrics_of(run, "perf/step_seconds")]
         about = {
-            "parameters": measured[True].bytes / 20e6,
+            "parameters": parameters_of(run) / 1e6,
             "ranks": options.replicas,
             "steps": 8 * statistics.median(seconds),
         }

@@ -33,8 +33,8 @@ NOTES = """\
 *Peak*: the most bytes that the allocator had handed out to the tensors of one rank at a time, from before the model was built
 until the end of the second step. *Predicted*: the estimate of `llmtrain recipe show` for that mesh. *Recomputed*:
 `parallel.activation_checkpointing`. *Engine*: with one rank, `fsdp2` is the engine for replicas of one device; `compiled` is
-`parallel.compile`. Recipes that the checks refuse have no row. An emulated GPU runs the CPU's kernels: what kernels of CUDA need for
-themselves is not in these figures."""
+`parallel.compile`, on a CPU without emulated GPUs, where torch's profiler counts. Recipes that the checks refuse have no row. An
+emulated GPU runs the CPU's kernels: what kernels of CUDA need for themselves is not in these figures."""
 
 
 def tasks(engines: list[str]) -> Iterator[dict[str, Any]]:
@@ -80,14 +80,25 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 def row(task: Mapping[str, Any], found: Mapping[str, Any]) -> Row:
     """Return a row of the table."""
     return (
+        *_setting(task),
+        f"{found['peak'] / 1e6:,.0f}",
+        f"{found['predicted'] / 1e6:,.0f}",
+        f"{100 * (found['predicted'] / found['peak'] - 1):+.1f} %",
+    )
+
+
+def failed_row(task: Mapping[str, Any], why: RowFailed) -> Row:
+    """Return a row without figures, in which the reason takes the place of the first figure."""
+    return (*_setting(task), why.reason, "", "")
+
+
+def _setting(task: Mapping[str, Any]) -> Row:
+    return (
         task["engine"] + (", compiled" if task["compile"] else ""),
         str(task["shard"]),
         task["precision"],
         RECOMPUTED[task["checkpoint"]],
         str(task["micro_batches"]),
-        f"{found['peak'] / 1e6:,.0f}",
-        f"{found['predicted'] / 1e6:,.0f}",
-        f"{100 * (found['predicted'] / found['peak'] - 1):+.1f} %",
     )
 
 
@@ -108,7 +119,7 @@ def main() -> None:
     engines = list(dict.fromkeys(engine for engine, _ in MESHES))
     arguments.add_argument("--engines", nargs="+", choices=engines, default=engines)
     options = arguments.parse_args()
-    emulated, rows = emulation(), []
+    emulated, rows, failed = emulation(), [], 0
     for task in tasks(options.engines):
         with tempfile.TemporaryDirectory() as cache:
             on_cpu = {"TORCHINDUCTOR_CACHE_DIR": cache, "KINETO_LOG_LEVEL": "5"}
@@ -116,9 +127,13 @@ def main() -> None:
                 found = ask(__file__, task["shard"], task, on_cpu if task["compile"] else emulated)
             except RowFailed as why:  # continue with the other rows
                 print(why, file=sys.stderr)
+                rows.append(failed_row(task, why))
+                failed += 1
                 continue
         rows.append(row(task, found))
         print(" | ".join(rows[-1]), file=sys.stderr)
+    if failed == len(rows):
+        sys.exit("memory.py: no row could be measured")
     title = f"Llama of 33 M parameters, 4 sequences of 256 tokens per micro-batch, {STEPS} synchronous steps of one replica."
     show(title, COLUMNS, rows, words=1)
     if options.write:

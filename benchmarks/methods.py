@@ -5,8 +5,9 @@
 
 Trains recipes/<method>_gpt_neo_8m.yaml with every method, one after another, cut down to 300 short steps of 4 replicas
 on the CPU: 2 to 3 minutes each on two cores. All read the same number of tokens. Prints one table. A run that is complete
-is not made again, so an interrupted benchmark continues. With `--write` the table, a plot and each run's metrics go to
-benchmarks/results/methods/.
+is not made again, so an interrupted benchmark continues; it may be of an earlier commit, and table and page name the commits at
+which the runs were trained. Delete runs/benchmark_* to train all of them now. With `--write` the table, a plot and each run's
+metrics go to benchmarks/results/methods/.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from table import (
     WARMUP,
     Row,
     add_run_options,
+    commits_sentence,
     keep_runs,
     lowest_in_bold,
     markdown,
@@ -155,8 +157,8 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
     """Write the page with table and plot, and keep the runs' logs to check the numbers against."""
     folder = RESULTS / "methods"
     table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
-    picture = f"![Validation loss over tokens of every method]({PLOT})"
-    write_page(folder, "Methods on TinyStories", [table, NOTES, picture])
+    picture = f"![Validation loss over tokens by method]({PLOT})"
+    write_page(folder, "Losses by method", [table, commits_sentence(runs), NOTES, picture])
     draw(runs, folder / PLOT)
     keep_runs(runs, folder)
 
@@ -175,6 +177,7 @@ def main() -> None:
         runs[method] = train(recipe_of(method), [*common, *own, *options.override])
     rows = [row(run) for run in runs.values()]
     show("GPT-Neo 8M on 4 replicas", COLUMNS, rows)
+    print(commits_sentence(runs))
     if options.write:
         write(rows, runs)
 

@@ -36,7 +36,7 @@ from network_ceiling import carried_mbit
 from network_cells import METHODS, WIRES, Cell, pairwise, product, row_of
 from network_page import COLUMNS, notes, off_sentence, off_summary
 from network_ranks import BLOCKS, TIMEOUT_SECONDS, measure
-from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+from table import RESULTS, ROOT, Row, markdown, missing_sentence, parser, show, write_page
 
 from llmtrain.errors import ClusterError
 
@@ -64,6 +64,13 @@ def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
     for cell in cells:
         found.setdefault(cell.network, []).append(cell)
     return list(found.values())
+
+
+def in_words(group: Sequence[Cell]) -> str:
+    """Return the cells of one network as words."""
+    mbit, latency_ms = group[0].network
+    cells = ", ".join(" ".join(filter(None, (cell.method, cell.wire, str(cell.every)))) for cell in group)
+    return f"{cells} at {mbit:g} Mbit/s and {latency_ms:g} ms"
 
 
 def link_of(cell: Cell, options: Namespace) -> NetworkLink:
@@ -285,12 +292,13 @@ def main() -> None:
         for cell in cells:
             print(cell.method, cell.wire, cell.every, *cell.network, prediction(cell, options))
         return
-    alone, debts, switches = [], [], []
+    alone, debts, switches, missing = [], [], [], {}
     for group in groups:
         try:
             answers, switch = measured(group, options)
         except (RowFailed, ClusterError, TimeoutError) as why:  # continue with the other networks
             print(why, flush=True)
+            missing[in_words(group)] = " ".join(str(why).partition("; its last lines:")[0].split())
             continue
         switches += [switch] if switch else []
         for answer in answers:
@@ -303,6 +311,7 @@ def main() -> None:
     if not rows:
         raise SystemExit("no cell could be measured")
     said = resolution(alone, debts, switches, options) + ([ceiling(max(options.mbit), options)] if switches else [])
+    said += [missing_sentence(missing)] if missing else []
     finish(rows, far, said, options)
 
 

@@ -63,7 +63,8 @@ A Llama of 2.56 M parameters in fp32, 8 sequences of 128 tokens per step and hos
 forward and backward sleep and yield gradients drawn beforehand, block after block; clipping, optimizers, rounding and
 messages are real.
 
-Medians over the turns; *min to max* is that of *of alone*. *Tokens/s*: of all replicas. *MB per round*: sent by a host's
+Speeds are medians over the turns; *min to max* is that of *of alone*. A row lacks the turns in which its loop or `alone` failed, and
+then its name says how many it has. *Tokens/s*: of all replicas. *MB per round*: mean over hosts and turns, sent by a host's
 network card, with all headers, acknowledgments and, for torchft, the heartbeats of its managers. *Minimum*: what a
 ring all-reduce of the model's parameters sends, 2 (N-1)/N x parameters x 4 bytes (or 1/2 + 4/128 in int4), once per round,
 or in every step where gradients are averaged.
@@ -77,8 +78,8 @@ allows in rounds this short: its fragment must be back before the next one is se
 all-reduce needs Triton, and is not measured. Outer optimizers are equal in the two DiLoCos and in the two
 fp32 Streaming DiLoCos. `llmtrain, never` never synchronizes, either: it differs from `alone` by llmtrain's trainer in
 the place of a loop by hand, as all rows of llmtrain do. No loop has a warm-up of synchronous steps. *Validation loss*:
-that of the replicas' mean after the last step; a mean that is still in flight then, or due in the next forward (EDiT), is
-not applied."""
+that of the replicas' mean after the last step, and the mean over turns; a mean that is still in flight then, or due in the next
+forward (EDiT), is not applied."""
 
 
 # ---- the table
@@ -111,11 +112,15 @@ def rows_of(
     turns: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]],
     minima: Mapping[str, float | None],
 ) -> list[Row]:
-    """Return the rows of one bandwidth. `turns` holds the answers of every host by loop, for the loops that gave some."""
+    """Return the rows of one bandwidth. `turns` holds the answers of every host by loop, for the loops that gave some. The name in
+    a row says how many turns are in it if they are not all."""
     rows = []
     for loop, name in names.items():
         pairs = [(turn[loop], turn[ALONE]) for turn in turns if loop in turn and ALONE in turn]
+        if len(pairs) < len(turns):
+            name = f"{name} ({len(pairs)} of {len(turns)} turns)"
         if not pairs:
+            rows.append((limit_in_words(bandwidth), name, *[""] * (len(COLUMNS) - 2)))
             continue
         shares = [rate_of(answers) / rate_of(alone) for answers, alone in pairs]
         bytes_sent = [answer["bytes"] for answers, _ in pairs for answer in answers]
@@ -253,6 +258,7 @@ def main() -> None:
         options.loops = [loop for loop in options.loops if loop not in OF_TORCHFT]
     tasks, names = tasks_of(options)
     rows: list[Row] = []
+    failed = 0
     with tempfile.NamedTemporaryFile("w", prefix="peers-", suffix=".log", delete=False) as log:
         try:
             for task in tasks.values():
@@ -264,6 +270,7 @@ def main() -> None:
                     HostRanks(peer_measure.__file__, hosts, log) as ranks,
                 ):
                     turns = take_turns(ranks, tasks, options.turns, limit_in_words(bandwidth))
+                failed += sum(len(tasks) - len(turn) for turn in turns)
                 measured = [answers for turn in turns for answers in turn.values()]
                 minima = {
                     loop: minimum_bytes(task, measured[0][0]["parameters"])
@@ -274,12 +281,11 @@ def main() -> None:
         except UserError as error:
             Path(log.name).unlink()
             raise SystemExit(f"error: {error}") from None
-    failed = sum(len(names) for _ in options.bandwidth) - len(rows)
     if failed:
-        print(f"{failed} rows could not be measured; what the processes printed is in {log.name}")
+        print(f"{failed} measurements failed; what the processes printed is in {log.name}")
     else:
         Path(log.name).unlink()
-    if not rows:
+    if not any(tokens for _, _, tokens, *_ in rows):
         raise SystemExit("no loop could be measured")
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)

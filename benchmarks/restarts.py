@@ -8,7 +8,8 @@ launch/README.md says. `c10d` is what a user would otherwise run: `torchrun --rd
 `llmtrain train`, which resumes from the last checkpoint of the same folder. Its timeouts are shorter than the defaults, so
 that it does not wait 30 s for nodes that may still come (`last_call_timeout`). Once all ranks have logged ten steps, a fault
 is injected. *Continues* is the time from the fault to the fifth logged step beyond it; *ends* the time to the end of the last
-launcher, with the exit codes of hosts 0 to 2. With `--write` the table goes to benchmarks/results/restarts/.
+launcher, with the exit codes of hosts 0 to 2. Where a fault precedes the start, both are times from the start, and *continues* is
+that to step 5. With `--write` the table goes to benchmarks/results/restarts/.
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ C10D = "join_timeout=120,last_call_timeout=5"
 COLUMNS = ("fault", "launcher", "continues after", "ends after", "exit codes", "last error line")
 
 NOTES = """\
-One trial per row. Both launchers resume from the last checkpoint, and neither survives the loss of host 0, whose store all
-others use. What c10d does better: it goes on sooner without a lost host and without one whose network is
-cut, since it does not first make sure that the host is silent; and it starts without a host that never comes.
+One trial per row. *Continues*: from the fault to the fifth logged step beyond it, or, for a host that never comes and a refused
+recipe, from the start of the launchers to step 5. *Ends*: from the same time to the end of the last launcher, with the exit codes of
+hosts 0 to 2.
+
+What all trials at a296909 showed: both launchers resume from the last checkpoint, and neither survives the loss of host 0, whose
+store all others use. What c10d does better: it goes on sooner without a lost host and without one whose network is cut, since it
+does not first make sure that the host is silent; and it starts without a host that never comes.
 What it does not do: a frozen rank costs more, because torchrun waits 30 s before it kills it and starts
 interpreters anew; a signal to stop on one host (a preemption) does not stop the run with a checkpoint, and the others go on; a
 recipe that ranks refuse ends with 1 after a restart in vain, not with 2; no line names the host that is missing or lost; and

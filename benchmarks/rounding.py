@@ -115,12 +115,13 @@ def main() -> None:
     arguments.add_argument("--times", type=int, default=9, help="in a turn")
     options = arguments.parse_args()
     rows: list[Row] = []
+    copies: list[float] = []
     for kind in KINDS:
         task = {name: getattr(options, name) for name in ("values", "threads", "turns", "times")}
         found = measure({"kind": kind, **task})
         rows += rows_of(kind, found["seconds"], found["compiling"])
-        copies = quartiles([1e3 * one for one in found["seconds"]["copy"]])
-    low, middle, high = copies
+        copies += found["seconds"]["copy"]
+    low, middle, high = quartiles([1e3 * one for one in copies])
     title = (
         f"Rounding messages of {options.values:,} fp32 values, {options.turns} turns of {options.times} times. A copy takes "
         f"{middle:.2f} ms ({low:.2f} to {high:.2f})"

@@ -69,7 +69,7 @@ COLUMNS = (
 )
 NOTES = """\
 Ratios are of turns taken one after another, so that a machine whose speed wanders is no faster for any of them. The interval is
-that of the median ratio (order statistics)."""
+that of the median ratio (order statistics), and blank for fewer than 6 turns."""
 
 
 def changes_for(family: str, size: str, length: int) -> list[str]:
@@ -145,12 +145,13 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
         }
 
 
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives."""
+def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives. None for fewer
+    than 6 values, whose lowest and highest are too close together."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, rank) / 2**count for rank in range(count)))
     outside = sum(chance <= 0.025 for chance in below)  # number of values outside the interval on each side
-    return ordered[outside - 1 if outside else 0], ordered[-outside if outside else -1]
+    return (ordered[outside - 1], ordered[-outside]) if outside else None
 
 
 def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
@@ -159,7 +160,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
     for name, series in seconds.items():
         ratios = [a / b for a, b in zip(series, seconds[first], strict=True)]
         low, middle, high = quartiles(ratios)
-        at_least, at_most = interval_of_median(ratios)
+        interval = interval_of_median(ratios)
         added = 100 * (statistics.median(series) - local) / PERIOD / local
         is_sync = name.startswith("trainer") and name not in (LOCAL, *POLICIES)
         rows.append(
@@ -168,7 +169,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]]) -> list[Row]:
                 f"{1000 * statistics.median(series):.1f}",
                 f"{middle:.3f}",
                 f"{low:.3f} to {high:.3f}",
-                f"{at_least:.3f} to {at_most:.3f}",
+                f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else "",
                 f"{added:+.2f} %" if is_sync else "",
             )
         )

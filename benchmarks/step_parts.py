@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from loops import RowFailed, ask, is_asked, on_gpu, opened, timed
-from table import RESULTS, Row, markdown, parser, show, write_page
+from table import RESULTS, Row, markdown, missing_sentence, parser, show, write_page
 from throughput import BARE, CHECKPOINTING, ENGINES, SIZES, TITAN, is_possible, recipe_of, step_of
 from titan import is_installed
 
@@ -114,22 +114,27 @@ def main() -> None:
     common = {key: getattr(options, key) for key in ("size", "checkpoint", "steps", "profiled", "override")}
     common |= {"compile": options.compile == "yes", "shard": 1, "precision": precision}
     tasks = [{"engine": engine, **common} for engine in options.engines]
-    found = {}
-    for task in filter(is_possible, tasks):
+    found, missing = {}, {}
+    for task in tasks:
+        if not is_possible(task):
+            missing[task["engine"]] = "not possible with these settings"
+            continue
         try:
             found[task["engine"]] = ask(__file__, 1, task)
         except RowFailed as why:  # continue with the other loops
             print(why)
+            missing[task["engine"]] = why.reason
     if not found:
         raise SystemExit("no loop could be measured")
+    lacking = [missing_sentence(missing)] if missing else []
     columns, rows = ("ms", *found), rows_of(found)
     how = f"compiled: {options.compile}, checkpointing: {options.checkpoint}"
     title = f"{options.size} on a {'GPU' if on_gpu() else 'CPU'}, {precision}, {how}"
     show(title, columns, rows)
+    print(*lacking)
     if options.write:
-        write_page(
-            RESULTS / "step_parts", "What a step spends its time on", [f"{title}.", markdown(columns, rows), NOTES]
-        )
+        parts = [f"{title}.", markdown(columns, rows), *lacking, NOTES]
+        write_page(RESULTS / "step_parts", "What a step spends its time on", parts)
 
 
 if __name__ == "__main__" and not is_asked(measure):

@@ -4,11 +4,13 @@
     python benchmarks/stream.py --megabytes 40 --interruptions 3
 
 The text: the Python files of the standard library and of all installed packages, repeated with a salt, as a data set of
-jsonl files on a stand-in for the hub (`local_hub`) that breaks off every fifth answer. Its tokens are made twice. *Undisturbed*:
-by `llmtrain prepare`, with connections that hold. *Disturbed*: by runs of a small model that begin with the first block, and
-that are interrupted (Ctrl-C), killed (SIGKILL of all processes), or lose their tokenizing process to SIGKILL, in turn, at
-random moments; after the last interruption, a run or `prepare` goes on to the end of the text. The table says how long
-after the command the first step was logged, and whether all tokens are equal.
+jsonl files on a stand-in for the hub (`local_hub`) that breaks off one of five answers at random. Its tokens are made twice.
+*Undisturbed*: by `llmtrain prepare`, with connections that hold, the training of the tokenizer included. *Disturbed*: by runs of a
+small model that begin with the first block, and that are interrupted (Ctrl-C), killed (SIGKILL of all processes), or lose their
+tokenizing process to SIGKILL, in turn, at random moments; after the last interruption, `prepare` continues to the end of the text.
+The table says how long after the command the first new step was logged, and whether all tokens are equal. After a SIGKILL of the
+run, the steps since its last checkpoint are made again before a new one, and their time is included; these starts have a line of
+their own.
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 from local_hub import LocalHub
 from loops import MODEL, RECIPE, end_with_children
-from table import RESULTS, ROOT, markdown, parser, show, write_page
+from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
+
+from llmtrain.errors import STOPPED_EARLY
 
 FILE_BYTES = 50_000_000
 DROP = 0.2
-KINDS = ("Ctrl-C", "SIGKILL of the run", "SIGKILL of the tokenizer")
+KILLED = "SIGKILL of the run"
+KINDS = ("Ctrl-C", KILLED, "SIGKILL of the tokenizer")
 FIRST_STEP_SECONDS, END_SECONDS = 300.0, 120.0
 COLUMNS = ("what", "value")
 KEYS = [
@@ -126,7 +131,7 @@ def tokenizers_below(process: subprocess.Popen) -> list[psutil.Process]:
 def disturb(
     command: Command, tokenizer: str, interruptions: int, drawn: random.Random
 ) -> tuple[list[float], list[str]]:
-    """Train, and interrupt the run again and again. Return each start's seconds to the first step, and the interruptions."""
+    """Train, and interrupt the run again and again. Return each start's seconds to the first new step, and the interruptions."""
     seconds, done = [], []
     while len(done) < interruptions:
         before, began = steps(command.folder), time.monotonic()
@@ -147,13 +152,27 @@ def disturb(
                     one.kill()
                 time.sleep(drawn.uniform(5, 15))  # it is started again
                 assert process.poll() is None, "the run has ended with its tokenizer"
-            if kind != "SIGKILL of the run":
+            if kind != KILLED:
                 process.send_signal(signal.SIGINT)
-                process.wait(END_SECONDS)
+                if (code := process.wait(END_SECONDS)) != STOPPED_EARLY:
+                    raise SystemExit(f"the interrupted run ended with exit code {code}")
             done.append(kind)
         finally:
             end_with_children(process)
     return seconds, done
+
+
+def first_steps(seconds: Sequence[float], done: Sequence[str]) -> list[Row]:
+    """Return the table's lines about the seconds to the first new step, given those of each start and the interruption that
+    ended each start. Starts after a SIGKILL of the run, which make steps again, have a line of their own."""
+    found: dict[str, list[float]] = {"first step after": []}
+    for taken, before in zip(seconds, ("", *done[:-1]), strict=True):
+        name = f"first new step after a {KILLED}, repeated ones included" if before == KILLED else "first step after"
+        found.setdefault(name, []).append(taken)
+    return [
+        (name, f"{statistics.median(series):.1f} s (median), {max(series):.1f} s (longest) of {len(series)} starts")
+        for name, series in found.items()
+    ]
 
 
 def digest(folder: Path) -> str:
@@ -199,8 +218,8 @@ def main() -> None:
             ("equal", "yes" if one == other else "NO"),
             ("interruptions", ", ".join(f"{done.count(kind)} x {kind}" for kind in dict.fromkeys(done))),
             ("connections broken off", str(broken)),
-            ("first step after", f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)"),
-            ("steps trained", str(steps(folder))),
+            *first_steps(seconds, done),
+            ("steps in the run's log", f"{steps(folder):,}"),
         ]
     show("A stream that breaks", COLUMNS, rows)
     if options.write:

@@ -271,6 +271,11 @@ def rows_of(name: str, every: int, turns: Mapping[str, Sequence[Mapping[str, flo
     return rows
 
 
+def failed_row(name: str, choice: Choice, wires: Sequence[str], why: RowFailed) -> Row:
+    """Return a row without figures for all wires of a method, in which the reason takes the place of the first figure."""
+    return (name, choice.own_wire or ", ".join(wires), str(choice.every), why.reason, *[""] * (len(COLUMNS) - 4))
+
+
 def main() -> None:
     """Measure one method after another, print the table, and write the page if asked to."""
     arguments = parser(__doc__)
@@ -290,18 +295,22 @@ def main() -> None:
         key: getattr(options, key) for key in ("wires", "size", "replicas", "shard", "turns", "rounds", "override")
     }
     rows: list[Row] = []
+    about: dict[str, Any] | None = None
     for name in options.methods:
         for offload in (False, True) if options.offload else (False,):
+            shown = f"{name}, offloaded" if offload else name
             try:
                 found = ask(__file__, options.replicas * options.shard, {"choice": name, "offload": offload, **common})
             except RowFailed as why:  # continue with the other methods
                 print(why)
+                rows.append(failed_row(shown, CHOICES[name], options.wires, why))
                 continue
-            rows += rows_of(f"{name}, offloaded" if offload else name, CHOICES[name].every, found["turns"])
-    if not rows:
+            about = found
+            rows += rows_of(shown, CHOICES[name].every, found["turns"])
+    if about is None:
         raise SystemExit("no method could be measured")
-    mesh = f"{options.replicas} replicas x {options.shard} shards on {found['device']}"
-    title = f"{mesh}, {found['values']:,} parameters a rank, {options.turns} turns of {options.rounds} rounds"
+    mesh = f"{options.replicas} replicas x {options.shard} shards on {about['device']}"
+    title = f"{mesh}, {about['values']:,} parameters a rank, {options.turns} turns of {options.rounds} rounds"
     show(title, COLUMNS, rows, words=2)
     if options.write:
         table = markdown(COLUMNS, rows, words=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -21,6 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "transformers")
 COMMIT = "LLMTRAIN_COMMIT"
 """Environment variable: the commit, for a copy of the tree without `.git`."""
+COMMITS, UNKNOWN = "benchmark_commits.txt", "unknown"
+"""File of a run directory with the commits at which `train` has started it, and the commit of a run without that file."""
 COMMON = (
     "data.tokenizer=train:4096",
     "train.tokens=null",
@@ -69,12 +72,37 @@ def run_overrides(options: Namespace) -> list[str]:
 
 
 def train(recipe: str, overrides: Sequence[str]) -> Path:
-    """Train a recipe, unless its run is complete, and return the run directory."""
+    """Train a recipe, unless its run is complete, and return the run directory, where the commit is recorded first."""
     from llmtrain.recipe_loader import load_recipe
+    from llmtrain.train.run_dir import RunDirectory
 
-    run = load_recipe(ROOT / recipe, overrides).run
+    loaded = load_recipe(ROOT / recipe, overrides)
+    run = ROOT / loaded.run.out_dir / loaded.run.name
+    with contextlib.chdir(ROOT):  # where the run starts
+        is_complete = RunDirectory(loaded).finished() is not None
+    if not is_complete and commit() not in (known := commits_of(run)):
+        run.mkdir(parents=True, exist_ok=True)
+        (run / COMMITS).write_text("".join(f"{one}\n" for one in (*known, commit())))
     subprocess.run(["bash", "launch/train.sh", recipe, *overrides], cwd=ROOT, check=True)
-    return ROOT / run.out_dir / run.name
+    return run
+
+
+def commits_of(run: Path) -> list[str]:
+    """Return the commits at which `train` has started a run, `unknown` first if the run was begun without a record of it."""
+    if (run / COMMITS).exists():
+        return (run / COMMITS).read_text().splitlines()
+    return [UNKNOWN] if (run / "recipe.yaml").exists() else []
+
+
+def commits_sentence(runs: Mapping[str, Path]) -> str:
+    """Return a sentence with the commits at which the runs of a page were trained."""
+    found: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        found.setdefault(" and then ".join(commits_of(run)), []).append(name)
+    if len(found) == 1:
+        return f"All runs were trained at commit {next(iter(found))}."
+    parts = (f"commit {commits}: {', '.join(names)}" for commits, names in found.items())
+    return f"Runs were trained at {'; '.join(parts)}."
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -116,6 +144,12 @@ def markdown(columns: Sequence[str], rows: Sequence[Row], words: int = 1) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, sides, *rows))
 
 
+def missing_sentence(reasons: Mapping[str, str]) -> str:
+    """Return a sentence with what could not be measured and why, empty if everything was."""
+    parts = (f"{what} ({why})" for what, why in reasons.items())
+    return f"Not measured: {'; '.join(parts)}." if reasons else ""
+
+
 def provenance() -> str:
     """Return one line of a page with the command, the commit, the versions and the machine."""
     command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
@@ -136,9 +170,9 @@ def commit(tree: Path = ROOT) -> str:
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)benchmarks/results")
-        return git("describe", "--always") + ("-dirty" if changed else "") or "unknown"
+        return git("describe", "--always") + ("-dirty" if changed else "") or UNKNOWN
     except OSError:  # no git
-        return "unknown"
+        return UNKNOWN
 
 
 def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:

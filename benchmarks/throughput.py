@@ -103,7 +103,8 @@ OTHERS = (BARE, TITAN, TITAN_MODEL, FLOAT8, GATHERED, PLAIN)
 """Engines for which nothing is predicted."""
 NOTES = """\
 One replica, so that a step is a local one. *With*: `parallel.compile` and `parallel.activation_checkpointing`
-(`true` or `selective`). *Tokens/s*: of all ranks, the median over the turns. *Of bare*: relative to a hand-written FSDP2 loop over
+(`true` or `selective`); what the recipe checks refuse, or a loop lacks, has no row. *Tokens/s*: of all ranks, the median over the
+turns. *Of bare*: relative to a hand-written FSDP2 loop over
 the same model, compiled and checkpointed alike (`bare_loop` in `benchmarks/loops.py`). *torchtitan*: its own trainer, model, loss and
 optimizer in the same sizes, on the same batches (`benchmarks/titan.py`); what it recomputes selectively is its own choice, too.
 *torchtitan's model*: that of release 0.2.2 alone, in the bare loop (`benchmarks/titan_model.py`). *float8*: the layers' products
@@ -277,7 +278,7 @@ def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, An
 
 def failed_row(task: Mapping[str, Any], why: RowFailed) -> Row:
     """Return a row without figures, in which the reason takes the place of the first figure."""
-    return (task["size"], task["engine"], _with(task), str(why), *[""] * (len(COLUMNS) - 4))
+    return (task["size"], task["engine"], _with(task), why.reason, *[""] * (len(COLUMNS) - 4))
 
 
 def _with(task: Mapping[str, Any]) -> str:
@@ -320,6 +321,7 @@ def main() -> None:
                 try:
                     found = ask(__file__, options.shard, task, variables)
                 except RowFailed as why:  # continue with the other rows
+                    print(why)
                     rows.append(failed_row(task, why))
                     continue
             rows.append(row(task, found, bare))

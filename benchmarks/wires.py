@@ -4,7 +4,9 @@
     python benchmarks/wires.py                                                # TinyStories from the hub
 
 Trains the DiLoCo run of benchmarks/methods.py once with each wire format, 2 to 3 minutes each on two cores, and prints
-one table; the run in fp32 is the very same one, so it is not made twice. A run that is complete is not made again.
+one table; the run in fp32 is the very same one, so it is not made twice. A run that is complete is not made again; it may be of
+an earlier commit, and table and page name the commits at which the runs were trained. Delete runs/benchmark_diloco* to train
+all of them now.
 With `--write` the table and each run's metrics go to benchmarks/results/wires/.
 """
 
@@ -20,6 +22,7 @@ from table import (
     ROOT,
     Row,
     add_run_options,
+    commits_sentence,
     keep_runs,
     lowest_in_bold,
     markdown,
@@ -57,7 +60,8 @@ LOSS = COLUMNS.index("validation loss")
 NOTES = """\
 `recipes/diloco_gpt_neo_8m.yaml` with the changes of `benchmarks/methods.py` (4 replicas, 300 steps, rounds of 20 after 50
 synchronous steps) and each wire. Bytes are what one rank sends in a round, counted where they are sent, without the
-synchronous steps; theory is 2 (N-1)/N x parameters x (4, 2, 1 + 4/128 or 1/2 + 4/128). What the count has beyond it is
+synchronous steps; theory is 2 (N-1)/N x parameters x bytes per value: 4 in fp32, 2 in bf16, 1 + 4/128 in int8, 1/2 + 4/128 in
+int4 and fp4, 1/4 + 4/128 in 2bit. What the count has beyond it is
 padding to whole blocks of 128 values a rank, and 96 bytes for the meeting. One seed: differences as small as those
 of two seeds say nothing about a wire."""
 
@@ -105,7 +109,8 @@ def row(wire: str, run: Path, parameters: int, fp32_loss: float) -> Row:
 def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
     """Write the page with the table, and keep the runs' logs to check the numbers against."""
     folder = RESULTS / "wires"
-    write_page(folder, "DiLoCo on every wire", [markdown(COLUMNS, lowest_in_bold(rows, LOSS)), NOTES])
+    table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
+    write_page(folder, "DiLoCo by wire", [table, commits_sentence(runs), NOTES])
     keep_runs(runs, folder)
 
 
@@ -126,6 +131,7 @@ def main() -> None:
     parameters, fp32_loss = parameters_of(runs["fp32"]), summary_of(runs["fp32"])["final_eval_loss"]
     rows = [row(wire, run, parameters, fp32_loss) for wire, run in runs.items()]
     show(f"GPT-Neo 8M with DiLoCo on 4 replicas, {parameters:,} parameters", COLUMNS, rows)
+    print(commits_sentence(runs))
     if options.write:
         write(rows, runs)
 

@@ -84,11 +84,12 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
 fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
 at most 2.8 points of utilization in [measurements](../network) with a model of 2.5 M parameters and messages of up to 21 steps; the last
-column is extrapolated. Above 1, the method pays."""
+column is extrapolated. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured share have no row."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it
-([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Their records are in [short_warmup.jsonl](short_warmup.jsonl)."""
+([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Cells without a loss for every seed have no row. All records are in
+[short_warmup.jsonl](short_warmup.jsonl)."""
 
 
 def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.deep
 
 methods, step_parts, stragglers = map(importlib.import_module, ("methods", "step_parts", "stragglers"))
 sync_cost, table, throughput, wires = map(importlib.import_module, ("sync_cost", "table", "throughput", "wires"))
-data, rounding, step_overhead = map(importlib.import_module, ("data", "rounding", "step_overhead"))
+data, loops, memory = map(importlib.import_module, ("data", "loops", "memory"))
+rounding, step_overhead, stream = map(importlib.import_module, ("rounding", "step_overhead", "stream"))
 
 
 @pytest.fixture
@@ -97,12 +98,15 @@ def test_written_results(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with tarfile.open(tmp_path / "results/methods/runs.tar.xz") as archive:
         assert set(archive.getnames()) == {f"{method}/{name}" for method in METHODS for name in logs}
     assert "| diloco | **2.0000** |" in (tmp_path / "results/methods/README.md").read_text()
+    for page in ("methods", "wires"):
+        text = (tmp_path / "results" / page / "README.md").read_text()
+        assert "All runs were trained at commit unknown." in text
 
 
 def test_the_overheads_rows() -> None:
     seconds = {step_overhead.PLAIN: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
     rows = step_overhead.rows_of(seconds)
-    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "1.000 to 1.200", "")
+    assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "", "")
     assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
     assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
 
@@ -111,6 +115,8 @@ def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
     """The ranks of the sign test's interval: 6 and 15 of 20 values, 10 and 21 of 30."""
     assert step_overhead.interval_of_median(range(1, 21)) == (6, 15)
     assert step_overhead.interval_of_median(range(1, 31)) == (10, 21)
+    assert step_overhead.interval_of_median(range(1, 7)) == (1, 6)
+    assert step_overhead.interval_of_median(range(1, 6)) is None
 
 
 def test_a_synchronizations_rows() -> None:
@@ -125,6 +131,65 @@ def test_a_synchronizations_rows() -> None:
     offloaded = [{**turn, "copied": 0.0} for turn in turns]
     (without,) = sync_cost.rows_of("co2, offloaded", 2, {sync_cost.LOCAL: local, "int8": offloaded})
     assert without == ("co2, offloaded", *row[1:10], "", "")
+
+
+def test_what_fails_is_on_the_page() -> None:
+    why = loops.RowFailed("memory.py: measuring {}", "failed with exit code 1; see its output")
+    task = {"engine": "zero1", "shard": 1, "precision": "fp32", "checkpoint": "no", "micro_batches": 2, "compile": True}
+    failed = memory.failed_row(task, why)
+    assert failed == ("zero1, compiled", "1", "fp32", "nothing", "2", why.reason, "", "")
+    measured = memory.row(task, {"peak": 2e6, "predicted": 3e6})
+    assert measured[:5] == failed[:5] and measured[5:] == ("2", "3", "+50.0 %")
+    assert len(failed) == len(measured) == len(memory.COLUMNS)
+    blank = [""] * (len(sync_cost.COLUMNS) - 4)
+    row = sync_cost.failed_row("co2, offloaded", sync_cost.CHOICES["co2"], ("fp32", "int8"), why)
+    assert row == ("co2, offloaded", "fp32, int8", "8", why.reason, *blank)
+    slow = throughput.failed_row(row_of("fsdp2"), why)
+    assert slow == ("6M", "fsdp2", "checkpoint", why.reason, *[""] * (len(throughput.COLUMNS) - 4))
+    own = sync_cost.failed_row("sparseloco", sync_cost.CHOICES["sparseloco"], ("fp32", "int8"), why)
+    assert own == ("sparseloco", "topk", "1", why.reason, *blank)
+    sentence = table.missing_sentence({"zero3": "failed", "x": "not possible"})
+    assert sentence == "Not measured: zero3 (failed); x (not possible)."
+    assert table.missing_sentence({}) == ""
+
+
+def test_a_method_that_fails_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = {"seconds": 0.2, "exposed": 0.04, "messages": 0.03, "bytes": 2e6, "alone": 0.02, "copied": 0.025}
+
+    def ask(script: str, ranks: int, task: dict[str, object]) -> dict[str, object]:
+        if task["choice"] != "diloco":
+            raise loops.RowFailed("measuring", "failed")
+        return {"turns": {sync_cost.LOCAL: [{"seconds": 0.1}], "fp32": [turn]}, "values": 5, "device": "cpu"}
+
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sync_cost, "ask", ask)
+    monkeypatch.setattr(sync_cost, "show", lambda title, columns, rows, words: shown.extend(rows))
+    monkeypatch.setattr(sys, "argv", ["sync_cost.py", "--methods", "diloco", "co2", "--wires", "fp32"])
+    sync_cost.main()
+    assert [row[:4] for row in shown] == [("diloco", "fp32", "1", "100.0"), ("co2", "fp32", "8", "failed")]
+    monkeypatch.setattr(sys, "argv", ["sync_cost.py", "--methods", "co2"])
+    with pytest.raises(SystemExit, match="no method could be measured"):
+        sync_cost.main()
+
+
+def test_loops_that_could_not_be_profiled_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def ask(script: str, ranks: int, task: dict[str, object]) -> dict[str, float]:
+        if task["engine"] != "fsdp2":
+            raise loops.RowFailed("measuring", "failed with exit code 1")
+        parts = step_parts.parts_of([("aten::mm", 0.5)], wall=1.0)
+        return {**parts, step_parts.WALL: 1.0, step_parts.IDEAL: 0.4}
+
+    monkeypatch.setattr(step_parts, "ask", ask)
+    monkeypatch.setattr(step_parts, "RESULTS", tmp_path)
+    engines = [throughput.BARE, "fsdp2", throughput.PLAIN]
+    words = ["--size", "6M", "--engines", *engines, "--checkpoint", "yes", "--write"]
+    monkeypatch.setattr(sys, "argv", ["step_parts.py", *words])
+    step_parts.main()
+    sentence = "Not measured: bare loop (failed with exit code 1); plain loop (not possible with these settings)."
+    assert sentence in capsys.readouterr().out
+    assert sentence in (tmp_path / "step_parts" / "README.md").read_text()
 
 
 def test_a_throughputs_row() -> None:
@@ -154,6 +219,15 @@ def test_texts_rows() -> None:
     assert row == ("packed", "8 x 128", "200", "100 to 300", "5.1", "500", "0.200 %")
     assert len(rows[0]) == len(data.COLUMNS) and len(row) == len(data.LOADER_COLUMNS)
     assert list(map(len, data.batched(["x" * 750_000] * 5))) == [2, 2, 1]
+
+
+def test_starts_after_a_kill_have_a_line_of_their_own() -> None:
+    """The second start follows Ctrl-C, and the third one a kill, after which steps are made again."""
+    first, killed = stream.first_steps([3.0, 4.0, 9.0, 2.0], ["Ctrl-C", stream.KILLED, "Ctrl-C", stream.KILLED])
+    assert first == ("first step after", "3.0 s (median), 4.0 s (longest) of 3 starts")
+    assert killed[0].startswith("first new step after a SIGKILL of the run")
+    assert killed[1] == "9.0 s (median), 9.0 s (longest) of 1 starts"
+    assert len(stream.first_steps([3.0], [stream.KILLED])) == 1
 
 
 def test_a_stragglers_row() -> None:
@@ -186,6 +260,21 @@ def test_rows_of_rounding_compare_with_a_copy_turn_by_turn() -> None:
     assert plain == ("int4", "plain", "20.00", "10.00 to 30.00", "2.00", "4.00", "4.00 to 4.00", "0.40", "")
     assert compiled == ("int4", "compiled", "10.00", "5.00 to 30.00", "1.00", "1.00", "1.00 to 1.00", "0.10", "12.3")
     assert len(plain) == len(compiled) == len(rounding.COLUMNS)
+
+
+def test_the_copy_of_the_rounding_page_is_that_of_all_wires(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, titles = iter((0.001, 0.002, 0.003, 0.004, 0.005)), []
+
+    def measure(task: dict[str, object]) -> dict[str, object]:
+        seconds = [next(copies)]
+        works = ("copy", "plain encode", "plain decode", "compiled encode", "compiled decode")
+        return {"seconds": dict.fromkeys(works, seconds), "compiling": 1.0}
+
+    monkeypatch.setattr(rounding, "measure", measure)
+    monkeypatch.setattr(rounding, "show", lambda title, columns, rows, words: titles.append(title))
+    monkeypatch.setattr(sys, "argv", ["rounding.py"])
+    rounding.main()
+    assert titles[0].endswith("A copy takes 3.00 ms (1.50 to 4.50)")
 
 
 @pytest.mark.parametrize(

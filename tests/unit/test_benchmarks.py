@@ -56,6 +56,33 @@ def test_bytes_per_round_are_without_the_synchronous_steps(tmp_path: Path) -> No
     assert wires.bytes_per_round(tmp_path) == 1000 / 4
 
 
+def test_runs_name_the_commits_at_which_they_were_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a run that is continued at another commit, one that is complete, and one that was begun without a record."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(table.subprocess, "run", lambda command, **_: started.append(command))
+    summary = {"stopped": "done", "steps": 10**9, "final_eval_loss": 2.0}
+
+    def train_at(commit: str, name: str) -> Path:
+        monkeypatch.setenv(table.COMMIT, commit)
+        return table.train(loops.RECIPE, [f"run.out_dir={tmp_path}", f"run.name={name}"])
+
+    one = train_at("abc1", "one")
+    assert one == tmp_path / "one" and table.commits_of(one) == ["abc1"] == table.commits_of(train_at("abc1", "one"))
+    assert table.commits_of(train_at("def2", "one")) == ["abc1", "def2"]
+    (one / "summary.json").write_text(json.dumps(summary))
+    assert table.commits_of(train_at("eee3", "one")) == ["abc1", "def2"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "recipe.yaml").touch()
+    assert table.commits_of(tmp_path / "old") == ["unknown"]
+    assert table.commits_of(train_at("eee3", "old")) == ["unknown", "eee3"]
+    assert len(started) == 5 and all(command[1] == "launch/train.sh" for command in started)
+    assert table.commits_sentence({"a": one, "b": one}) == "All runs were trained at commit abc1 and then def2."
+    three = train_at("eee3", "three")
+    assert table.commits_sentence({"a": one, "b": three, "c": one}) == (
+        "Runs were trained at commit abc1 and then def2: a, c; commit eee3: b."
+    )
+
+
 def test_theory() -> None:
     of_one = {"fp32": 4, "bf16": 2, "int8": 1.03125, "int4": 0.53125}
     assert {kind: wires.theory(1000, 4, kind) for kind in of_one} == {kind: 1500 * n for kind, n in of_one.items()}

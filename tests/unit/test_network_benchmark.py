@@ -156,6 +156,26 @@ def test_a_cells_row() -> None:
     assert named == "diloco fp32 20 100 0 (-10.5, 50% of the exposed time not waiting for messages)"
 
 
+def test_cells_of_a_network_that_failed_are_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = {"alone": 0.6, "steps": [20], "seconds": [13.5], "waited": [1.4], "debt": 0.0, "sent": [16e6]}
+
+    def measured(group: list[object], options: Namespace) -> tuple[list[dict[str, object]], dict[str, float]]:
+        if group[0].mbit == 30:
+            raise network.RowFailed("network.py: rank 1 failed;", "its last lines:\nwhy it fails")
+        return [{"cell": vars(cell), "ranks": [rank] * 4} for cell in group], {}
+
+    said: list[str] = []
+    monkeypatch.setattr(network, "measured", measured)
+    monkeypatch.setattr(network, "finish", lambda rows, far, sentences, options: said.extend(sentences))
+    words = ["--rows", "diloco", "edit/int8", "--every", "20", "--mbit", "30", "100", "--latency-ms", "0"]
+    monkeypatch.setattr(sys, "argv", ["network.py", *words])
+    network.main()
+    assert said[-1] == "Not measured: diloco fp32 20, edit int8 20 at 30 Mbit/s and 0 ms (network.py: rank 1 failed)."
+    assert "why it fails" in capsys.readouterr().out
+
+
 def _measure(overrides: tuple[str, ...]) -> dict[str, object]:
     comms = Comms(dist.group.WORLD)
     mesh = SimpleNamespace(

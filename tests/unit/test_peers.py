@@ -314,12 +314,14 @@ def test_rows_are_relative_to_the_same_turn_alone() -> None:
     names = {"alone": "alone", "ddp": "torch DDP", "edit": "llmtrain EDiT", "co2": "never measured"}
     rows = peers.rows_of(100.0, names, turns, {"ddp": 1e6, "edit": None})
     assert rows == [
-        ("100 Mbit/s", "alone", "1,500", "100.0 %", "100.0 to 100.0", "0.00", "", "", ""),
-        ("100 Mbit/s", "torch DDP", "250", "25.0 %", "25.0 to 25.0", "1.60", "1.00", "+60.0 %", ""),
-        ("100 Mbit/s", "llmtrain EDiT", "1,050", "65.0 %", "50.0 to 80.0", "1.60", "", "", "2.5000"),
+        ("100 Mbit/s", "alone (2 of 3 turns)", "1,500", "100.0 %", "100.0 to 100.0", "0.00", "", "", ""),
+        ("100 Mbit/s", "torch DDP (1 of 3 turns)", "250", "25.0 %", "25.0 to 25.0", "1.60", "1.00", "+60.0 %", ""),
+        ("100 Mbit/s", "llmtrain EDiT (2 of 3 turns)", "1,050", "65.0 %", "50.0 to 80.0", "1.60", "", "", "2.5000"),
+        ("100 Mbit/s", "never measured (0 of 3 turns)", *[""] * 7),
     ]
     assert all(len(row) == len(peers.COLUMNS) for row in rows)
     [never] = peers.rows_of(None, {"ddp": "never"}, turns[1:2], {"ddp": 0.0})
+    assert never[1] == "never", "all turns are in it"
     assert never[5:8] == ("1.60", "0.00", "")
     [unlimited] = peers.rows_of(None, {"alone": "alone"}, [{"alone": answers(1.0, None)}], {})
     assert unlimited[0] == "no limit" and unlimited[5:8] == ("", "", "")
