@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from llmtrain.config import LRScheduleSection, OptimSection, PrimalAverageSection, Recipe, Section
 from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.text_list import key_of
+from llmtrain.files import local_path
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.duration import format_duration
 from llmtrain.plan.model_size import size_of
@@ -29,6 +31,7 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
         *_period(recipe, step_seconds),
         *_average(recipe),
         *_validation(recipe, texts),
+        *_trained_on(recipe),
         *_recordings(recipe),
         *_unused(recipe),
         *_unused_rates(recipe),
@@ -42,6 +45,29 @@ def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int,
         return None
     rates = HardwareRates(rate_here(recipe, local_ranks), mbit=math.inf)
     return estimate_time(recipe, size_of(recipe, vocab_size), replicas, shards, rates).step
+
+
+def _trained_on(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each validation text that is also trained on, because it is a part of a training text."""
+    texts = recipe.data.texts()
+    held_out = [(f"eval.sets.{name}", None, text) for name, text in recipe.eval.sets.items()]
+    for name, section in texts.items():
+        if section.validation not in (None, section.source):  # its own text leaves these files out
+            key = key_of(recipe.data, name).removesuffix("source") + "validation"
+            held_out.append((key, name, section.validation))
+    for key, owner, text in held_out:
+        for name, section in texts.items():
+            is_left_out = name == owner or (section.validation != section.source and _is_in(text, section.validation))
+            if _is_in(text, section.source) and not is_left_out:
+                yield (
+                    f"{key}: {text} is in {key_of(recipe.data, name)}={section.source}, so it is trained on; move it elsewhere"
+                )
+
+
+def _is_in(text: str, folder: str | None) -> bool:
+    """Return whether a file or folder is another one, or in it."""
+    here, there = local_path(text), None if folder is None else local_path(folder)
+    return here is not None and there is not None and here.resolve().is_relative_to(there.resolve())
 
 
 def _period(recipe: Recipe, step_seconds: float | None) -> Iterator[str]:

@@ -84,6 +84,29 @@ def move() -> None:
     step(model, optimizer)
 
 
+def move_after_loading() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    updates = LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    updates.load_state_dict(updates.state_dict() | {"step": 5})
+    model.float().double()
+    step(model, optimizer, 6)
+
+
+def load_without_error_feedback() -> None:
+    model, wire = Layered(), {"kind": "int8", "error_feedback": True}
+    state = LocalUpdates(model, sgd(model), "diloco", period=3, warmup_steps=0, wire=wire).state_dict()
+    LocalUpdates(model, sgd(model), "diloco", period=3, warmup_steps=0, wire="int8").load_state_dict(state)
+
+
+def load_for_fewer_parameters() -> None:
+    model = Layered()
+    state = LocalUpdates(model, sgd(model), "diloco", period=3, warmup_steps=0).state_dict()
+    model.head.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], LR)
+    LocalUpdates(model, optimizer, "diloco", period=3, warmup_steps=0).load_state_dict(state)
+
+
 def give_sparse_gradients() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = sgd(model)
@@ -125,6 +148,9 @@ def load_another_state() -> None:
 MISTAKES = {
     unfreeze: "the optimizer has a trainable parameter that is not synchronized",
     move: "the parameters of rest have moved since LocalUpdates was constructed",
+    move_after_loading: "the parameters of rest have moved since LocalUpdates was constructed",
+    load_without_error_feedback: "the state is of another loop: error_feedback is on there, and off here",
+    load_for_fewer_parameters: "the state is of another loop: values is [40, 20, 20] there, and [40, 20, 18] here",
     give_sparse_gradients: "synchronous steps cannot average sparse gradients",
     give_other_layers: "layers has a module that is not a part of the model",
     give_another_optimizer: "the optimizer has no trainable parameters of the module",

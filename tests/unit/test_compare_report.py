@@ -135,6 +135,14 @@ def test_nobody_was_faster(tmp_path: Path, edit: list[tuple[float, float]], targ
     assert headline(tmp_path, target=target) == "No run was measurably faster than the baseline synchronous"
 
 
+def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], edit=[(5.0, 4.0)] * 3)
+    assert rows(tmp_path, target=4.0)["edit"]["outcome"] == "faster"
+    assert headline(tmp_path, target=4.0) == (
+        "edit reached 4.000 before synchronous, but how many times as fast is unknown"
+    )
+
+
 def test_there_is_nothing_to_compare(tmp_path: Path) -> None:
     nothing = "Nothing to compare: the baseline {} has no final loss, or no other run has results"
     write_run(tmp_path / "alone" / "mine", straight(10.0, 4.0), "edit")

@@ -188,6 +188,8 @@ def test_runs_on_different_texts_are_not_ranked(tmp_path: Path, capsys) -> None:
     results = gather(load_trials([a, b]), target=4.75)
     assert headline(results) == f"Nothing to compare: {results.unit.note}"
     assert results.runs.loc[("as run", "b"), ("outcome", "")] == Outcome.NOT_COMPARABLE
+    write_report(results, tmp_path / "report")
+    assert "Target: none, because losses can't be compared." in (tmp_path / "report/report.md").read_text()
     for baseline in ("a", "b"):
         runs = gather(load_trials([a, b]), baseline).runs
         assert runs[["speed_up", "own_speed_up"]].xs("median", axis=1, level=1).isna().all(axis=None)

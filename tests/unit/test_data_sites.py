@@ -82,7 +82,9 @@ def test_a_site_goes_on_where_it_stopped_after_an_absence(shards: int) -> None:
     replicas = loaders("ABC")
     found = read(replicas, [5, 5, 5])
     replicas = continued(replicas, "AB", shards)
-    assert [rank.state_dict()["absent"]["C"] for ranks in replicas for rank in ranks] == [{"position": 40}] * 2 * shards
+    assert [rank.state_dict()["absent"]["C"] for ranks in replicas for rank in ranks] == [
+        {"position": 40, "sizes": [480]}
+    ] * 2 * shards
     found += read(replicas, [4, 4])
     replicas = continued(replicas, "AB", shards)  # the same mesh keeps it
     replicas = continued(replicas, "ABC")
@@ -92,6 +94,18 @@ def test_a_site_goes_on_where_it_stopped_after_an_absence(shards: int) -> None:
     assert read_at == {"A": 8 * 10 + 12 * 4, "B": 8 * 10 + 12 * 4, "C": 80} and max(Counter(found).values()) == 1
     expected = read(loaders("C"), [20])[:80]
     assert [pair for pair in found if pair[0] == "C"] == expected
+
+
+def test_an_absent_site_whose_text_grows_keeps_the_order_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = TEXTS["B"]
+    monkeypatch.setitem(TEXTS, "B", TokenShards([10_000 + np.arange(240 * LENGTH + 1)]))
+    replicas = loaders("AB")
+    found = read(replicas, [5, 5])
+    replicas = continued(replicas, "A")
+    monkeypatch.setitem(TEXTS, "B", whole)
+    found += read(continued(replicas, "AB"), [10, 10])
+    of_b = [sample for site, sample in found if site == "B"]
+    assert len(of_b) == 12 * 15 and max(Counter(of_b).values()) == 1 and max(of_b) < 240
 
 
 @pytest.mark.parametrize("sites", ["BA", "AC", "CB", "BB"])

@@ -140,11 +140,21 @@ def test_a_card_has_each_score_once(tmp_path: Path) -> None:
     write("small.json", 3, 200, **{"acc,none": 0.5, "f1,none": 0.3})
     assert [(s.metric, str(s)) for s in read_scores(tmp_path, 1000)] == [
         ("acc", "0.5000"),
-        ("acc", "0.1000"),
+        ("acc,other", "0.1000"),
         ("f1", "0.3000"),
     ]
     write("small.json", 12, 1838, **{"acc,none": 0.6})
     assert [str(s) for s in read_scores(tmp_path, 1000)] == ["0.6000 (n = 1838)", "0.1000"]
+
+
+def test_a_card_has_the_standard_errors_of_tasks_with_filters(tmp_path: Path) -> None:
+    numbers = {"exact_match,strict": 0.5, "exact_match,strict_stderr": 0.1, "acc": 0.25, "acc_stderr": 0.2}
+    content = {"suite": "mine", "checkpoint_step": 10, "results": {"quiz": numbers}}
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 10)] == [
+        ("exact_match,strict", "0.5000 ± 0.1000"),
+        ("acc", "0.2500 ± 0.2000"),
+    ]
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.errors import NewerFormatError
+from llmtrain.train import mirror
 from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import write
 from tests.unit.test_mirror import ALONE, Machine, flip_at, steps_at
@@ -54,6 +56,20 @@ def test_a_local_checkpoint_older_than_a_damaged_one_of_the_mirror_is_copied(tmp
     second.mirror.upload_if_newer(second.directory.checkpoints / "step-00000015")
     assert second.mirror.finish(ALONE) is None, second.said
     assert Machine(tmp_path / "third", url).start().name == "step-00000015"
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_taken_for_a_damaged_one(tmp_path: Path, monkeypatch) -> None:
+    url = f"file://{tmp_path}/there"
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    first.save(10)
+
+    def refuse(folder: Path) -> None:
+        raise NewerFormatError(f"{folder} is of a newer version")
+
+    monkeypatch.setattr(mirror, "read_state", refuse)
+    with pytest.raises(NewerFormatError):
+        Machine(tmp_path / "second", url).start()
 
 
 def test_only_the_main_rank_removes_what_it_fetched_in_vain(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ class Meeting:
         seconds: float = 20,
         counts=None,
         steps: Sequence[str] = (),
+        processes: Sequence[int] = (),
     ) -> list[object]:
         """What `do` returned or raised for each of `ranks`, in order."""
         outcomes: list[object] = [None] * len(ranks)
@@ -175,7 +176,7 @@ class Meeting:
                 (counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port, *steps[place : place + 1]
             )
             try:
-                with rendezvous_nodes(nodes, seconds) as rendezvous:
+                with rendezvous_nodes(nodes, seconds, *processes[place : place + 1]) as rendezvous:
                     outcomes[place] = do(rendezvous)
             except Exception as error:
                 outcomes[place] = error
@@ -263,6 +264,13 @@ def test_nodes_that_count_differently_are_refused(meeting: Meeting):
     first, second = meeting.hold([0, 1], 2, lambda call: None, counts={1: 3})
     assert isinstance(second, RecipeError) and f"NNODES=3 on {HERE}, but 2 on node 0" in str(second)
     assert isinstance(first, TrainingError) and str(second) in str(first)
+
+
+def test_nodes_that_start_unequal_numbers_of_processes_are_refused(meeting: Meeting):
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, processes=[4, 8])
+    assert RecipeError in map(type, outcomes)
+    says = f"node 0 on {HERE} starts 4, node 1 on {HERE} starts 8; set NPROC_PER_NODE=4 on all of them"
+    assert all(says in str(outcome) for outcome in outcomes), outcomes
 
 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):

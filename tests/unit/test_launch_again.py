@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, TrainingError
 from llmtrain.launch import node_rendezvous, torchrun, watchdog
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
-from llmtrain.launch.node_rendezvous import NodeRendezvous, TimeoutStore
+from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore
 from llmtrain.launch.nodes import Nodes
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run_dir import RunDirectory
@@ -157,11 +157,31 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
             return  # leaves
         eventually(lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1)
         outcomes.extend(meeting.hold([1], 2, lambda call: None))
+        outcomes.append(call.exchange_exits(0, NodeExit(DONE), True))
 
     eventually(lambda: "says that it is there" not in [thread.name for thread in threading.enumerate()])
     meeting.hold([0, 1], 2, attend)
-    assert type(outcomes[0]) is TrainingError
+    assert type(outcomes[0]) is ReturnedError
     assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
+    assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without it"
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> None:
+    meeting, outcomes = Meeting(), []
+
+    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
+        if call.nodes.rank == 1:
+            return None  # leaves
+        first = call.exchange_exits(0, NodeExit(FAILED), True)
+        if call.nodes.rank == 0:
+            outcomes.extend(meeting.hold([1], 3, lambda call: None))
+        return first, call.exchange_exits(1, NodeExit(DONE), True)
+
+    first, _, third = meeting.hold([0, 1, 2], 3, attend)
+    assert type(outcomes[0]) is ReturnedError
+    assert str(outcomes[0]).startswith("node 1 was lost, and the others continue without it")
+    assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
 from llmtrain.errors import ModelError
 from llmtrain.plan import memory
-from llmtrain.plan.memory import KEPT_SHARE, SAVED_PER_COMPILED_LINEAR, SAVED_PER_LINEAR, estimate, reshards
+from llmtrain.plan.memory import (
+    KEPT_SHARE,
+    SAVED_PER_COMPILED_LINEAR,
+    SAVED_PER_LINEAR,
+    checkpoint_bytes,
+    estimate,
+    reshards,
+)
 from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
@@ -273,13 +280,23 @@ def test_wagma_keeps_its_newest_model_and_a_sum_in_flight_in_cpu_memory(tmp_path
     assert planned(tmp_path, "sync.method=local_sgd", replicas=2).host_models == 0
 
 
+def test_runs_that_average_rounded_gradients_in_every_step_have_no_anchor(tmp_path) -> None:
+    gradients = ["sync.method=synchronous", "sync.wire={kind: int8, gradients: true}"]
+    recipe = make(tmp_path, *gradients)
+    assert planned(tmp_path, *gradients, replicas=2).anchors == 0
+    of_diloco = checkpoint_bytes(make(tmp_path, "sync.method=diloco"), size_of(recipe), 2)
+    assert of_diloco - checkpoint_bytes(recipe, size_of(recipe), 2) == 2 * 4 * 3864
+
+
 @pytest.mark.parametrize("offload", ["false", "true"])
-def test_a_checkpoint_in_the_background_is_a_copy_in_cpu_memory(tmp_path, offload: str) -> None:
-    """AdamW and DiLoCo: master values, two moments, an anchor and its momentum, whether they rest on the GPU or not."""
+def test_a_checkpoint_is_written_from_a_copy_in_cpu_memory(tmp_path, offload: str) -> None:
+    """AdamW and DiLoCo: master values, two moments, an anchor and its momentum, whether they rest on the GPU or not. Without
+    the background, only what is offloaded is copied."""
     keys = ["sync.method=diloco", f"sync.offload={offload}", "checkpoint.background="]
     copied, at_once = (planned(tmp_path, *keys[:2], keys[2] + value, shard=2) for value in ("true", "false"))
-    assert (copied.host_checkpoint, at_once.host_checkpoint) == (5 * 4 * 3864 / 2, 0)
-    assert copied.host_total - at_once.host_total == copied.host_checkpoint
+    one = 4 * 3864 / 2
+    assert (copied.host_checkpoint, at_once.host_checkpoint) == (5 * one, 2 * one if offload == "true" else 0)
+    assert copied.host_total - at_once.host_total == copied.host_checkpoint - at_once.host_checkpoint
     assert copied.device_total == at_once.device_total
 
 
