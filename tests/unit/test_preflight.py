@@ -324,25 +324,6 @@ def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
     assert warning.startswith(line)
 
 
-def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys: list[str]) -> None:
-    (tmp_path / "texts").mkdir()
-    for name in ("a", "news", "held"):
-        (tmp_path / f"texts/{name}.txt").write_text("text")
-    folder = tmp_path / "texts"
-
-    def warnings_of(*changed: str) -> list[str]:
-        return ineffective.ineffective_keys(load_recipe(RECIPE, [*keys, *changed]), {}, None)
-
-    news, source = f"eval.sets={{news: {folder}/news.txt}}", f"data.source={folder}"
-    (line,) = warnings_of(source, f"data.validation={folder}/held.txt", news)
-    assert line.startswith(f"eval.sets.news: {folder}/news.txt is in data.source={folder}, so it is trained on")
-    assert warnings_of(source, f"data.validation={folder}/news.txt", news) == []
-    assert warnings_of(f"data.source={folder}/a.txt", news) == []
-    entries = f"{{source: {folder}/a.txt, name: a, validation: {folder}/held.txt}}, {{source: {folder}, name: b}}"
-    (line,) = warnings_of(f"data.sources=[{entries}]")
-    assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
-
-
 def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
     """Two nodes with two of four ranks each."""
     mesh = ["parallel.replicas=2", "parallel.shards=2"]

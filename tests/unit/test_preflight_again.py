@@ -1,4 +1,4 @@
-"""`recipe check` and a start agree: on a run's own recipe, and on texts of `eval.sets`."""
+"""`recipe check` and a start agree: on a run's own recipe, and on texts of `eval.sets`, which must not be trained on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from llmtrain.errors import DataError
 from llmtrain.launch.preflight import check_here
+from llmtrain.plan.ineffective_keys import ineffective_keys
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.run import prepare_for
 from tests.unit.test_preflight import RECIPE, keys
@@ -34,3 +35,22 @@ def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_pa
         DataError, match=r"eval\.sets\.held: .*none\.npy: no file|eval\.sets\.held: .*none\.npy: no such file"
     ):
         check_here(load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/none.npy}}"]))
+
+
+def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys: list[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "news", "held"):
+        (tmp_path / f"texts/{name}.txt").write_text("text")
+    folder = tmp_path / "texts"
+
+    def warnings_of(*changed: str) -> list[str]:
+        return ineffective_keys(load_recipe(RECIPE, [*keys, *changed]), {}, None)
+
+    news, source = f"eval.sets={{news: {folder}/news.txt}}", f"data.source={folder}"
+    (line,) = warnings_of(source, f"data.validation={folder}/held.txt", news)
+    assert line.startswith(f"eval.sets.news: {folder}/news.txt is in data.source={folder}, so it is trained on")
+    assert warnings_of(source, f"data.validation={folder}/news.txt", news) == []
+    assert warnings_of(f"data.source={folder}/a.txt", news) == []
+    entries = f"{{source: {folder}/a.txt, name: a, validation: {folder}/held.txt}}, {{source: {folder}, name: b}}"
+    (line,) = warnings_of(f"data.sources=[{entries}]")
+    assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
