@@ -32,7 +32,7 @@ KEYS = (
     *("parallel.replicas=4", "parallel.shards=1"),
 )
 NOTES = """\
-Tokens per second are those of all replicas, from step 10 on, where several runs go on at a time those of all runs. Memory is the
+Tokens per second are counted from step 10 on, over all replicas and, where two runs share the machine, over both runs. Memory is the
 resident memory of the largest process of a run at its peak, times the run's processes and summed over runs; pages of files that
 processes share are counted for each. The arithmetic is the same in all rows, and it is most of a step: in one process a replica
 computes while the others wait, so cores beyond the first are used by the threads of its matrix products, which are small here, or

@@ -57,7 +57,7 @@ another one is slow in every step, all count as fast). *All, of the sum alone*: 
 sum of what they do alone. *Between global averages*: WAGMA's steps but the one of a round in which all replicas wait for
 each other, which is what a slow replica costs by design and is in the columns before; relative to the same steps alone,
 and to WAGMA where nobody is slow, which leaves out what a group average costs anyway. *Late*: the share of steps at whose
-group average a replica was late; whoever is a moment behind the first one is.
+group average a replica was late; a replica that is a moment behind the first one counts as late.
 
 `synchronous` averages a gradient of the model's size in every step. `edit` and `a_edit` are the presets without warm-up,
 with rounds of 128 steps and of the time that a fast replica takes for 128. The shorter a round, the more it shows that

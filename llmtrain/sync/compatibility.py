@@ -83,7 +83,7 @@ RULES = (
     Rule(
         *("wire", "2bit"),
         {"period": ("every_step",), "schedule": ("wait_avoiding",)},
-        "what so coarse a rounding leaves out must be sent later, and nothing is kept for later",
+        "2bit leaves out so much that it must be sent later, and nothing is kept for later",
     ),
     Rule(
         *("period", "every_step"),
@@ -114,12 +114,12 @@ RULES = (
     Rule(
         *("reduction", "radial"),
         {"wire": ("topk", "2bit")},
-        "what a message leaves out shortens the mean, which would be lengthened again, and is sent later all the same",
+        "a message that leaves values out shortens the mean; radial would lengthen it again, although they are sent later",
     ),
     Rule(
         *("moments", "moments"),
         {"reduction": WEIGHED},
-        "moments are averaged plainly, so that those of a replica that does not count would reach all",
+        "moments are averaged without weights, so the moments of an excluded replica would reach all replicas",
     ),
     Rule(
         *("outer", "gpa"),

@@ -9,7 +9,7 @@ Differs   the paper's own settings were not at hand.
 """
 
 PAPER = "arXiv 2510.15830"
-CHOOSE_WHEN = "you separate the outer step's effect from averaging's"
+CHOOSE_WHEN = "you study the outer step without averaging"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 30},
