@@ -226,7 +226,9 @@ def compare(
     if out is not None:
         raise UserError("--out is for reports on given runs; a comparison file has the key out_dir: leave --out out")
     from llmtrain.compare.runner import run_comparison
+    from llmtrain.train.terminal import outlive_terminal
 
+    outlive_terminal()
     file, *overrides = arguments
     raise typer.Exit(run_comparison(find_recipe(Path(file)), overrides, shaping, retry))
 
@@ -365,7 +367,10 @@ def evaluate_command(
     """
     from llmtrain.eval.arguments import check_arguments
     from llmtrain.export.request import parse_step
+    from llmtrain.train.signals import PARENT, end_with
 
+    if parent := os.environ.get(PARENT):  # nobody else ends it if the run is killed
+        end_with(int(parent))
     asked = {
         "over_time": over_time,
         "step": parse_step(step),

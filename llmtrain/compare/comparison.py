@@ -230,6 +230,7 @@ def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
             "eval.sample_prompt=null",
             *comparison.overrides,
             *section.overrides,
+            "checkpoint.mirror=null",  # runs and conditions would share it, and continue from each other's checkpoints
             f"run.out_dir={folder}",
             f"run.name=seed-{seed}",
             f"run.seed={seed}",

@@ -32,6 +32,7 @@ from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.run_list import is_number
 from llmtrain.train.run import prepare_for
 from llmtrain.train.run_dir import lock_folder
+from llmtrain.train.signals import is_ignored
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
@@ -197,7 +198,8 @@ def _interruptions() -> Iterator[list[int]]:
         signals.append(number)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    requests = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not is_ignored(number)]
+    before = {number: signal.signal(number, interrupt) for number in requests}
     try:
         yield signals
     finally:

@@ -134,6 +134,7 @@ class TrialRun:
         ranks = self.comparison.hosts.processes
         nodes = ["--nnodes", stage.replicas, "--node-rank", number, "--nproc-per-node", ranks]
         master = ["--master-addr", self.hosts[0].address, "--master-port", self.port]
+        master += ["--log-dir", os.devnull]
         rank = ["-m", "llmtrain.compare.faults", faults.model_dump_json()]
         recipe = [self.planned.recipe, *self.planned.overrides_of(stage)]
         command = [sys.executable, "-m", "torch.distributed.run", *nodes, *master, *rank, *recipe]

@@ -334,8 +334,8 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, per_node: int = 1) ->
         yield rendezvous
     except BaseException as error:
         # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
-        is_outside = isinstance(error, RecipeError) and rendezvous.is_complete()
-        if is_member or not (is_outside or isinstance(error, ReturnedError)):
+        is_outside = isinstance(error, RecipeError | ReturnedError) and rendezvous.is_complete()
+        if is_member or not is_outside:
             rendezvous.announce_failure(str(error))
         raise
     finally:

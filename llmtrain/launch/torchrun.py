@@ -146,6 +146,7 @@ def _launch_ranks(
             fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)] if is_smaller else []
             check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
             with (
+                _stop_requests_raise("between two attempts"),  # torchrun leaves handlers of its own behind
                 _with_endpoint(attempt.nodes) as members,
                 kill_hung_ranks(partial(rendezvous.has_failed, attempt.number)),
                 stop_on_interrupt(),
@@ -197,6 +198,7 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
     signals = ",".join(name for name in SIGNALS if not is_ignored(signal.Signals[name]))
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", signals]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
+    options += ["--log-dir", os.devnull]  # otherwise each attempt leaves empty folders in /tmp
     options += ["--rdzv-id", f"attempt {attempt.number}"]  # the store can be that of earlier attempts
     return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError
 
@@ -108,7 +110,15 @@ def interface_of(address: str | None) -> str | None:
     """Return the interface that has this address, or None for loopback and for an address that no interface has."""
     if address is None or is_loopback(address):
         return None
-    return next((name for name in interfaces() if address_of(name) == address), None)
+    # Not by `address_of`, which returns only the first address of an interface.
+    return next(
+        (
+            name
+            for name, found in sorted(psutil.net_if_addrs().items())
+            if any((one.family, one.address) == (socket.AF_INET, address) for one in found)
+        ),
+        None,
+    )
 
 
 def is_loopback(address: str) -> bool:

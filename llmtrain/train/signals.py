@@ -21,8 +21,10 @@ from llmtrain.errors import FAILED
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""
+PARENT = "LLMTRAIN_PARENT"
+"""Environment variable with the process id of the run whose background evaluation a process is."""
 WATCH_SECONDS = 2.0
-"""Seconds between two looks whether torchrun is still there."""
+"""Seconds between two looks whether a process is still there."""
 SAME_REQUEST_SECONDS = 2.0
 """Interval within which equal signals count as one request, because the terminal and the launcher both forward a
 single Ctrl-C."""
@@ -49,16 +51,19 @@ class StopRequest:
 def stop_without_torchrun() -> None:
     """If torchrun started this process, ask it to stop with a checkpoint once torchrun is gone: killed, or out of memory. Nothing
     else would end it, and it would keep its GPU and the run's lock."""
-    if TORCHRUN not in os.environ:
-        return
-    parent = os.getppid()
+    if TORCHRUN in os.environ:
+        end_with(os.getppid())
+
+
+def end_with(parent: int) -> None:
+    """Send SIGTERM to this process once its parent, the process with the id `parent`, is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(WATCH_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True, name="watches torchrun").start()
+    threading.Thread(target=watch, daemon=True, name="watches its parent").start()
 
 
 def is_ignored(number: signal.Signals) -> bool:

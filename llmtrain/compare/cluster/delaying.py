@@ -62,7 +62,11 @@ def delay_switch(namespace: str, ports: Sequence[str], limits: Sequence[HostLimi
     # -I keeps this folder off Python's path, so that none of its modules can hide one of the standard library.
     program = [sys.executable, "-I", str(Path(frame_switch.__file__)), json.dumps(wanted)]
     process = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["ip", "netns", "exec", namespace, *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process, which ends the switch
     )
     try:
         made = DelaySwitch(process)

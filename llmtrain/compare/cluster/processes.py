@@ -104,10 +104,13 @@ def in_namespace(file: Path) -> list[int]:
 
 
 def marks() -> dict[int, str]:
-    """Return {pid: mark} for the processes with a mark in an environment that this user may read."""
-    found = {}
+    """Return {pid: mark} for the processes with a mark in an environment that this user may read. Processes of another PID
+    namespace, as in a container, are left out: the pids in their marks are of that namespace."""
+    found, own = {}, os.stat("/proc/self/ns/pid")
     for pid in psutil.pids():
         with suppress(OSError):
+            if not os.path.samestat(os.stat(f"/proc/{pid}/ns/pid"), own):
+                continue
             if match := re.search(rb"(?:^|\0)%s=([^\0]*)" % MARK.encode(), _environment(pid)):
                 found[pid] = match[1].decode(errors="replace")
     return found
