@@ -103,9 +103,11 @@ def headline(results: Results) -> str:
             reason = f"the baseline {baseline} has no final loss, or no other run has results"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
         faster = runs.index[runs["outcome"] == Outcome.FASTER]
-        if len(faster):  # no ratio: most of the baseline's seeds miss a given target, or the run has it before its first step
+        # There is no ratio if most of the baseline's seeds miss a given target, or if the run has it before its first step.
+        if len(faster):
             condition, name = faster[0]
-            return f"{name} reached {loss(results.targets[condition])} before {baseline}, but how many times as fast is unknown"
+            reached = f"{name}{_under(condition)} reached {loss(results.targets[condition])} before {baseline}"
+            return f"{reached}, but how many times as fast is unknown"
         return f"No run was measurably faster than the baseline {baseline}"
     condition, name = ranked.index[0]
     speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
@@ -116,10 +118,13 @@ def headline(results: Results) -> str:
     failed = {run: runs.loc[(condition, run), ("failed", "")] for run in (name, baseline)}
     seeds += "".join(f"; {run}: {number} failed" for run, number in failed.items() if number)
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
-    under = f" under {condition}" if condition != AS_RUN else ""
     tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
     times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
-    return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{under}, {times} ({between}{seeds}){tied}"
+    return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{_under(condition)}, {times} ({between}{seeds}){tied}"
+
+
+def _under(condition: str) -> str:
+    return f" under {condition}" if condition != AS_RUN else ""
 
 
 def runs_table(results: Results, condition: str) -> pd.DataFrame:

@@ -183,7 +183,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         findings.append(_memory(needed.total(on_gpu), min(memory)))
         if on_gpu and needed.host_total:
             ranks = max(Counter(nodes).values())
-            findings.append(_cpu_memory(needed, ranks, memory_bytes(torch.device("cpu"))))
+            findings.append(_cpu_memory(recipe, needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
         # One more than are kept, because the oldest is deleted only when the newest is complete.
@@ -200,13 +200,13 @@ def _memory(needed: float, there: float) -> Finding:
     return _if_it_fits(needed, there, what, advice)
 
 
-def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
+def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Finding:
     """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
     uses = [
         (
             needed.host_checkpoint,
             "copied for a checkpoint (pinned, which can take up to twice as much)",
-            "set checkpoint.background=false",
+            "set checkpoint.background=false" if recipe.checkpoint.background else "",
         ),
         (
             needed.pinned_total,
@@ -220,7 +220,7 @@ def _cpu_memory(needed: Memory, ranks: int, there: float) -> Finding:
     what = (
         f"CPU memory: about {total / GIB:.1f} GiB a node are {' or '.join(taken)}, this one has {there / GIB:.1f} GiB"
     )
-    return _if_it_fits(total, there, what, f"{', '.join(changes)}, or use a larger parallel.shards")
+    return _if_it_fits(total, there, what, f"{', '.join(filter(None, changes))}, or use a larger parallel.shards")
 
 
 def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:

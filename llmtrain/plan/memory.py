@@ -209,9 +209,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
         host_rounding=in_turns * _rounding(recipe, size, shards, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
-        host_checkpoint=_checkpoint_copy(
-            recipe, in_turns * (shard_of_all + moments_of_all) + stay, in_turns * anchors
-        ),
+        host_checkpoint=_checkpoint_copy(recipe, in_turns * (shard_of_all + moments_of_all) + stay, in_turns * anchors),
     )
 
 

@@ -152,8 +152,8 @@ class LocalUpdates:
         """Return what must be equal in the loop that saves a state and the loop that loads it."""
         blocks = self.replica.blocks
         return {
-            **kinds_of(self.sync),
             "method": self.sync.method,
+            **kinds_of(self.sync),
             "schedule": self.sync.schedule.model_dump(mode="json"),
             "replicas": self._replicas.size,
             "shards": self._shards.size,

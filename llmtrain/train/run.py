@@ -307,7 +307,8 @@ def build_trainer(
     is_packed = recipe.data.packing == "packed"
     separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     config = model_config(recipe.model, prepared.vocab_size)
-    if separator is not None or not is_packed or config.model_type not in CAUSAL_FAMILIES:  # attention has masks or many shapes
+    has_masks = separator is not None or config.model_type not in CAUSAL_FAMILIES
+    if has_masks or not is_packed:  # then micro-batches have many shapes
         avoid_cudnn_attention(mesh.device)
     model = build(config, recipe.parallel.loss_chunk, separator)
     loader = texts.loader()

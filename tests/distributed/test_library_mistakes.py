@@ -150,7 +150,7 @@ MISTAKES = {
     move: "the parameters of rest have moved since LocalUpdates was constructed",
     move_after_loading: "the parameters of rest have moved since LocalUpdates was constructed",
     load_without_error_feedback: "the state is of another loop: error_feedback is on there, and off here",
-    load_for_fewer_parameters: "the state is of another loop: values is [40, 20, 20] there, and [40, 20, 18] here",
+    load_for_fewer_parameters: "the state is of another loop: values is [26, 20, 20] there, and [24, 20, 20] here",
     give_sparse_gradients: "synchronous steps cannot average sparse gradients",
     give_other_layers: "layers has a module that is not a part of the model",
     give_another_optimizer: "the optimizer has no trainable parameters of the module",

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "length: data that has grown gets another order",
         "llmtrain/data/order.py",
-        "sizes = [*sizes, now] if now > sizes[-1] else",
-        "sizes = [now] if now > sizes[-1] else",
+        "sizes = [*(size for size in sizes if size < now), now]",
+        "sizes = [now]",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(

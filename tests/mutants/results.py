@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant(
         "plan: momentum is not counted among anchors",
         "llmtrain/plan/memory.py",
-        "(2 if sync.outer.has_momentum else 1)",
+        "1 + sync.outer.has_momentum",
         "1",
         ("tests/unit/test_plan_memory.py",),
     ),

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "compare: runs on different texts race to a target",
         "llmtrain/compare/measures.py",
-        "target = target if unit.is_ranked else math.nan",
-        "target = target",
+        "goal = target if unit.is_ranked else math.nan",
+        "goal = target",
         ("tests/unit/test_compare_runs.py",),
     ),
     Mutant(

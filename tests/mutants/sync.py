@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "timed: each rank reads its own clock",
         "llmtrain/sync/timed_period.py",
-        'self.shard_comms.all_gather(mine.to(self.shard_comms.device), "reading the replica\'s clock")[0]',
+        'self.shard_comms.all_gather(mine, "reading the replica\'s clock")[0]',
         "mine",
         SCENARIOS,
     ),

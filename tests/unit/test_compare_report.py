@@ -139,7 +139,7 @@ def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path:
     write(tmp_path, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], edit=[(5.0, 4.0)] * 3)
     assert rows(tmp_path, target=4.0)["edit"]["outcome"] == "faster"
     assert headline(tmp_path, target=4.0) == (
-        "edit reached 4.000 before synchronous, but how many times as fast is unknown"
+        "edit under plain reached 4.000 before synchronous, but how many times as fast is unknown"
     )
 
 

@@ -198,4 +198,5 @@ def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> N
     third.load_state_dict(grow(state, 24, 56))
     assert [third.order.sample(entry) for entry in range(40)] == once and third.order.sizes == [24, 40, 56]
     assert merge_cursors([state, state], BATCH)["sizes"] == [24, 40]
-    assert grow(state, 24, 30) == {"position": done * BATCH} == grow(first.state_dict(), 24, 24)
+    assert grow(state, 24, 30) == {"position": done * BATCH, "sizes": [24, 30]}
+    assert grow(state, 24, 20) == {"position": done * BATCH} == grow(first.state_dict(), 24, 24)

@@ -237,6 +237,7 @@ def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     enable_determinism(torch.device(device))
     assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), calls) == asked
 
