@@ -188,16 +188,15 @@ def build_mesh(
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     with using_interface(networks.shard):
-        shard_group = _my_group(
-            world, [[r * shards + s for s in range(shards)] for r in range(replicas)], None, timeout
-        )
+        within = [[r * shards + s for s in range(shards)] for r in range(replicas)]
+        shard_group = _my_group(world, within, None, timeout)
     with using_interface(networks.replica):
         # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's.
         across = [[r * shards + s for r in range(replicas)] for s in range(shards)]
         replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
-        all_ranks, checkpoint_group = (
-            dist.new_group(backend="gloo", timeout=timeout) if world.size > 1 else None for _ in range(2)
-        )
+        several = world.size > 1
+        all_ranks = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        checkpoint_group = dist.new_group(backend="gloo", timeout=timeout) if several else None
     mesh = Mesh(
         world=world,
         device=device,

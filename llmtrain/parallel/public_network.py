@@ -62,7 +62,9 @@ def find_unencrypted(addresses: Sequence[NodeAddress | None]) -> str | None:
     None if there are no such addresses. An unknown address is None in `addresses`."""
     known = [address for address in addresses if address is not None]
     for one in known:
-        for other in known if one.needs_encryption else ():
+        if not one.needs_encryption:
+            continue
+        for other in known:
             if other.node != one.node and other.address != one.address:
                 return f"messages between {one} and {other} cross a public network unencrypted"
     return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,9 @@ def rendezvous(
     Raises a TrainingError that names the missing ranks, or the ranks without a usable GPU if others have one.
     Raises RecipeError on every rank if any rank cannot run the recipe.
     """
-    host, given, available, refusal = socket.gethostname(), Networks(), 0.0, None
+    host = socket.gethostname()
+    given, available = Networks(), 0.0  # what a rank that refuses the recipe reports
+    refusal: str | None = None
     try:
         given, available = Networks.from_recipe(parallel), memory()
     except RecipeError as error:
@@ -105,7 +108,8 @@ def rendezvous(
         if rank_info.refusal:
             raise RecipeError(f"{rank_info.refusal} (rank {rank} on {rank_info.host})")
     _check_devices(ranks)
-    networks, elsewhere = given, [rank_info.address for rank_info in ranks if rank_info.node != mine.node]
+    networks = given
+    elsewhere = [rank_info.address for rank_info in ranks if rank_info.node != mine.node]
     if elsewhere:
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
         networks = given.with_default_route(*reachable, address)  # rank 0's address last, in case no other is known
@@ -168,8 +172,17 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
 
 PATIENCE_SECONDS = 10.0
 """Maximum seconds for one connection attempt."""
-Endpoint = tuple[str, str, Sequence[int], str]
-"""Interface, its IPv4 address, the ports on which the rank listens, and the range from which its host takes ports, as text."""
+
+
+class Endpoint(NamedTuple):
+    """Address and ports at which a rank accepts connections on one of its interfaces."""
+
+    interface: str
+    address: str
+    """IPv4 address of the interface."""
+    ports: Sequence[int]
+    port_range: str
+    """Range from which the rank's host takes such ports, as text for users."""
 
 
 def check_connectivity(
@@ -188,16 +201,19 @@ def check_connectivity(
         "shard": [replica * shards + other for other in range(shards)],
     }
     with ExitStack() as stack:
-        cards = {axis: _listen(card, len(axes[axis]), stack) for axis, card in _endpoints(peers.networks).items()}
-        told = gather_over_store(peers.store, world, "before groups are made", cards, timeout_seconds)
+        interfaces = _interface_by_axis(peers.networks)
+        mine = {axis: _listen(interfaces[axis], len(members), stack) for axis, members in axes.items()}
+        told = gather_over_store(peers.store, world, "before groups are made", mine, timeout_seconds)
         if len(set(peers.nodes)) == 1:
             return None
+        # The store holds JSON, in which an endpoint is a list.
+        of_ranks = [{axis: found and Endpoint(*found) for axis, found in by_axis.items()} for by_axis in told]
         patience = min(timeout_seconds, PATIENCE_SECONDS)
         failures = (
-            _failure(peers, world.rank, peer, axis, cards[axis], told[peer][axis], patience)
+            _failure(peers, world.rank, peer, axis, mine[axis], of_ranks[peer][axis], patience)
             for axis, members in axes.items()
             for peer in members
-            if cards[axis] and told[peer][axis] and peers.nodes[peer] != peers.nodes[world.rank]
+            if mine[axis] and of_ranks[peer][axis] and peers.nodes[peer] != peers.nodes[world.rank]
         )
         failure = next((found for found in failures if found), None)
         # A rank whose connections all succeed arrives at once; one with a failure arrives up to `patience` later.
@@ -206,19 +222,18 @@ def check_connectivity(
     if failed:
         others = f"; nor do {len(failed) - 1} other ranks reach theirs" if len(failed) > 1 else ""
         raise TrainingError(f"{failed[0]}{others}")
-    by_axis = (
-        find_unencrypted(
-            [
-                endpoints[axis] and NodeAddress(rank_info.node, rank_info.host, *endpoints[axis][:2])
-                for rank_info, endpoints in zip(peers.ranks, told, strict=True)
-            ]
-        )
-        for axis in axes
-    )
-    return next((found for found in by_axis if found), None)
+    for axis in axes:
+        endpoints = [by_axis[axis] for by_axis in of_ranks]
+        addresses = [
+            endpoint and NodeAddress(rank_info.node, rank_info.host, endpoint.interface, endpoint.address)
+            for rank_info, endpoint in zip(peers.ranks, endpoints, strict=True)
+        ]
+        if (unencrypted := find_unencrypted(addresses)) is not None:
+            return unencrypted
+    return None
 
 
-def _endpoints(networks: Networks) -> dict[str, str | None]:
+def _interface_by_axis(networks: Networks) -> dict[str, str | None]:
     given = given_interface()
     return {"replica": networks.replica or given, "shard": networks.shard or given}
 
@@ -230,7 +245,7 @@ def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | N
     if not address or peers == 1:
         return None
     listeners = [stack.enter_context(listener) for listener in listen_at_both_ends(address, peers)]
-    return interface, address, [listener.getsockname()[1] for listener in listeners], format_port_range()
+    return Endpoint(interface, address, [listener.getsockname()[1] for listener in listeners], format_port_range())
 
 
 def _failure(
@@ -238,20 +253,23 @@ def _failure(
 ) -> str | None:
     """Return why `rank` does not reach `peer`, or None if it does."""
     me, other = peers.ranks[rank], peers.ranks[peer]
-    reason, share_interfaces = None, me.network == other.network
-    if is_loopback(mine[1]) and not (share_interfaces and me.host == other.host):
+    share_interfaces = me.network == other.network
+    reason = None
+    if is_loopback(mine.address) and not (share_interfaces and me.host == other.host):
         reason = "loopback leads to no other host"
-    elif mine[1] == theirs[1] and not share_interfaces:  # a connection would reach this host itself
+    elif mine.address == theirs.address and not share_interfaces:  # a connection would reach this host itself
         reason = "both hosts have the same address, as in containers or behind NAT"
     else:
-        for port in theirs[2]:
+        for port in theirs.ports:
             try:
-                socket.create_connection((theirs[1], port), patience, source_address=(mine[1], 0)).close()
+                socket.create_connection((theirs.address, port), patience, source_address=(mine.address, 0)).close()
             except OSError as error:
                 reason = f"port {port}: {error}"
                 break
-    return reason and (
-        f"rank {rank} on {me.host} ({mine[0]}, {mine[1]}) does not reach rank {peer} on {other.host} ({theirs[0]}, "
-        f"{theirs[1]}): {reason}; give parallel.{axis}_network an interface that reaches all hosts, open TCP "
-        f"ports {theirs[3]} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
+    if reason is None:
+        return None
+    return (
+        f"rank {rank} on {me.host} ({mine.interface}, {mine.address}) does not reach rank {peer} on {other.host} "
+        f"({theirs.interface}, {theirs.address}): {reason}; give parallel.{axis}_network an interface that reaches all "
+        f"hosts, open TCP ports {theirs.port_range} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
     )

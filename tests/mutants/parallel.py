@@ -318,7 +318,7 @@ MUTANTS = [
     Mutant(
         "reach: hosts with the same address reach themselves",
         "llmtrain/parallel/rendezvous.py",
-        "elif mine[1] == theirs[1] and not share_interfaces:",
+        "elif mine.address == theirs.address and not share_interfaces:",
         "elif False:",
         ("tests/multi_node/test_two_sites.py",),
     ),
@@ -332,15 +332,15 @@ MUTANTS = [
     Mutant(
         "reach: only the first port is tried",
         "llmtrain/parallel/rendezvous.py",
-        "for port in theirs[2]:",
-        "for port in theirs[2][:1]:",
+        "for port in theirs.ports:",
+        "for port in theirs.ports[:1]:",
         ("tests/multi_node/test_two_sites.py",),
     ),
     Mutant(
         "reach: the range named is that of the host that connects",
         "llmtrain/parallel/rendezvous.py",
-        "ports {theirs[3]} of",
-        "ports {mine[2][0]} of",
+        "ports {theirs.port_range} of",
+        "ports {mine.ports[0]} of",
         ("tests/multi_node/test_two_sites.py",),
     ),
     Mutant(
