@@ -147,16 +147,16 @@ def check_localhost() -> None:
     machine reach each other. Otherwise torch would try to connect for minutes."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo("localhost", None)}
-        problem = (
-            "" if any(ipaddress.ip_address(one).is_loopback for one in found) else f"is {', '.join(sorted(found))}"
-        )
     except OSError as error:
         problem = f"has no address ({error.strerror})"
-    if problem:
-        raise TrainingError(
-            f"the name localhost {problem} on this machine, so its ranks can't reach each other; add the line "
-            "`127.0.0.1 localhost` to /etc/hosts"
-        )
+    else:
+        if any(map(is_loopback, found)):
+            return
+        problem = f"is {', '.join(sorted(found))}"
+    raise TrainingError(
+        f"the name localhost {problem} on this machine, so its ranks can't reach each other; add the line "
+        "`127.0.0.1 localhost` to /etc/hosts"
+    )
 
 
 def unused_port() -> int:

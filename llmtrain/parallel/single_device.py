@@ -82,9 +82,8 @@ class SingleDeviceEngine(TorchEngine):
         self.blocks.append(Block(block.name, shards, list(named), flat))
         rounded = None if self.compute_dtype == self.master_dtype else flat.to(self.compute_dtype)
         self._rounded.append(rounded)
-        for parameter, view in zip(
-            named.values(), shards if rounded is None else views_of(rounded, shards), strict=True
-        ):
+        views = shards if rounded is None else views_of(rounded, shards)
+        for parameter, view in zip(named.values(), views, strict=True):
             parameter.data = view
         masters = list(named.values()) if rounded is None else shards
         self.masters.append(masters)

@@ -50,19 +50,15 @@ class FlatGroup:
         if not self.by_parameter:
             flat = torch.cat(flats)
             return _padded(flat[rank * self.size : (rank + 1) * self.size], self.size)
-        return torch.cat(
-            [
-                _padded(flat[rank * width : (rank + 1) * width], width)
-                for flat, width in zip(flats, self._widths(), strict=True)
-            ]
-        )
+        parts = zip(flats, self._widths(), strict=True)
+        return torch.cat([_padded(flat[rank * width : (rank + 1) * width], width) for flat, width in parts])
 
     def padding(self, rank: int) -> Iterator[slice]:
         """Yield the slices of a rank's tensor that are padding. Some may be empty."""
         start = 0
         numels = [math.prod(shape) for shape in self.shapes]
-        widths = self._widths() if self.by_parameter else [self.size]
-        for numel, width in zip(numels if self.by_parameter else [sum(numels)], widths, strict=True):
+        parts = zip(numels, self._widths(), strict=True) if self.by_parameter else [(sum(numels), self.size)]
+        for numel, width in parts:
             used = min(max(numel - rank * width, 0), width)
             yield slice(start + used, start + width)
             start += width
