@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.tensor import DTensor
 
 from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError, TrainingError, one_line
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.torch_engine import local
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
 from llmtrain.seeding import derive_seed
@@ -173,9 +173,7 @@ class Checkpointer:
         checkpoint is damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or
         has more steps.
         """
-        found: list[tuple[dict[str, Any], LengthChange | None]] = []
-        raise_on_all(self.mesh, lambda: found.append(self._open(path)))
-        state, length = found.pop()
+        state, length = raise_on_all(self.mesh, lambda: self._open(path))
         place = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
         here = self.mesh.replicas, self.mesh.shard_comms.size, *place
         change = MeshChange(*state["mesh"], *here, global_step=state["step"])
@@ -237,18 +235,18 @@ class Checkpointer:
     def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
         """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the
         device holds one kind at a time. `present` says which blocks the checkpoint has."""
-        blocks = [(block, there) for block, there in zip(self.engine.blocks, present, strict=False)]
-        room: BlockTensors = [torch.empty_like(flat_view(block)) if there else None for block, there in blocks]
-        tensors = self._of_method(prefix, kind, room, _no_copy)
+        blocks = list(zip(self.engine.blocks, present, strict=False))
+        flats: BlockTensors = [torch.empty_like(flat_view(block)) if is_stored else None for block, is_stored in blocks]
+        tensors = self._of_method(prefix, kind, flats, _no_copy)
         raise_on_all(self.mesh, lambda: self._read(path, change, tensors, {}))
-        return [
-            self.engine.from_dtensors(
-                block, {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
-            ).cpu()
-            if there
-            else None
-            for block, there in blocks
-        ]
+        read: BlockTensors = []
+        for block, is_stored in blocks:
+            if not is_stored:
+                read.append(None)
+                continue
+            named = {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
+            read.append(self.engine.from_dtensors(block, named).cpu())
+        return read
 
     def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
         """Return this replica's weights and optimizer moments by their names in the checkpoint."""
@@ -328,9 +326,10 @@ class CheckpointReader:
         CheckpointError if one can't be read."""
         try:
             dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-            raise self._damaged(next(iter(failures))[0]) from error
+        except CheckpointException as error:  # a BaseException
+            raise self._damaged(next(iter(error.failures.values()))[0]) from error
+        except Exception as error:
+            raise self._damaged(error) from error
 
     def read_mean(self, names: Sequence[str], into: torch.Tensor, factor: float = 1.0) -> None:
         """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
@@ -339,17 +338,17 @@ class CheckpointReader:
         Raises CheckpointError if a tensor contains a non-finite value, because the mean would pass it on to all
         replicas.
         """
-        target = _local(into)
+        target = local(into)
         total = torch.zeros_like(target, dtype=torch.float64)
         for name in names:
             one = torch.empty_like(into)
             self.read({name: one})
-            if not _local(one).isfinite().all():
+            if not local(one).isfinite().all():
                 raise CheckpointError(
                     f"{self.path}: {name} holds a value that is not finite, and so would the mean of {len(names)} replicas; "
                     f"continue with {len(names)} replicas, or delete this checkpoint to continue from the one before"
                 )
-            total += _local(one)
+            total += local(one)
         target.copy_(total.div_(len(names)).mul_(factor))
 
     def _damaged(self, error: BaseException) -> CheckpointError:
@@ -366,8 +365,3 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows, which share memory with `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

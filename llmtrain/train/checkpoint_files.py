@@ -193,9 +193,9 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
     files. A collective of all ranks."""
-    share, found = sorted(files)[mesh.world.rank :: mesh.world.size], []
-    raise_on_all(mesh, lambda: found.append(find_corruption(directory, {name: files[name] for name in share})))
-    of_ranks = mesh.all_ranks.all_gather_object(found[0], "asking all ranks for damaged files")
+    share = sorted(files)[mesh.world.rank :: mesh.world.size]
+    found = raise_on_all(mesh, lambda: find_corruption(directory, {name: files[name] for name in share}))
+    of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
     return next((problem for problem in of_ranks if problem is not None), None)
 
 

@@ -88,23 +88,23 @@ class InitialWeights:
         """
         world, folder, host = mesh.world, self.pretrained.folder, socket.gethostname()
         share = self._files[world.local_rank :: world.local_size]
-        mine: dict[str, Digest] = {}
 
-        def read() -> None:
+        def read() -> dict[str, Digest]:
             try:
-                mine.update(digests(folder, share))
+                found = digests(folder, share)
             except OSError as error:
                 raise ModelError(f"{KEY}: {folder} on {host} can't be read ({one_line(error)}); {REMEDY}") from None
-            for name in share if self._written is not None else ():
-                if tuple(self._written.get(name, ())) != mine[name]:
+            for name in share:
+                if self._written is not None and tuple(self._written.get(name, ())) != found[name]:
                     raise CheckpointError(
                         f"{KEY}: {folder} on {host} is damaged: {name} is not what was written; {REMEDY}"
                     )
+            return found
 
-        raise_on_all(mesh, read)
+        mine = raise_on_all(mesh, read)
+        my_node = world.rank - world.local_rank, host
         of_nodes: dict[tuple[int, str], dict[str, Digest]] = {}
-        mine_and_node = (world.rank - world.local_rank, host), mine
-        for node, part in mesh.all_ranks.all_gather_object(mine_and_node, "comparing the weights to start from"):
+        for node, part in mesh.all_ranks.all_gather_object((my_node, mine), "comparing the weights to start from"):
             of_nodes.setdefault(node, {}).update(part)
         (_, first_host), first = next(iter(of_nodes.items()))
         for (rank, other_host), files in of_nodes.items():
@@ -201,16 +201,15 @@ def open_initial_weights(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> 
         return None
     # Rank 0 chooses the checkpoint, because the run that writes them may still be training and add others.
     chosen = mesh.broadcast_from_main(lambda: find_pretrained(name, download=True))
-    opened: list[InitialWeights] = []
 
-    def find() -> None:
+    def find() -> InitialWeights:
         # Files from the hub may be in another folder on another node.
         here = chosen if local_path(name) is not None else find_pretrained(name, download=True)
-        opened.append(_open(recipe, here, prepared))
+        return _open(recipe, here, prepared)
 
-    raise_on_all(mesh, find)
-    opened[0].verify(mesh)
-    return opened[0]
+    weights = raise_on_all(mesh, find)
+    weights.verify(mesh)
+    return weights
 
 
 def _open(recipe: Recipe, pretrained: Pretrained, prepared: TokenDataset | None) -> InitialWeights:

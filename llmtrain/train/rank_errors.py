@@ -19,12 +19,12 @@ LOOK_SECONDS = 2.0
 """Seconds between the messages in which the main rank reports that it is still working."""
 
 
-def raise_on_all(mesh: Mesh, work: Callable[[], None]) -> None:
-    """Call `work` on each rank, and raise the first UserError or TrainingError, in rank order, on every rank. A
-    collective of all ranks."""
-    mine = None
+def raise_on_all(mesh: Mesh, work: Callable[[], T]) -> T:
+    """Call `work` on each rank and return its result. If it raises a UserError or TrainingError on any rank, raise the first one,
+    in rank order, on every rank. A collective of all ranks."""
+    mine: UserError | TrainingError | None = None
     try:
-        work()
+        result = work()
     except (UserError, TrainingError) as error:
         mine = error
     errors = mesh.all_ranks.all_gather_object(mine, "asking all ranks for errors")
@@ -32,6 +32,7 @@ def raise_on_all(mesh: Mesh, work: Callable[[], None]) -> None:
     del mine  # this frame and its error would refer to each other, and keep alive what callers hold, such as locks
     if errors:
         raise errors.pop(0)
+    return result
 
 
 class IoErrors:

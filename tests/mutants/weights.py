@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "weights: damage is not seen",
         "llmtrain/train/initial_weights.py",
-        "if tuple(self._written.get(name, ())) != mine[name]:",
+        "if self._written is not None and tuple(self._written.get(name, ())) != found[name]:",
         "if False:",
         (FOLDERS, RUNS),
     ),
