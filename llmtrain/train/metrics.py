@@ -95,19 +95,7 @@ class Metrics:
         Raises TrainingError, on every rank, if metrics cannot be written.
         """
         if self.mesh.is_main:
-            self._loggers = (
-                self._write(
-                    lambda: open_loggers(
-                        self.recipe,
-                        self.directory,
-                        state.global_step,
-                        self.tokens,
-                        self.interval.steps,
-                        self.console.print,
-                    )
-                )
-                or ()
-            )
+            self._loggers = self._write(lambda: self._open_loggers(state)) or ()
         self.io_errors.check()
         rounds = self.method.period.round_number(state.total_steps)
         self.console.start(state.global_step, state.total_steps, rounds)
@@ -225,7 +213,8 @@ class Metrics:
         self._submit()
         with self.training_time(), self.method.report().time_exposed(), self.method.report().time_waiting():
             self._gather.wait()
-        line, self._displayed = self._displayed or self._display(self._gather.wait_all()), None
+        line = self._displayed or self._display(self._gather.wait_all())
+        self._displayed = None
         if line is not None:
             self.reducer.check(line)
             self._stop_agreed |= line.stop_requested
@@ -331,6 +320,16 @@ class Metrics:
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
 
+    def _open_loggers(self, state: TrainState) -> Sequence[Logger]:
+        return open_loggers(
+            self.recipe,
+            self.directory,
+            state.global_step,
+            self.tokens,
+            self.interval.steps,
+            self.console.print,
+        )
+
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy
         with the line's steps, their time ends now."""
@@ -365,16 +364,18 @@ class Metrics:
         return self.method.fingerprint()
 
     def _display(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
-        if line is not None:
-            spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)
-            self.last_line, self.tokens = self.reducer.tags(line), line.tokens
-            if self.reducer.spikes > spikes:
-                self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
-            if self.last_line["health/skipped_steps"] > skipped:
-                count = round(self.last_line["health/skipped_steps"])
-                self._warn(line.step, f"{count} steps skipped so far: no finite gradient (optim.nonfinite)")
-            self._log(line.step, line.tokens, line.seconds, self.last_line)
-            self.console.log_step(line.step, self.last_line)
+        """Log and print the tags of a line, if there is one, with warnings about what it has counted. Return the line."""
+        if line is None:
+            return None
+        spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)
+        self.last_line, self.tokens = self.reducer.tags(line), line.tokens
+        if self.reducer.spikes > spikes:
+            self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
+        if self.last_line["health/skipped_steps"] > skipped:
+            count = round(self.last_line["health/skipped_steps"])
+            self._warn(line.step, f"{count} steps skipped so far: no finite gradient (optim.nonfinite)")
+        self._log(line.step, line.tokens, line.seconds, self.last_line)
+        self.console.log_step(line.step, self.last_line)
         return line
 
     def _warn(self, step: int, text: str) -> None:

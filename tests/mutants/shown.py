@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "metrics: files continue after this replica's own step",
         "llmtrain/train/metrics.py",
-        "                        state.global_step,\n",
-        "                        state.step,\n",
+        "            state.global_step,\n",
+        "            state.step,\n",
         ("tests/unit/test_sample.py",),
     ),
     Mutant(
