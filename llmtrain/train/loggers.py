@@ -76,14 +76,16 @@ class SampleLogger(Logger):
     def __init__(self, path: Path, resumed_step: int):
         """Open the file and drop the samples after `resumed_step`, which will be generated again."""
         self.path = path
-        kept, is_kept = [], resumed_step > 0
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        if not path.exists():
+            return
+        kept = []
+        is_kept = resumed_step > 0
+        for line in path.read_text(errors="replace").splitlines():
             if (found := SAMPLE_STEP.fullmatch(line)) is not None:
                 is_kept = 0 < int(found[1]) <= resumed_step
             if is_kept:
                 kept.append(line + "\n")
-        if path.exists():
-            atomic_write(path, "".join(kept))
+        atomic_write(path, "".join(kept))
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Do nothing, because numbers are in metrics.jsonl."""

@@ -156,9 +156,10 @@ class MetricReducer:
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
         """Reduce for this mesh. `peak` is a device's peak FLOP/s, or None if it is unknown and no MFU is reported."""
         self.mesh, self.flops_per_token, self.peak = mesh, flops_per_token, peak
+        self._in_turns = mesh.all_ranks.shares_memory
+        """True if the ranks take turns on one device."""
         sharing = ranks_per_device(mesh.world) if mesh.device.type == "cuda" else 1
-        in_turns = mesh.all_ranks.shares_memory
-        self._devices = 1 if in_turns else mesh.world.size / sharing
+        self._devices = 1 if self._in_turns else mesh.world.size / sharing
         self.spikes = 0
         self._losses = RunningMoments((1, 1), ema=0.05)
 
@@ -166,13 +167,9 @@ class MetricReducer:
         """Return the tags of one line and count its loss spike, if any."""
         loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
-        seconds, steps = line.column("step_seconds"), line.column("steps")
-        in_turns = self.mesh.all_ranks.shares_memory  # True if the ranks take turns on one device
-        seconds = float(seconds.sum() if in_turns else seconds.max())
+        step_seconds, steps = line.column("step_seconds"), line.column("steps")
+        seconds = float(step_seconds.sum() if self._in_turns else step_seconds.max())
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
-        mean, spread = (
-            line.column(name).sum().item() / self.mesh.replicas for name in ("mean_squared", "spread_squared")
-        )
         tags = {
             "train/loss": loss,
             "train/ppl": math.exp(min(loss, 700.0)),
@@ -180,7 +177,7 @@ class MetricReducer:
             "train/gradient_steps": float(line.column("gradients_total").mean()),
             "train/grad_norm": float((line.column("grad_norm_sum") / line.column("gradients").clamp(min=1)).mean()),
             "perf/tokens_per_second": rate,
-            "perf/step_seconds": float((line.column("step_seconds") / steps).max()),
+            "perf/step_seconds": float((step_seconds / steps).max()),
             "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
             "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
             "comm/bytes_total": float(line.column("bytes_total").sum()),
@@ -188,8 +185,8 @@ class MetricReducer:
             "comm/seconds": float(line.column("comm_seconds").mean()),
             "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
             "comm/wait_seconds": float(line.column("wait_seconds").mean()),
-            "sync/pseudo_grad_norm": math.sqrt(mean),
-            "sync/divergence": math.sqrt(spread),
+            "sync/pseudo_grad_norm": math.sqrt(float(line.column("mean_squared").sum()) / self.mesh.replicas),
+            "sync/divergence": math.sqrt(float(line.column("spread_squared").sum()) / self.mesh.replicas),
             "sync/late": float(line.column("late_total").sum()) / self.mesh.shard_comms.size,
             "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard_comms.size,
             "health/loss_spikes": float(self._count_spike(loss)),

@@ -40,11 +40,10 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
     timeout, is_first = recipe.run.timeout_seconds, mesh.world.local_rank == 0
     hosts = [0] if mesh.store is None else hosts_of(mesh)
     with ExitStack() as stack:
-        problem: Callable[[], DataError | None] = lambda: None  # noqa: E731
+        tokenizer: BackgroundTokenizer | None = None
         if is_first and not GrowingTokens(prepared, timeout).is_complete:
             tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
             stack.enter_context(tokenizer)
-            problem = lambda: tokenizer.problem  # noqa: E731
         if len(hosts) == 1:
             tokens = GrowingTokens(prepared, timeout, announce=is_first)
         else:
@@ -52,4 +51,4 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
                 stack.enter_context(posted_blocks(mesh.store, mesh.world.rank, GrowingTokens(prepared, timeout)))
             tokens = GrowingTokens(prepared, timeout, announce=is_first, agree=HostBlocks(mesh.store, hosts).agree)
         stack.callback(tokens.closed.set)
-        yield TrainText(tokens, problem)
+        yield TrainText(tokens, lambda: None if tokenizer is None else tokenizer.problem)

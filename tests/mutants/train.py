@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "metrics: speed of the mean rank, not the slowest",
         "llmtrain/train/metric_gather.py",
-        "in_turns else seconds.max())",
-        "in_turns else seconds.mean())",
+        "in_turns else step_seconds.max())",
+        "in_turns else step_seconds.mean())",
         ("tests/unit/test_train_parts.py",),
     ),
     Mutant(

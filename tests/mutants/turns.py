@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "in process: the rate is that of as many devices",
         "llmtrain/train/metric_gather.py",
-        "seconds.sum() if in_turns else",
-        "seconds.max() if in_turns else",
+        "step_seconds.sum() if self._in_turns else",
+        "step_seconds.max() if self._in_turns else",
         ("tests/unit/test_train_parts.py",),
     ),
     Mutant(
