@@ -61,7 +61,7 @@ class SampleOrder:
 
     def sample(self, entry: int) -> int:
         """Return the sample at an entry of the list."""
-        epoch, first, _ = self._part_at(entry)
+        epoch, first = self._part_at(entry)
         return int(self._parts[epoch, first][entry - epoch * self.num_samples - first])
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,21 +80,21 @@ class SampleOrder:
         """Wait until the sample at an entry exists."""
         self._part_at(entry)
 
-    def _part_at(self, entry: int) -> tuple[int, int, int]:
-        """Return the epoch of an entry, and the bounds [first, end) of the samples among which it is shuffled. Wait until
-        these samples exist, and keep their permutation in memory."""
+    def _part_at(self, entry: int) -> tuple[int, int]:
+        """Wait until the samples exist among which an entry is shuffled, and keep their permutation in `_parts`. Return the key of
+        the permutation: the entry's epoch and the first of these samples."""
         epoch, index = divmod(entry, self.num_samples)
         first, end = self._bounds(epoch, index)
         if (epoch, first) not in self._parts:
             # a later epoch shuffles all samples of the first one, so all of them must exist
             least = end if epoch == 0 else self.num_samples
-            if self._wait is not None and (there := self._wait(least)) < least:
-                self.num_samples = there  # the source has ended
+            if self._wait is not None and (existing := self._wait(least)) < least:
+                self.num_samples = existing  # the source has ended
                 return self._part_at(entry)
             dtype = np.uint32 if end <= 1 << 32 else np.uint64
             generator = np.random.default_rng([self._seed, epoch, *([first] if first else [])])
             self._parts[epoch, first] = generator.permutation(np.arange(first, end, dtype=dtype))
-        return epoch, first, end
+        return epoch, first
 
     def _bounds(self, epoch: int, index: int) -> tuple[int, int]:
         """Return the bounds [first, end) of the samples among which entry `index` of an epoch is shuffled."""
@@ -141,7 +141,8 @@ class SampleCursor:
             count -= used
             if used < len(part):
                 rest.append(part[used:])
-        self.left, self.position = rest, self.position + count
+        self.left = rest
+        self.position += count
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-serializable values."""
@@ -149,7 +150,8 @@ class SampleCursor:
         return {"position": self.position, **leftover}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self.left = state["position"], [range(*part) for part in state.get("left", [])]
+        self.position = state["position"]
+        self.left = [range(*part) for part in state.get("left", [])]
 
 
 def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
@@ -159,14 +161,16 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
     replicas = [SampleCursor() for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.load_state_dict(state)
-    ahead, share = max(replica.num_read for replica in replicas), global_batch // len(replicas)
+    ahead = max(replica.num_read for replica in replicas)
+    share = global_batch // len(replicas)
     left = []
     for number, replica in enumerate(replicas):
         while replica.num_read < ahead:
             left += replica.peek(number * share, share)
             replica.advance(global_batch)
-    first, sizes = replicas[0], {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
-    return SampleCursor(first.position, _joined([*left, *first.left])).state_dict() | sizes
+    sizes = {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
+    # Every replica has now read as many entries, so all cursors are equal.
+    return SampleCursor(replicas[0].position, _joined([*left, *replicas[0].left])).state_dict() | sizes
 
 
 def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:

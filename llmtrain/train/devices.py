@@ -76,8 +76,7 @@ def keep_freed_memory() -> None:
     Otherwise every large tensor on a CPU gets new pages from the kernel, and gives them back when it is freed. The first
     write to such a page took longer than most operations on the tensor.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+    if (libc := _configurable_libc()) is not None:
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -89,9 +88,15 @@ def share_freed_memory() -> None:
     Otherwise each thread keeps what it frees. Replicas that take turns would then need memory for the activations of all
     of them, although only one replica has activations at a time.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+    if (libc := _configurable_libc()) is not None:
         libc.mallopt(M_ARENA_MAX, 1)
+
+
+def _configurable_libc() -> ctypes.CDLL | None:
+    """Return glibc, whose `mallopt` sets parameters of malloc. None without glibc, or if the environment sets them (MALLOC_...)."""
+    libc = ctypes.CDLL(None)
+    is_configured = any(name.startswith("MALLOC_") for name in os.environ)
+    return libc if hasattr(libc, "mallopt") and not is_configured else None
 
 
 def use_expandable_segments() -> None:
