@@ -40,7 +40,6 @@ COMMIT_SECONDS = 60.0
 COUNTS = ("tokens", "documents", "text_bytes")
 RATE_SECONDS = 60.0
 """Seconds over which the rate of the progress line is measured."""
-NO_MARKS = ((0.0, 0, 0), (0.0, 0, 0))
 PLAIN_SECONDS = 10.0
 """Seconds between lines of progress if the output is not a terminal."""
 
@@ -80,7 +79,8 @@ def _read_on(
 ) -> None:
     """Tokenize the stream until it ends or no split lacks tokens, and commit the tokens, also after an error unless it is an
     OSError. Splits that have enough tokens are removed from `missing`."""
-    label, together = f"{' and '.join(sorted(missing))} tokens", len(missing) > 1
+    label = f"{' and '.join(sorted(missing))} tokens"
+    reads_both = len(missing) > 1
     remaining = sum(tokens - folder.index.splits[split].tokens for split, tokens in missing.items())
     if sys.maxsize in missing.values():  # complete files, whose number of tokens is unknown
         remaining = sys.maxsize
@@ -100,12 +100,10 @@ def _read_on(
             )
             for split in [split for split, tokens in missing.items() if not folder.lacks(split, tokens)]:
                 del missing[split]
-            if together and [*missing] == ["validation"]:  # from here on, most of the text that is read is skipped
-                together, label = (
-                    False,
-                    f"validation tokens, {100 * data.validation_fraction:g} % of the text that is read",
-                )
-                progress.go_on(label, folder.index.splits["validation"].tokens, missing["validation"])
+            if reads_both and [*missing] == ["validation"]:  # from here on, most of the text that is read is skipped
+                reads_both = False
+                label = f"validation tokens, {100 * data.validation_fraction:g} % of the text that is read"
+                progress.switch_to(label, folder.index.splits["validation"].tokens, missing["validation"])
             if not missing:
                 return
         folder.end(missing, stream.position())
@@ -242,7 +240,8 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self.label, self.text_bytes, self.tokens, self._needed = label, 0, 0, needed
+        self.label = label
+        self.text_bytes, self.tokens, self._needed = 0, 0, needed
         self._files = 0
         self._console = Console(stderr=True, quiet=not show)
         # rich's bar shows nothing unless the console is a terminal; lines are printed instead
@@ -274,16 +273,20 @@ class ProgressBar:
             self._shown = time.monotonic()
             self._print()
 
-    def go_on(self, label: str, tokens: int, needed: int) -> None:
+    def switch_to(self, label: str, tokens: int, needed: int) -> None:
         """Show the progress of another count from now on. It has `tokens` of the `needed` tokens."""
-        self.label, self.text_bytes, self.tokens, self._needed = label, 0, tokens, needed
+        self.label = label
+        self.text_bytes, self.tokens, self._needed = 0, tokens, needed
         self._marks.clear()
         self._shown = time.monotonic()
 
     def line(self) -> str:
-        (first, before, read_before), (last, now, read) = (self._marks[0], self._marks[-1]) if self._marks else NO_MARKS
+        """Return the counts so far, their rate in the last RATE_SECONDS and, if it can be estimated, the time left."""
+        marks = self._marks or [(0.0, 0, 0)]
+        first, tokens_before, read_before = marks[0]
+        last, tokens, read = marks[-1]
         seconds = max(last - first, 1e-9)
-        rate = (now - before) / seconds
+        rate = (tokens - tokens_before) / seconds
         counts = f"{self.text_bytes / 1e6:,.1f} MB, {self.tokens / 1e6:,.2f} M tokens"
         line = f"{self.label}: {counts}, {rate / 1e6:.2f} M tokens/s"
         left = []

@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         "progress: the wait for validation tokens alone has no line",
         "llmtrain/data/extend.py",
-        'if together and [*missing] == ["validation"]:',
+        'if reads_both and [*missing] == ["validation"]:',
         "if False:",
         PROGRESS,
     ),
