@@ -143,11 +143,7 @@ def _stored(path: Path, tokens: TokenShards, eos_id: int, sequence_length: int) 
         and len(starts) > 1
         and starts[0] == 0
         and starts[-1] == len(tokens)
-        and all(
-            lengths.min() > 0 and lengths.max() <= sequence_length
-            for first in range(0, len(starts) - 1, SCANNED_TOKENS)
-            for lengths in [np.diff(starts[first : first + SCANNED_TOKENS + 1])]
-        )
+        and _has_lengths_up_to(starts, sequence_length)
     )
     if not is_plausible:
         return None
@@ -157,6 +153,15 @@ def _stored(path: Path, tokens: TokenShards, eos_id: int, sequence_length: int) 
         if not (is_full or is_end or tokens.window(int(starts[sample]) - 1, 1)[0] == eos_id):
             return None
     return starts
+
+
+def _has_lengths_up_to(starts: np.ndarray, sequence_length: int) -> bool:
+    """Return whether each sample has at least one and at most `sequence_length` tokens."""
+    for first in range(0, len(starts) - 1, SCANNED_TOKENS):
+        lengths = np.diff(starts[first : first + SCANNED_TOKENS + 1])
+        if lengths.min() < 1 or lengths.max() > sequence_length:
+            return False
+    return True
 
 
 def _find_and_store(path: Path, tokens: TokenShards, eos_id: int, sequence_length: int) -> np.ndarray | None:

@@ -95,16 +95,17 @@ def _is_for_validation(path: Path) -> bool:
 def index_of(files: ReadyMadeFiles, data: DataSection, empty: Index) -> Index:
     """Return `empty`, the index of a folder without tokens, with the files' tokens added. Raises DataError if a sample of the
     tokens is not of the tokenizer's vocabulary, or if the files can't be split."""
-    parts = dict(zip(("train", "validation"), (_shards(files.train), _shards(files.validation)), strict=True))
-    documents = dict.fromkeys(parts, 0)
-    has_eos = [check_sample(group, empty) for group in (files.train, files.validation) if group]
+    groups = {"train": files.train, "validation": files.validation}
+    parts = {split: _shards(group) for split, group in groups.items()}
+    documents = dict.fromkeys(groups, 0)
+    has_eos = [check_sample(group, empty) for group in groups.values() if group]
     if not files.validation:
         border = _border(files.train, data, empty.eos_id)
         parts = {"train": _cut(parts["train"], 0, border), "validation": _cut(parts["train"], border, None)}
     elif files.train[0].index is not None:
         documents = {
             split: sum(file.index.documents for file in group if file.index is not None)
-            for split, group in (("train", files.train), ("validation", files.validation))
+            for split, group in groups.items()
         }
     splits = {
         split: SplitIndex(

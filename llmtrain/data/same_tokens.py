@@ -16,28 +16,28 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     hosts. All ranks must call this, because it is a collective."""
     if mesh.world.size == 1:
         return
-    mine = socket.gethostname(), *_described(texts)
+    mine = socket.gethostname(), *_digests(texts)
     of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
     for rank, (host, _, problem) in enumerate(of_ranks):
         if problem is not None:
             raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
-    first: dict[str, tuple[int, str, str]] = {}
-    for rank, (host, theirs, _) in enumerate(of_ranks):
-        for name, text in theirs.items():
-            other, other_host, there = first.setdefault(name, (rank, host, text))
-            if text != there:
-                own = texts.get(name)
-                what, folder = (name, "its tokens") if own is None else (own.index.source, own.directory)
+    first: dict[str, tuple[int, str, str]] = {}  # (rank, host, digest) of the first rank that reads a text, by name
+    for rank, (host, digests, _) in enumerate(of_ranks):
+        for name, digest in digests.items():
+            first_rank, first_host, first_digest = first.setdefault(name, (rank, host, digest))
+            if digest != first_digest:
+                text = texts.get(name)
+                source, folder = (name, "its tokens") if text is None else (text.index.source, text.directory)
                 remedy = f"let all hosts see one data.cache_dir, or copy {folder} from one to all"
-                if own is not None and own.index.ready_made is not None:
+                if text is not None and text.index.ready_made is not None:
                     remedy = "copy these files from one host to all"
                 raise DataError(
-                    f"{what}: rank {rank} on {host} has other tokens ({text}) than rank {other} on {other_host} "
-                    f"({there}); {remedy}"
+                    f"{source}: rank {rank} on {host} has other tokens ({digest}) than rank {first_rank} on {first_host} "
+                    f"({first_digest}); {remedy}"
                 )
 
 
-def _described(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
+def _digests(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:
     """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
     try:
         return {name: token_digest(text) for name, text in texts.items()}, None

@@ -16,7 +16,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -210,8 +210,9 @@ def _files_of(data: DataSection, key: SourceKey) -> list[Path]:
         return _files(data.validation or "", key)
     found = _files(data.source, key)
     # In the section of a text of `eval.sets`, the two are equal, and nothing is trained on.
-    is_apart = data.validation not in (None, data.source)
-    return without_held_out(found, _files_of(data, "data.validation"), data) if is_apart else found
+    if data.validation in (None, data.source):
+        return found
+    return without_held_out(found, _files_of(data, "data.validation"), data)
 
 
 def _files(source: str, key: str) -> list[Path]:
@@ -254,19 +255,26 @@ def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
 def split_text(file: TextIO, separator: str | None) -> Iterator[str]:
     """Yield the texts between separators, stripped, without empty ones; the whole text without a separator. Not more than one of
     them and one chunk of the file is in memory."""
-    begun, rest = [], ""  # of a text that has not ended; the separator may begin in `rest`
+    begun: list[str] = []  # parts of a text that has not ended
+    rest = ""  # the last part, in which the separator may begin
     while chunk := file.read(CHUNK):
         rest += chunk
         if separator:
             *complete, rest = rest.split(separator)
             for text in complete:
-                yield from filter(None, ["".join([*begun, text]).strip()])
+                yield from _without_empty([*begun, text])
                 begun = []
         end = len(rest) - len(separator or "") + 1
         if end > 0:
             begun.append(rest[:end])
             rest = rest[end:]
-    yield from filter(None, ["".join([*begun, rest]).strip()])
+    yield from _without_empty([*begun, rest])
+
+
+def _without_empty(parts: Sequence[str]) -> Iterator[str]:
+    """Yield the text that the parts form, stripped, unless it is empty."""
+    if text := "".join(parts).strip():
+        yield text
 
 
 def _read_jsonl(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
@@ -345,7 +353,8 @@ class _HubDataset:
     """Stream of a hub dataset's documents from a position on. Raises DataError if the hub or the dataset can't be used."""
 
     def __init__(self, data: DataSection, split: str, key: str, start: Position) -> None:
-        name, self._data = data.source.removeprefix(HUB), data
+        self._data = data
+        name = data.source.removeprefix(HUB)
         instead = "data.source=/path/to/files or data.source=stdlib"
         newest = require(name, "dataset", key="data.source", instead=instead)
         self.revision = start.hub_revision or newest
@@ -357,10 +366,10 @@ class _HubDataset:
                     name, data.subset, split=split, streaming=True, revision=self.revision
                 )
         except (ValueError, OSError) as error:  # unknown subset or split, or no data files that datasets knows
-            key = "data.split" if key == "data.source" else key
+            split_key = "data.split" if key == "data.source" else key
             kind = DataError if isinstance(error, ValueError | FileNotFoundError) else UnavailableError
             raise kind(
-                f"{data.source}: data.subset={data.subset or 'null'}, {key}={split}: {first_line(error)}"
+                f"{data.source}: data.subset={data.subset or 'null'}, {split_key}={split}: {first_line(error)}"
             ) from None
         if start.hub_state is not None:
             self._rows.load_state_dict(start.hub_state)
