@@ -55,9 +55,8 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
         )
     converted = convert(model)
     converted.encode_special_tokens = True
-    if wrong := [
-        text for text in PROBES if converted.encode(text, add_special_tokens=False).ids != pieces.encode(text)
-    ]:
+    wrong = [text for text in PROBES if converted.encode(text, add_special_tokens=False).ids != pieces.encode(text)]
+    if wrong:
         raise DataError(
             f"data.tokenizer: {path}: this SentencePiece model can't be converted exactly (it encodes {wrong[0]!r} "
             "otherwise); give the tokenizer.json of its publisher"

@@ -100,11 +100,14 @@ class GrowingTokens:
         self.is_complete = False
         """True once the folder has all tokens that the run needs, or all tokens of the source."""
         self._timeout, self._announce, self._agree = timeout_seconds, announce, agree
-        self._dtype = prepared.index.dtype
         self._shards: list[LazyShard] = []
         self._tokens = TokenShards([])
-        self._stamp, self._last_wait = 0, -math.inf
+        self._stamp = 0
+        """Modification time in nanoseconds of the index that was read last."""
+        self._last_wait = -math.inf
+        """Time at which text was last waited for, by `time.monotonic`."""
         self._agreed = 0
+        """Largest number of tokens for which `agree` has been called."""
         self._open = lru_cache(maxsize=OPEN_SHARDS)(prepared.open)
         self.refresh()
 
@@ -150,8 +153,9 @@ class GrowingTokens:
         """Wait until `condition` is true. It may depend on the tokens here, or on other hosts, of which `elsewhere` returns the
         status. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
         has ended."""
-        begun = moved = time.monotonic()
-        shown, before = begun + QUIET_SECONDS - REPEAT_SECONDS, None
+        moved = time.monotonic()
+        shown = moved + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
+        before = None
         while not condition():
             self._last_wait = now = time.monotonic()
             status = {**read_status(self.directory), **elsewhere()}
@@ -166,12 +170,11 @@ class GrowingTokens:
                 )
             if self._announce and now - shown >= REPEAT_SECONDS:
                 shown = now
-                there = status.get("on_slowest_host", max(len(self), status.get("tokens", 0)))
-                line = (
-                    f"waiting for the tokenizer of {self.source}: {there / 1e6:,.1f} M of {tokens / 1e6:,.1f} M tokens"
-                )
-                print(line, file=sys.stderr, flush=True)
+                ready = status.get("on_slowest_host", max(len(self), status.get("tokens", 0)))
+                counts = f"{ready / 1e6:,.1f} M of {tokens / 1e6:,.1f} M tokens"
+                print(f"waiting for the tokenizer of {self.source}: {counts}", file=sys.stderr, flush=True)
             if self.closed.wait(POLL_SECONDS):
                 raise DataError(f"{self.source}: the run has ended while it waited for text")
             self.refresh()
-        self._last_wait = time.monotonic() if before else self._last_wait
+        if before is not None:  # the condition was not true at once
+            self._last_wait = time.monotonic()

@@ -135,8 +135,10 @@ def _check_validation(data: DataSection) -> None:
 
 
 def _check_weights(data: DataSection) -> None:
+    if not data.sources:
+        return
     weights = [entry.weight for entry in data.sources]
-    for entry, share in zip(data.sources, shares_of(weights) if weights else (), strict=True):
+    for entry, share in zip(data.sources, shares_of(weights), strict=True):
         if not share:
             least = sum(weights) / BLOCK
             raise RecipeError(

@@ -108,9 +108,8 @@ def _reason(message: str) -> str:
         return f"this source has more characters than that; give at least {TRAIN}{least[1]}"
     if most := re.search(r"Vocabulary size too high.* value <= (\d+)", message):
         return f"this source has too little text for so many pieces; give at most {TRAIN}{most[1]}"
-    return (
-        f"can't be trained on this source: {message.rpartition('] ')[2]}"  # after the place in sentencepiece's source
-    )
+    _, _, cause = message.rpartition("] ")  # the part before it is the place in sentencepiece's source
+    return f"can't be trained on this source: {cause}"
 
 
 def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
