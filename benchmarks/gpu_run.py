@@ -91,9 +91,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         continued = [line for line in output.read_text().splitlines() if "continuing from" in line]
         if len(continued) != len(codes) - 1:
             raise SystemExit(f"the run was started {len(codes)} times and continued {len(continued)} times")
-        losses, validation = (
-            {line["step"]: line[tag] for line in metrics_of(run, tag)} for tag in ("train/loss", "eval/loss")
-        )
+        losses = {line["step"]: line["train/loss"] for line in metrics_of(run, "train/loss")}
+        validation = {line["step"]: line["eval/loss"] for line in metrics_of(run, "eval/loss")}
         sample = run / "samples.txt"
         return {
             "exit_codes": codes,

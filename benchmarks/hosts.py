@@ -161,8 +161,9 @@ class HostRanks:
         """Kill the processes on the hosts; the next task starts new ones."""
         for ask in self._asks:
             ask.close()
-        for host in self._hosts if self._asks else ():
-            host.kill()
+        if self._asks:
+            for host in self._hosts:
+                host.kill()
         self._asks = []
 
     def _start(self) -> None:

@@ -276,7 +276,8 @@ def draw(done: Records, path: Path) -> None:
         losses = [loss_of(record) for record in finals_of(cell, done)]
         axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
         axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
-    for share, losses in losses_by_share(synchronous_beside(cells[0]), done).items() if cells else ():
+    by_share = losses_by_share(synchronous_beside(cells[0]), done) if cells else {}
+    for share, losses in by_share.items():
         if share < 1 and len(losses) == len(FINAL_SEEDS):
             axes.axvline(statistics.mean(losses), color="gray", linestyle=":")
             what = f"synchronous, {100 * share:.0f} % of the tokens "

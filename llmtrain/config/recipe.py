@@ -243,10 +243,12 @@ class CheckpointSection(Section):
 
     def expired(self, losses: Mapping[int, CheckpointLoss | None]) -> list[int]:
         """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
-        older, best = sorted(losses)[: -self.keep], best_step(losses) if self.keep_best else None
+        older = sorted(losses)[: -self.keep]
+        best = best_step(losses) if self.keep_best else None
         first: dict[int, int] = {}
-        for step in sorted(losses) if self.keep_every is not None else ():
-            first.setdefault(step // self.keep_every, step)
+        if self.keep_every is not None:
+            for step in sorted(losses):
+                first.setdefault(step // self.keep_every, step)
         kept = {step for multiple, step in first.items() if multiple > 0}
         return [step for step in older if step != best and step not in kept]
 

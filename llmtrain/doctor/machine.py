@@ -43,9 +43,11 @@ def gpus(world: World) -> list[Finding]:
     A GPU that another process uses gives a warning. A rank queries no other rank's GPU, because the query itself
     takes some memory there.
     """
-    there = range(_gpu_count())
+    shown = range(_gpu_count())
+    if world.size > 1 and len(shown) > 1:
+        shown = shown[world.local_rank : world.local_rank + 1]
     findings = []
-    for index in there if world.size == 1 or len(there) == 1 else there[world.local_rank : world.local_rank + 1]:
+    for index in shown:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         what = f"GPU {index}: {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -202,14 +204,12 @@ def _cuda() -> Finding | None:
 
 
 def _backends() -> Finding:
-    there = [
-        name for name, is_there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if is_there
-    ]
-    if "gloo" not in there:
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    if not available["gloo"]:
         return problem("torch.distributed has no gloo", "install a torch with gloo; the ranks agree over it")
-    if torch.cuda.is_available() and "nccl" not in there:
+    if torch.cuda.is_available() and not available["nccl"]:
         return problem("torch.distributed has no NCCL, which GPUs need", "install a torch for CUDA on Linux")
-    return ok(f"backends: {', '.join(there)}")
+    return ok(f"backends: {', '.join(name for name, is_available in available.items() if is_available)}")
 
 
 @dataclass(frozen=True)

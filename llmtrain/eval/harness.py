@@ -245,12 +245,14 @@ def per_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     ordered = sorted(samples, key=lambda sample: sample["doc_id"])
     kept: dict[str, list[Any]] = {"doc": [f"{s['doc_id']}:{str(s['doc_hash'])[:8]}" for s in ordered]}
     filters = {str(sample["filter"]) for sample in ordered}
-    for metric in ordered[0]["metrics"] if len(filters) == 1 else ():
+    if len(filters) != 1:
+        return kept
+    for metric in ordered[0]["metrics"]:
         values = [sample[metric] for sample in ordered]
         if all(isinstance(value, int | float | np.number) for value in values):
             kept[metric] = [float(value) for value in values]
     right = [_right_answer(sample) for sample in ordered]
-    if len(filters) == 1 and all(right):
+    if all(right):
         kept["nll"], kept["bytes"] = (list(column) for column in zip(*right, strict=True))
     return kept
 

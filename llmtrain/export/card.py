@@ -191,10 +191,14 @@ def _newest(scores: list[tuple[str, Score]]) -> Score:
 
 def _scores_of(suite: str, results: Any) -> Iterator[tuple[str, Score]]:
     """Yield the key of each score in a file's results, and the score."""
-    for task, metrics in results.items() if isinstance(results, dict) else ():
+    if not isinstance(results, dict):
+        return
+    for task, metrics in results.items():
+        if not isinstance(metrics, dict):
+            continue
         numbers = {
             key: float(value)
-            for key, value in (metrics.items() if isinstance(metrics, dict) else ())
+            for key, value in metrics.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         for key, value in numbers.items():

@@ -175,11 +175,13 @@ def replacing(
 def keep_others(final: Path, folder: Path) -> None:
     """Copy what the export `final`, if it exists, has not written to `folder`, which will replace it: the results in eval/, for
     example. If its manifest can't be read, only folders are copied, because an export has none."""
+    if not final.is_dir():
+        return
     try:
         written = {*json.loads((final / MANIFEST).read_text())["files"], MANIFEST, CARD}
     except (OSError, ValueError, LookupError, TypeError):
         written = None
-    for path in final.iterdir() if final.is_dir() else ():
+    for path in final.iterdir():
         is_other = path.is_dir() if written is None else path.name not in written
         if is_other and not (folder / path.name).exists():
             if path.is_dir() and not path.is_symlink():

@@ -133,10 +133,8 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
     step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
     sets = check_sets(recipe, prepared)
-    warnings, change = (
-        recipe_warnings(recipe, {**texts, **sets}, step_seconds),
-        directory.length_change(),
-    )
+    warnings = recipe_warnings(recipe, {**texts, **sets}, step_seconds)
+    change = directory.length_change()
     jump = change.rate_jump() if change is not None and not change.is_none else None
     return replace(
         start,
@@ -217,8 +215,10 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
 def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, TokenDataset]:
     """Return, by name, the token shards of the texts of `eval.sets` that are already prepared with the tokenizer of `prepared`,
     the run's first text. Raises DataError if one of them is damaged or too short."""
+    if prepared is None:
+        return {}
     texts: dict[str, TokenDataset] = {}
-    for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items() if prepared else ():
+    for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items():
         with named(f"eval.sets.{name}"):
             if not (folder := cache_path(section)).exists():
                 continue

@@ -303,7 +303,8 @@ def round_time(
             sent += (every - 1) * sum(message.sent for message in group)
         case other:
             raise NotImplementedError(f"no time is known for {type(other).__name__}")
-    for due in (sync.moments.first, sync.moments.second) if sync.moments is not None else ():
+    periods_of_moments = () if sync.moments is None else (sync.moments.first, sync.moments.second)
+    for due in periods_of_moments:
         if due is not None:
             of_moments = [block_message(values, replicas, sync.wire, False, connections) for values in block_values]
             exposed += sequence_seconds(of_moments, link) / due

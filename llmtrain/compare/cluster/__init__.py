@@ -140,9 +140,8 @@ class VirtualHost(Host):
 
     def _inside(self, command: Sequence[str]) -> Sequence[str]:
         """Wrap `command` in prologues that each exec the next, so that Popen's process becomes the command itself."""
-        ip, unshare = (
-            shutil.which(tool) or tool for tool in ("ip", "unshare")
-        )  # its environment may have another PATH
+        # Full paths, because the environment of the command may have another PATH.
+        ip, unshare = (shutil.which(tool) or tool for tool in ("ip", "unshare"))
         name = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
         enter = [ip, "netns", "exec", self.mark, unshare, "--uts"]
         inside = [*enter, "sh", "-c", name, str(self.names), self.name, *command]
@@ -166,12 +165,14 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator
     if not 0 < len(limits) <= MOST_HOSTS:
         raise ClusterError(f"{len(limits)} hosts: expected 1 to {MOST_HOSTS}")
     with _new_cluster() as (cluster, hosts):
-        switch, delays = f"{cluster}-switch", any(own.needs_delay_switch for own in limits)
+        switch = f"{cluster}-switch"
+        delays = any(own.needs_delay_switch for own in limits)
         try:
             run("ip", "netns", "add", switch)
-            for network in () if delays else range(networks):
-                run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
-                run("ip", "-n", switch, "link", "set", f"net{network}", "up")
+            if not delays:
+                for network in range(networks):
+                    run("ip", "-n", switch, "link", "add", f"net{network}", "type", "bridge")
+                    run("ip", "-n", switch, "link", "set", f"net{network}", "up")
             for number in range(len(limits)):
                 hosts.append(_virtual_host(cluster, switch, number, limits, networks))
         except (CommandError, OSError) as error:

@@ -39,10 +39,8 @@ class DelaySwitch:
         ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_SECONDS)
         line = self.process.stdout.readline() if ready else ""
         if not line:
-            why = self.process.poll()
-            code = (
-                "" if why is None else f" (exit code {why})"
-            )  # a process that has closed its output may still be there
+            ended_with = self.process.poll()  # None if the process has closed its output and is still running
+            code = "" if ended_with is None else f" (exit code {ended_with})"
             gone = f"its end{code}" if ready else f"nothing within {ANSWER_SECONDS:.0f} s"
             raise ClusterError(f"the process that delays packets: expected a line, and got {gone}; see its output")
         return line

@@ -145,10 +145,11 @@ class Controller:
         group = self.top / cluster / host
         try:
             group.parent.mkdir(exist_ok=True)
-            for parent in (self.top, group.parent) if self.version == 2 else ():
-                control = parent / "cgroup.subtree_control"
-                if "cpu" not in control.read_text().split():
-                    control.write_text("+cpu")
+            if self.version == 2:
+                for parent in (self.top, group.parent):
+                    control = parent / "cgroup.subtree_control"
+                    if "cpu" not in control.read_text().split():
+                        control.write_text("+cpu")
             group.mkdir()
             if self.version == 2:
                 (group / "cpu.max").write_text(f"{quota} {period}")
