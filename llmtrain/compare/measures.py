@@ -118,23 +118,31 @@ def measure(trial: Trial) -> dict[str, float | None]:
 
 
 def _time_split(trial: Trial) -> dict[str, float]:
+    """Return the measures in SPLIT; none of them if the trial has not measured waits."""
     last = trial.last("comm/wait_seconds")
     if last.get("comm/exposed_seconds") is None:
         return {}
     waiting = min(last["comm/wait_seconds"], last["comm/exposed_seconds"])
     exposed = last["comm/exposed_seconds"] - waiting
-    return dict(zip(SPLIT, (max(0.0, last["seconds"] - exposed - waiting), exposed, waiting), strict=True))
+    computing = max(0.0, last["seconds"] - exposed - waiting)
+    return {"computing": computing, "exposed": exposed, "waiting": waiting}
 
 
 def _on_the_wire(trial: Trial) -> dict[str, float | None]:
-    """Return WIRE, or nothing without byte counts, as on loopback."""
+    """Return the measures in WIRE; none of them without byte counts, as on loopback."""
     counted = trial.last("comm/bytes_total").get("comm/bytes_total")
     if counted is None or not trial.hosts or any(host.get("sent") is None for host in trial.hosts):
         return {}
     others = trial.last("comm/other_bytes_total").get("comm/other_bytes_total", 0.0)
-    sent, received = sum(host["sent"] for host in trial.hosts), [host.get("received") for host in trial.hosts]
-    ratio = sent / (counted + others) if counted + others else None
-    return dict(zip(WIRE, (counted, others, sent, None if None in received else sum(received), ratio), strict=True))
+    sent = sum(host["sent"] for host in trial.hosts)
+    received = [host.get("received") for host in trial.hosts]
+    return {
+        "wire_counted": counted,
+        "wire_others": others,
+        "wire_sent": sent,
+        "wire_received": None if None in received else sum(received),
+        "wire_ratio": sent / (counted + others) if counted + others else None,
+    }
 
 
 def gather(

@@ -52,7 +52,11 @@ class BackgroundTokenizer:
         self.problem: DataError | None = None
         """Error that ends the run, or None."""
         self._process: subprocess.Popen[str] | None = None
-        self._is_over, self._lock = False, threading.Lock()
+        """Process that was started last."""
+        self._is_over = False
+        """True once the run has ended, after which no process is started."""
+        self._lock = threading.Lock()
+        """Lock on these two, so that the exit ends every process that the supervising thread starts."""
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
 
     def __enter__(self) -> BackgroundTokenizer:
@@ -63,7 +67,8 @@ class BackgroundTokenizer:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._is_over, process = True, self._process
+            self._is_over = True
+            process = self._process
         if process is None:
             return
         with suppress(OSError):
@@ -101,15 +106,17 @@ class BackgroundTokenizer:
 
     def _supervise(self) -> None:
         """Wait for the process, and start it again or report its error, until it or the run has ended."""
-        attempts, before = 0, self._tokens()
+        attempts = 0
+        tokens_before = self._count_tokens()
         while True:
             process = self._process
             lines = deque((line.strip() for line in process.stderr), maxlen=20)
             code = process.wait()
             if self._is_over or code == 0:
                 return
-            tokens = self._tokens()
-            attempts, before = (attempts + 1 if tokens == before else 1), tokens
+            tokens = self._count_tokens()
+            attempts = attempts + 1 if tokens == tokens_before else 1
+            tokens_before = tokens
             error = self._explain(code, list(lines))
             if attempts >= ATTEMPTS:
                 self._give_up(f"{error} (attempt {attempts} without new text)", is_temporary=code != BAD_USAGE)
@@ -125,11 +132,13 @@ class BackgroundTokenizer:
                     return
 
     def _give_up(self, problem: str, is_temporary: bool) -> None:
+        """Keep the error for this rank, and write it for the ranks that wait for text."""
         self.problem = text_error(problem, is_temporary)
         with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
             write_status(self.directory, error=problem, is_temporary=is_temporary)
 
-    def _tokens(self) -> int:
+    def _count_tokens(self) -> int:
+        """Return the number of tokens in the folder's index; -1 if it can't be read."""
         with suppress(DataError):
             return sum(split.tokens for split in read_index(self.directory).splits.values())
         return -1
@@ -179,11 +188,12 @@ class _Report:
     per STATUS_SECONDS."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._written = directory, 0.0
+        self._directory = directory
+        self._written_at = 0.0
 
     def __call__(self, tokens: int, skipped: int) -> None:
-        if time.monotonic() - self._written >= STATUS_SECONDS:
-            self._written = time.monotonic()
+        if time.monotonic() - self._written_at >= STATUS_SECONDS:
+            self._written_at = time.monotonic()
             write_status(self._directory, tokens=tokens, **({"skipped": skipped} if skipped else {}))
 
 

@@ -96,12 +96,12 @@ def check_token_files(data: DataSection, texts: Mapping[str, DataSection]) -> No
     """Raise DataError, which names the recipe's key, for token files whose headers are wrong or whose tokenizer is still to be
     trained. Call this before the first text is tokenized, because tokenizing may take hours."""
     for name, section in texts.items():
-        with named(key_of(data, name)):
+        with reported_as(key_of(data, name)):
             find_ready_made(section)
 
 
 @contextmanager
-def named(key: str) -> Iterator[None]:
+def reported_as(key: str) -> Iterator[None]:
     """Replace `data.source` by the recipe's own key in the message of a DataError."""
     try:
         yield

@@ -122,10 +122,11 @@ def _gpu_count() -> int:
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_ELASTIC_", "TORCH_DISTRIBUTED_")
 NAMES = (
-    *("MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE"),
-    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID"),
-)
+    "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "NPROC_PER_NODE", "RANK", "WORLD_SIZE",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF",
+    "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID",
+)  # fmt: skip
+"""Environment variables that the report lists, besides those that begin with PREFIXES and those in SLOW."""
 SLOW = {
     "NCCL_DEBUG": ("TRACE",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
@@ -137,8 +138,8 @@ SLOW = {
 
 def environment() -> list[Finding]:
     """Return one finding that lists the relevant variables, and a warning for each value that slows training down."""
-    told = {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES) or k in NAMES or k in SLOW}
-    listed = " ".join(f"{name}={value}" for name, value in told.items())
+    relevant = {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES) or k in NAMES or k in SLOW}
+    listed = " ".join(f"{name}={value}" for name, value in relevant.items())
     findings = [ok(f"environment: {listed or 'no variable of NCCL, gloo, torchrun or Slurm is set'}")]
     for name, values in SLOW.items():
         if os.environ.get(name, "").upper() in values:

@@ -30,8 +30,7 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rat
     now = estimate_time(recipe, size, replicas, shards, rates)
     what = (
         f"predicted for this recipe (at most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation): a step "
-        "computes for "
-        f"{format_duration(now.step)} and waits for the network for {format_duration(now.waiting)} on average, so "
+        f"computes for {format_duration(now.step)} and waits for the network for {format_duration(now.waiting)} on average, so "
         f"{now.computing:.0%} of the time is spent computing"
     )
     if now.computing >= WELL_USED:

@@ -215,12 +215,11 @@ def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Fin
         ),
         (needed.host_models, "taken by newest models, for group averages", "use another sync.schedule"),
     ]
-    taken, changes = zip(*((text, change) for size, text, change in uses if size), strict=True)
+    taken = " or ".join(text for size, text, _ in uses if size)
+    changes = ", ".join(change for size, _, change in uses if size and change)
     total = ranks * needed.host_total
-    what = (
-        f"CPU memory: about {total / GIB:.1f} GiB a node are {' or '.join(taken)}, this one has {there / GIB:.1f} GiB"
-    )
-    return _if_it_fits(total, there, what, f"{', '.join(filter(None, changes))}, or use a larger parallel.shards")
+    what = f"CPU memory: about {total / GIB:.1f} GiB a node are {taken}, this one has {there / GIB:.1f} GiB"
+    return _if_it_fits(total, there, what, f"{changes}, or use a larger parallel.shards")
 
 
 def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:

@@ -274,7 +274,8 @@ class NodeRendezvous:
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
         failed, when nothing is heard of a node that was there, or when node 0 is lost."""
-        started, silent = time.monotonic(), True
+        started = time.monotonic()
+        is_reported = False
         heard: dict[int, tuple[int, float]] = {}
         with self._needs_node_0(purpose):
             while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
@@ -289,8 +290,8 @@ class NodeRendezvous:
                 names = ", ".join(map(self._name, missing))
                 if waited > seconds:
                     raise TrainingError(self._timed_out(names, purpose, seconds))
-                if silent and waited > PATIENCE_SECONDS:
-                    silent = False
+                if not is_reported and waited > PATIENCE_SECONDS:
+                    is_reported = True
                     print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
                 time.sleep(POLL_SECONDS)
 
@@ -368,7 +369,9 @@ def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
 def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
     """Wait until node 0 accepts connections on its port. torch's own attempts report less about why it cannot be
     reached."""
-    started, reason, silent = time.monotonic(), "", True
+    started = time.monotonic()
+    reason = ""
+    is_reported = False
     with announced(f"node 0 to listen at {nodes.address}:{nodes.port}", timeout_seconds):
         while (left := started + timeout_seconds - time.monotonic()) > 0:
             try:
@@ -376,8 +379,8 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-                if silent and time.monotonic() - started >= PATIENCE_SECONDS:
-                    silent = False
+                if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
+                    is_reported = True
                     tried = f"node {nodes.rank} tries to reach node 0 at {nodes.address}:{nodes.port}"
                     print(f"{tried} (up to {timeout_seconds:g} s): {reason}", flush=True)
                 time.sleep(POLL_SECONDS)

@@ -24,7 +24,7 @@ from llmtrain.data.prepare import cache_path
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, documents
-from llmtrain.data.text_list import check_token_files, key_of, named, sets_of, texts_of, with_tokenizer_of
+from llmtrain.data.text_list import check_token_files, key_of, reported_as, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.files import lock_holder
@@ -187,7 +187,7 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     `data.per_replica`, only the texts of the replicas `here` are read. Raises UserError if `prepare` could not begin, or if
     the prepared tokens are too few or belong to another vocabulary."""
     for name, text in recipe.eval.sets.items():
-        with named(f"eval.sets.{name}"):
+        with reported_as(f"eval.sets.{name}"):
             # With the run's tokenizer, which may still have to be trained. Any other name stands for it here.
             section = {"source": text, "validation": text, "tokenizer": "the tokenizer of the run"}
             _check_source(recipe.data.model_copy(update=section))
@@ -195,7 +195,7 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     check_token_files(recipe.data, sections)
     prepared: dict[str, TokenDataset] = {}
     for name, section in sections.items():
-        with named(key_of(recipe.data, name)):
+        with reported_as(key_of(recipe.data, name)):
             if (text := _find_prepared(recipe, with_tokenizer_of(prepared.values(), section))) is not None:
                 prepared[name] = text
     if len(prepared) < len(sections):
@@ -205,7 +205,7 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     }
     prepared = {name: TokenDataset(text.directory, text.index, limits[name]) for name, text in prepared.items()}
     for name, text in prepared.items():
-        with named(key_of(recipe.data, name)):
+        with reported_as(key_of(recipe.data, name)):
             if recipe.train.document_mask:
                 check_separators(text, "train.document_mask")
             _check_token_count(recipe, name, text, replicas, shards)
@@ -219,7 +219,7 @@ def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, Token
         return {}
     texts: dict[str, TokenDataset] = {}
     for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items():
-        with named(f"eval.sets.{name}"):
+        with reported_as(f"eval.sets.{name}"):
             if not (folder := cache_path(section)).exists():
                 continue
             texts[name] = text = open_dataset(folder)

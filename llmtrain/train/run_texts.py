@@ -297,9 +297,11 @@ class RunTexts:
 
 
 def _padded(batches: Callable[[], Batches], count: int) -> Batches:
-    """Yield the batches, then ones without labels until there are `count`."""
-    inputs, given = torch.empty(0), 0
-    for given, (inputs, labels) in enumerate(batches(), start=1):  # noqa: B007
+    """Yield the batches, then the inputs of the last one without labels until there are `count`."""
+    given = 0
+    inputs = torch.empty(0)
+    for inputs, labels in batches():
+        given += 1
         yield inputs, labels
     for _ in range(count - given):
         yield inputs, torch.full_like(inputs, IGNORE_INDEX)

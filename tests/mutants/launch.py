@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         "roll call: a node that does not reach node 0 is silent",
         "llmtrain/launch/node_rendezvous.py",
-        "if silent and time.monotonic() - started >= PATIENCE_SECONDS:",
+        "if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:",
         "if False:",
         ("tests/unit/test_launch.py",),
     ),
