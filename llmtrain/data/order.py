@@ -81,8 +81,8 @@ class SampleOrder:
         self._part_at(entry)
 
     def _part_at(self, entry: int) -> tuple[int, int]:
-        """Wait until the samples exist among which an entry is shuffled, and keep their permutation in `_parts`. Return the key of
-        the permutation: the entry's epoch and the first of these samples."""
+        """Wait until the samples exist among which an entry is shuffled, and keep their permutation in `_parts`. Return the key
+        of the permutation: the entry's epoch and the first of these samples."""
         epoch, index = divmod(entry, self.num_samples)
         first, end = self._bounds(epoch, index)
         if (epoch, first) not in self._parts:

@@ -32,8 +32,8 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
                 if text is not None and text.index.ready_made is not None:
                     remedy = "copy these files from one host to all"
                 raise DataError(
-                    f"{source}: rank {rank} on {host} has other tokens ({digest}) than rank {first_rank} on {first_host} "
-                    f"({first_digest}); {remedy}"
+                    f"{source}: rank {rank} on {host} has other tokens ({digest}) than rank {first_rank} on "
+                    f"{first_host} ({first_digest}); {remedy}"
                 )
 
 

@@ -29,9 +29,9 @@ def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rat
     """Return a finding on the fraction of the time that the recipe would spend computing, with choices that would raise it."""
     now = estimate_time(recipe, size, replicas, shards, rates)
     what = (
-        f"predicted for this recipe (at most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation): a step "
-        f"computes for {format_duration(now.step)} and waits for the network for {format_duration(now.waiting)} on average, so "
-        f"{now.computing:.0%} of the time is spent computing"
+        f"predicted for this recipe (at most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation): "
+        f"a step computes for {format_duration(now.step)} and waits for the network for {format_duration(now.waiting)} "
+        f"on average, so {now.computing:.0%} of the time is spent computing"
     )
     if now.computing >= WELL_USED:
         return ok(what)

@@ -93,7 +93,8 @@ def share_freed_memory() -> None:
 
 
 def _configurable_libc() -> ctypes.CDLL | None:
-    """Return glibc, whose `mallopt` sets parameters of malloc. None without glibc, or if the environment sets them (MALLOC_...)."""
+    """Return glibc, whose `mallopt` sets parameters of malloc. None without glibc, or if the environment sets them
+    (MALLOC_...)."""
     libc = ctypes.CDLL(None)
     is_configured = any(name.startswith("MALLOC_") for name in os.environ)
     return libc if hasattr(libc, "mallopt") and not is_configured else None

@@ -364,7 +364,7 @@ class Metrics:
         return self.method.fingerprint()
 
     def _display(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
-        """Log and print the tags of a line, if there is one, with warnings about what it has counted. Return the line."""
+        """Log and print the tags of a line, if there is one, and warnings about what it counts. Return the line."""
         if line is None:
             return None
         spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)

@@ -20,8 +20,8 @@ LOOK_SECONDS = 2.0
 
 
 def raise_on_all(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Call `work` on each rank and return its result. If it raises a UserError or TrainingError on any rank, raise the first one,
-    in rank order, on every rank. A collective of all ranks."""
+    """Call `work` on each rank and return its result. If it raises a UserError or TrainingError on any rank, raise the first
+    one, in rank order, on every rank. A collective of all ranks."""
     mine: UserError | TrainingError | None = None
     try:
         result = work()
