@@ -214,11 +214,13 @@ class ParallelSection(Section):
     @property
     def given_on_cpu(self) -> list[int]:
         """Return those of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for `auto`."""
-        cpu = self.on_cpu
         if self.in_process:
             return [] if self.replicas == "auto" else [self.replicas, 1]
-        filled = [(self.replicas, cpu and cpu.replicas), (self.shards, cpu and cpu.shards)]
-        return [size for given, default in filled if (size := default if given == "auto" else given) is not None]
+        replicas, shards = self.replicas, self.shards
+        if self.on_cpu is not None:
+            replicas = self.on_cpu.replicas if replicas == "auto" else replicas
+            shards = self.on_cpu.shards if shards == "auto" else shards
+        return [size for size in (replicas, shards) if size != "auto"]
 
 
 class CheckpointSection(Section):

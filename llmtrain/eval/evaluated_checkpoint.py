@@ -67,8 +67,13 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
     if not _is_run(path):
         check_export(path)
         return [_of_model_folder(path, label)]
-    steps, step = _steps(path), choose_step(path, BEST) if step == BEST else step
-    found = [_of_run(path, label, each) for each in (steps if over_time else [max(steps) if step is None else step])]
+    if over_time:
+        steps = _steps(path)
+    elif step is None:
+        steps = [max(_steps(path))]
+    else:
+        steps = [choose_step(path, BEST) if step == BEST else step]
+    found = [_of_run(path, label, each) for each in steps]
     for checkpoint in found:
         check_folder(checkpoint.folder)
     return found

@@ -142,7 +142,12 @@ class DocumentLengths:
     """Lengths of the documents of a stream of tokens, each with its eos."""
 
     def __init__(self, eos: int) -> None:
-        self._eos, self._lengths, self._open, self.count = eos, [], 0, 0
+        self._eos = eos
+        self._lengths: list[np.ndarray] = []
+        self._open = 0
+        """Tokens since the last eos."""
+        self.count = 0
+        """Number of eos tokens."""
 
     def add(self, ids: np.ndarray) -> None:
         ends = np.flatnonzero(ids == self._eos) + 1
@@ -153,7 +158,8 @@ class DocumentLengths:
 
     def lengths(self) -> np.ndarray:
         """Return the lengths in tokens; the last document may lack its eos."""
-        found = np.concatenate([*self._lengths, np.array([self._open] * bool(self._open), dtype=np.int64)])
+        rest = [self._open] if self._open else []
+        found = np.concatenate([*self._lengths, np.array(rest, dtype=np.int64)])
         if (longest := found.max(initial=0)) >= 1 << 31:
             raise UserError(f"--format megatron: a document of {longest:,} tokens; its index holds up to 2,147,483,647")
         return found
@@ -227,10 +233,10 @@ WRITERS: dict[Kind, Writer] = {
 
 
 def _card(manifest: TokenManifest, final: Path) -> str:
-    rows = [
-        f"| {', '.join(split.files[:1] + split.files[-1:][: len(split.files) - 1])} | {split.tokens:,} | {split.documents:,} |"
-        for split in manifest.splits.values()
-    ]
+    rows = []
+    for split in manifest.splits.values():
+        first_and_last = dict.fromkeys([*split.files[:1], *split.files[-1:]])
+        rows.append(f"| {', '.join(first_and_last)} | {split.tokens:,} | {split.documents:,} |")
     return "\n".join(
         [
             f"# Tokens of {manifest.source}\n",

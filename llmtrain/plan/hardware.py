@@ -41,7 +41,10 @@ def hardware_of(
             raise UserError(f"{option} is {rate:g}; expected a finite number")
     card = None if gpu is None else card_named(gpu)
     rank = "the process" if recipe.parallel.in_process else "each rank"
-    device, on_gpu = (rank, torch.cuda.is_available()) if card is None else (f"each {card.name}", True)
+    if card is None:
+        device, on_gpu = rank, torch.cuda.is_available()
+    else:
+        device, on_gpu = f"each {card.name}", True
     if tflops is not None:
         return Hardware(HardwareRates(tflops * 1e12, mbit, latency_ms), device, "--tflops", on_gpu, card=card)
     if card is not None:

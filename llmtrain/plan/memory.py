@@ -171,10 +171,11 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     if recipe.parallel.activation_checkpointing:
         selected = size.linear_outputs + size.hidden if recipe.parallel.activation_checkpointing == "selective" else 0
         of_one = compute * tokens * (size.hidden + selected)
-        forward, backward, last = size.layers * of_one, size.layers * of_one + in_backward, of_one + in_backward
+        forward = size.layers * of_one
+        backward, last = forward + in_backward, of_one + in_backward
     else:
-        forward, last = size.layers * layer + size.masks * mask, in_backward
-        backward = forward - layer - mask + in_backward
+        forward = size.layers * layer + size.masks * mask
+        backward, last = forward - layer - mask + in_backward, in_backward
     loss = _loss(recipe, size, tokens)
 
     is_synchronous = sync.period.averages_gradients or warmup_of(sync, LRSchedule.of(recipe)) > 0
@@ -193,7 +194,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         own.early_gradients + in_flight + in_sync,
     )
     moments_of_all = master * moment_values(recipe, size, shards)
-    gradients, activations = own.gradients + gradients_of_others, backward + forward_of_others
+    gradients = own.gradients + gradients_of_others
+    activations = backward + forward_of_others
     gathered = own.gathered + own.reduced
     sum_of_these = gradients + activations + gathered + loss + in_flight
     return Memory(

@@ -51,7 +51,8 @@ def given_shards(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[i
 
 
 def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[int], bool]) -> tuple[int, str]:
-    world, sizes = len(nodes), set(Counter(nodes).values())
+    world = len(nodes)
+    sizes = set(Counter(nodes).values())
     if world == 1:
         return 1, "one process"
     if len(sizes) > 1:
@@ -67,14 +68,12 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
                 return shards, f"one node of {world}: as many replicas as fit in memory"
         return world, f"one node of {world}: one replica over all of it, a tight fit in memory"
     if parallel.shard_across_nodes:
-        for together in _divisors(count):
-            if fits(together * per_node):
-                what = (
-                    "a node is a shard group"
-                    if together == 1
-                    else f"{together} nodes are a shard group, to fit in memory"
-                )
-                return together * per_node, f"{count} nodes of {per_node}: {what}"
+        for spanned in _divisors(count):
+            if fits(spanned * per_node):
+                what = "a node is a shard group"
+                if spanned > 1:
+                    what = f"{spanned} nodes are a shard group, to fit in memory"
+                return spanned * per_node, f"{count} nodes of {per_node}: {what}"
     return per_node, f"{count} nodes of {per_node}: a node is a shard group"
 
 
@@ -130,7 +129,8 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
     replicas, shards, reason = choose_mesh(
         recipe.parallel, nodes, on_gpu, lambda shards: needs(shards).total(on_gpu) <= MEMORY_HEADROOM * least
     )
-    ours, needed = given_shards(recipe.parallel, len(nodes), on_gpu) is None, needs(shards)
+    ours = given_shards(recipe.parallel, len(nodes), on_gpu) is None
+    needed = needs(shards)
     total = needed.total(on_gpu) if ours else _state_of(needed, on_gpu)
     if total > least:
         what = "about" if ours else "for weights, gradients, optimizer and anchors alone"

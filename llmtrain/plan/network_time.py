@@ -275,7 +275,8 @@ def round_time(
         return gradient_time(sync.wire, block_values, replicas, step_seconds, link)
     connections = link.connections
     messages = [block_message(values, replicas, sync.wire, connections=connections) for values in block_values]
-    compute, sent, exposed = every * step_seconds, sum(message.sent for message in messages), 0.0
+    compute = every * step_seconds
+    sent = sum(message.sent for message in messages)
     in_flight = sync.schedule.blocks_in_flight
     started = (replicas - 1) * link.round_trip + slow_start_seconds(_first(messages), link, compute, in_flight)
     match sync.schedule:
