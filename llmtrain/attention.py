@@ -19,9 +19,12 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 
 def document_ids(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
-    """Return the number of each token's document in its row, from 0: [B, T]. A document includes the `separator` at its end."""
-    ended = (input_ids == separator).cumsum(1)
-    return torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)
+    """Return the number of each token's document in its row: [B, T].
+
+    A document begins with the `separator` before it, as prompts do. A document's first token is so predicted from the separator
+    alone, and its last token predicts the next separator.
+    """
+    return (input_ids == separator).cumsum(1)
 
 
 def position_ids(documents: torch.Tensor) -> torch.Tensor:

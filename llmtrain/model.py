@@ -8,6 +8,7 @@ start with the same weights on any mesh.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,10 +33,15 @@ from llmtrain.errors import ModelError
 from llmtrain.loss import LossHead
 from llmtrain.seeding import derive_seed
 
-LOGIT_CHANGING_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+LOGIT_CHANGING_KEYS = (
+    *("final_logit_softcapping", "logits_soft_cap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
+)
 """Config keys that make a model change the logits after the head. The loss of this package does not apply such changes."""
-
-
+IGNORE_POSITIONS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
+"""Model types for which transformers builds masks without looking at positions, so that packed documents see each other."""
+SCALED_RESIDUALS = ("gpt2", "gpt_bigcode")
+"""Model types whose projections onto the residual stream, `c_proj`, start smaller by sqrt(2 x layers)."""
 PREFIX = "causal_lm."
 """Prefix of transformers' parameter names in LanguageModel."""
 ReadWeight = Callable[[str], torch.Tensor]
@@ -136,7 +142,7 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
     """Build the model with its weights on the meta device and real buffers. See `LanguageModel` for the arguments.
 
-    Raises ModelError for a model that can't be built or changes its logits.
+    Raises ModelError for a model that can't be built, changes its logits or can't separate documents.
     """
     from accelerate import init_empty_weights
 
@@ -145,6 +151,11 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             raise ModelError(
                 f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
             )
+    if separator is not None and config.model_type in IGNORE_POSITIONS:
+        raise ModelError(
+            f"train.document_mask: transformers does not separate documents in models of type {config.model_type}; leave it out, or "
+            "give data.packing=none"
+        )
     attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL_FAMILIES else {}
     try:
         with init_empty_weights(include_buffers=False):
@@ -202,11 +213,13 @@ def initialize(
 ) -> None:
     """Give the block's meta parameters their initial values: those that `read` returns, or random ones.
 
-    Random matrices and embeddings are drawn from a normal distribution with standard deviation `initializer_range`. Biases are
-    0, and norms get the weight that preserves unit variance. Values are drawn on the CPU, so that every device starts from the
+    Random matrices and embeddings are drawn from a normal distribution with standard deviation `initializer_range`, or
+    less for `SCALED_RESIDUALS`. Biases are 0, and norms get the weight that preserves unit variance. Values are drawn on the CPU, so that every device starts from the
     same numbers. Raises ModelError for a parameter that has no known initial value.
     """
-    std = getattr(model.causal_lm.config, "initializer_range", None) or 0.02
+    config = model.causal_lm.config
+    std = getattr(config, "initializer_range", None) or 0.02
+    std_of_projections = std / math.sqrt(2 * config.num_hidden_layers) if config.model_type in SCALED_RESIDUALS else std
     inside = {id(module) for top in block.modules for module in top.modules()}
     done: dict[int, nn.Parameter] = {}
     for name, owner, key, parameter in list(named_weights(model)):
@@ -218,7 +231,9 @@ def initialize(
             else:
                 # The label is part of the seed: another spelling would give another model.
                 generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
-                value = _initial_value(owner, key, parameter.shape, std, generator, name)
+                is_projection = name.endswith("c_proj.weight")
+                deviation = std_of_projections if is_projection else std
+                value = _initial_value(owner, key, parameter.shape, deviation, generator, name)
             done[id(parameter)] = nn.Parameter(
                 value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad
             )

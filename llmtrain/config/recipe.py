@@ -68,8 +68,9 @@ class TrainSection(Section):
     micro_batch: Count = 8
     """Sequences per forward pass of a rank."""
     document_mask: bool = False
-    """Restrict attention to the token's own document, and restart positions in every document; `false`: a token attends to all
-    before it in its sequence. With an attention of transformers, each sequence needs a mask of sequence_length squared."""
+    """Restrict attention to the token's own document and the separator before it, and restart positions there; `false`: a token
+    attends to all before it in its sequence. With an attention of transformers, each sequence needs a mask of sequence_length
+    squared."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
     gc_every: Count | None = 50

@@ -24,12 +24,12 @@ from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, 
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import Entry, bits_per_byte, ratio
 from llmtrain.export.export import exported
-from llmtrain.export.folder import check_export
+from llmtrain.export.folder import check_export, trained_length
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.export.request import Step
 from llmtrain.suites import SamplesSection, TextSection
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the protocol; increase it when losses change."""
 TOKENIZED_AT_ONCE = 1000
 """Documents whose tokens are Python objects at the same time, which take many times the memory of their numbers."""
@@ -44,6 +44,14 @@ class Loaded:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    trained_length: int | None = None
+    """Tokens per training sequence, or None if it is not known."""
+
+    @property
+    def window(self) -> int:
+        """Return the default number of tokens per window: no more than the model has positions and was trained on."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        return min(limit for limit in (positions, self.trained_length, LONGEST_WINDOW) if limit is not None)
 
     @property
     def first_token(self) -> int:
@@ -88,7 +96,8 @@ def load(folder: Path, device: str | None = None) -> Loaded:
         raise ModelError(
             f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
         )
-    return Loaded(model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer)
+    model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Loaded(model, tokenizer, trained_length(folder))
 
 
 def documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
@@ -113,9 +122,7 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
         raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
     if not texts:
         raise DataError(f"{path} has no text between its separators ({section.separator!r}); give another file")
-    window = section.window or min(
-        getattr(loaded.model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW
-    )
+    window = section.window or loaded.window
     if (positions := learned_positions(loaded.model)) is not None and window > positions:
         raise ModelError(
             f"{section.name}: window is {window}, but {loaded.model.name_or_path} has {positions} positions; give at most as many in "

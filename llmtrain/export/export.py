@@ -97,6 +97,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
         checkpoint=source.digest,
         max_shard_size=size,
         parameters=sum(shape.numel() for shape in weights.shapes.values()),
+        sequence_length=source.recipe.train.sequence_length,
         parity=parity,
         files=written_files(folder),
     )

@@ -43,6 +43,8 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     """Digest of the checkpoint."""
     max_shard_size: str
     parameters: int
+    sequence_length: int | None = None
+    """Tokens per training sequence; None in exports of earlier versions."""
     parity: Parity
     files: dict[str, Digest]
     """Size and digest of every file except this one and the model card, which every export command rewrites."""
@@ -55,6 +57,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (OSError, ValidationError):
         return None
     return manifest if find_corruption(folder, manifest.files) is None else None
+
+
+def trained_length(folder: Path) -> int | None:
+    """Return the number of tokens per training sequence of an exported model, or None if it is not known. The folder's files are
+    not checked."""
+    try:
+        return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).sequence_length
+    except (OSError, ValidationError):
+        return None
 
 
 def check_export(folder: Path) -> None:

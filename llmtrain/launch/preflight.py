@@ -177,7 +177,9 @@ def _length(recipe: Recipe) -> str:
 
 def check_model(recipe: Recipe) -> None:
     """Raise ModelError if the recipe's model can't be built, split into blocks or initialized. Allocates no weights."""
-    model = build(model_config(recipe.model, size_or_assumed(recipe).vocabulary), recipe.parallel.loss_chunk)
+    separator = 0 if recipe.train.document_mask and recipe.data.packing == "packed" else None  # any token stands for it
+    config = model_config(recipe.model, size_or_assumed(recipe).vocabulary)
+    model = build(config, recipe.parallel.loss_chunk, separator)
     blocks_of(model)
     check_initial_values(model)
 

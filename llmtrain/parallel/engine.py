@@ -46,19 +46,23 @@ class Block:
 
 
 def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) -> torch.Tensor:
-    """Return the L2 norm of a replica's gradients, given this rank's parts of them: a scalar on their device and in their
-    dtype. A collective of the shard group.
+    """Return the L2 norm of a replica's gradients, given this rank's parts of them: a scalar on their device, in at
+    least fp32. A collective of the shard group.
 
     With `exact`, squares are summed in float64 and the norm is rounded once. It then does not depend on the order of summation,
     which differs between devices. Replicas that average their gradients need that, because all must clip by the same norm.
     """
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
     if exact:
         norms = [norm for gradient in gradients for norm in exact_norms(gradient.reshape(-1))]
         squared = torch.stack(norms).square().sum()
-    else:
+    elif gradients[0].dtype == wide:
         squared = torch.nn.utils.get_total_norm(gradients).double().square()
+    else:  # torch would round the norm to the gradients' dtype
+        norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in gradients]
+        squared = torch.stack(norms).double().square().sum()
     squares = shard.all_reduce(squared, "summing gradient norms")
-    return squares.wait().sqrt().to(gradients[0].dtype)
+    return squares.wait().sqrt().to(wide)
 
 
 class Replica(ABC):

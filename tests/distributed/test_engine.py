@@ -287,3 +287,7 @@ def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
         assert set(on_each(3, norm_of_part, parts)) == {float(exact)}
     for exact in (True, False):
         assert gradient_norm([gradients[0].double()], Comms(None), exact).dtype == torch.float64
+    narrow = [gradient.bfloat16() for gradient in gradients]
+    found = gradient_norm(narrow, Comms(None), exact=False)
+    assert found.dtype == torch.float32, "bf16 would round it"
+    torch.testing.assert_close(found, torch.cat(narrow).double().norm().float())

@@ -203,10 +203,10 @@ MUTANTS = [
         ("tests/unit/test_data_hub.py",),
     ),
     Mutant(
-        "documents: eos belongs to the next document",
+        "documents: eos belongs to the document that it ends",
         "llmtrain/attention.py",
-        "return torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)",
-        "return ended",
+        "return (input_ids == separator).cumsum(1)",
+        "return (input_ids == separator).cumsum(1) - (input_ids == separator).long()",
         ("tests/unit/test_attention.py",),
     ),
     Mutant(

@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "engine: gradient norm of the local shard",
         "llmtrain/parallel/engine.py",
-        "return squares.wait().sqrt().to(gradients[0].dtype)",
-        "return torch.stack(norms).norm().to(gradients[0].dtype)",
+        "return squares.wait().sqrt().to(wide)",
+        "return torch.stack(norms).norm().to(wide)",
         (
             "tests/distributed/test_plain_loop.py",
             "tests/distributed/test_engine.py",

@@ -103,8 +103,8 @@ def test_bf16_with_and_without_the_fused_kernel(
 def test_documents_by_hand() -> None:
     ids = torch.tensor([[9, 5, 1, 2, 5, 5, 3], [5, 1, 1, 1, 1, 1, 5]])
     documents = document_ids(ids, SEPARATOR)
-    assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert position_ids(documents).tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+    assert documents.tolist() == [[0, 1, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1, 2]]
+    assert position_ids(documents).tolist() == [[0, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 0]]
 
 
 def model_of(family: str, separator: int | None):

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from llmtrain.errors import ModelError
 from llmtrain.eval import texts
-from llmtrain.eval.texts import Loaded, documents, evaluate_text, generate, losses
+from llmtrain.eval.texts import LONGEST_WINDOW, Loaded, documents, evaluate_text, generate, losses
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.suites import TextSection
 
@@ -145,3 +145,10 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(mo
     monkeypatch.setattr(texts, "_continuation", lambda model, ids, *_, **__: [2, 3])
     assert generate(Path(), "once upon") == "once upon a time"
     assert generate(Path(), "once  upon") == "once  upon a time"
+
+
+def test_the_default_window_is_no_longer_than_training_sequences(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", vocab_size=4, max_position_embeddings=8, hidden_size=8)
+    model = SimpleNamespace(config=config)
+    assert [Loaded(model, None, length).window for length in (None, 5, 20)] == [8, 5, 8]
+    assert Loaded(SimpleNamespace(config=SimpleNamespace()), None).window == LONGEST_WINDOW

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config
 
 from llmtrain.config import ModelSection, ParallelSection
@@ -17,6 +18,7 @@ from llmtrain.model import (
     model_config,
     named_weights,
 )
+from llmtrain.parallel import wrapping
 from llmtrain.parallel.wrapping import wrap_layers
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -63,7 +65,15 @@ def test_loss_is_that_of_transformers(section):
     assert abs(ours.item() / 40 - torch.log(torch.tensor(97.0)).item()) < 0.1, "a fresh model should be near uniform"
 
 
-@pytest.mark.parametrize("kind", [ModelSection(type="llama", config=LLAMA), ModelSection(type="gpt_neo", config=NEO)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ModelSection(type="llama", config=LLAMA),
+        ModelSection(type="gpt_neo", config=NEO),
+        ModelSection(type="gpt2", config={"n_embd": 32, "n_layer": 4, "n_head": 4}),
+    ],
+    ids=lambda section: section.type,
+)
 def test_initial_values_have_the_statistics_of_transformers(kind):
     ours = dict(materialized(kind).causal_lm.named_parameters())
     torch.manual_seed(0)
@@ -206,3 +216,24 @@ def test_a_layer_keeps_its_forward_unless_there_is_something_to_wrap(kept):
     wrap_layers(blocks_of(model), ParallelSection(activation_checkpointing=not kept))
     layers = [layer for block in blocks_of(model) if block.name.startswith("layer") for layer in block.modules]
     assert len(layers) == 3 and all(("forward" in vars(layer)) != kept for layer in layers)
+
+
+def test_documents_that_a_model_type_cannot_separate_are_refused():
+    config = model_config(ModelSection(type="bloom", config={"hidden_size": 32, "n_layer": 2, "n_head": 4}), 97)
+    build(config, loss_chunk=7)
+    with pytest.raises(ModelError, match="train.document_mask: transformers does not separate documents in .* bloom"):
+        build(config, loss_chunk=7, separator=0)
+
+
+def test_selective_checkpointing_computes_attention_with_dropout_again():
+    """Kept, it would not advance the random numbers, and later dropouts would draw other masks than in the forward pass."""
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    qkv = [torch.zeros(1)] * 3
+    for arguments, named, expected in (
+        ((*qkv, None, True), {}, keep),
+        ((*qkv, None, True, 0.0, True), {"scale": 0.5}, keep),
+        ((*qkv, None, True, 0.1, True), {}, again),
+        ((*qkv, None, True), {"dropout_p": 0.1}, again),
+    ):
+        assert wrapping._checkpoint_policy(None, attention, *arguments, **named) == expected
