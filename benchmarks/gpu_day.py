@@ -63,7 +63,7 @@ def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, long
     if left < LEAST_SECONDS:
         journal.record(phase, row.name, f"skipped, {left:.0f} s before the deadline", skipped=left)
         return
-    began, patience = time.monotonic(), min(longer * row.limit, left)
+    began, patience, found = time.monotonic(), min(longer * row.limit, left), None
     journal.begin_output(f"{phase} | {row.name}")
     try:
         found = ask(str(ROOT / "benchmarks" / row.script), 1, row.task, row.environment, patience, journal.log)
@@ -76,7 +76,7 @@ def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, long
                 phase, row.name, f"cut off at the deadline, after {seconds:.0f} s", skipped=left, last_output=last
             )
             return
-        journal.record(phase, row.name, f"FAILED, {reason}: {last}", failed=reason, last_output=last, seconds=seconds)
+        journal.record(phase, row.name, f"FAILED, {reason}: {last}", failed=reason, found=found, last_output=last, seconds=seconds)
 
 
 def main() -> None:
@@ -98,6 +98,8 @@ def main() -> None:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that a row's processes end with this one
     patience = REHEARSAL_PATIENCE if options.rehearse else 1.0
+    if not (on_gpu() or options.rehearse):
+        raise SystemExit("no GPU is found; with --rehearse, the same rows run small on a CPU")
     day, deadline, journal = Day(options.rehearse, on_gpu()), began + options.deadline, Journal(options.out)
     machine = {"what": "machine", "quick": day.rehearse}
     measure_row(

@@ -17,6 +17,8 @@ SAMPLE = ROOT / ".gpu"
 """Folder of text, tokenizer and torchao that `gpu_pack.py` fills."""
 ONE_DEVICE = "llmtrain"
 """Name of the engine of a replica on one device, which does not use FSDP2. The rows beside it run FSDP2 with one rank."""
+RECOMPUTED = {"no": (), "selective": ("selective",), "yes": ("recompute",)}
+"""Words in a row's name that say which activations are computed again."""
 ROW_SECONDS = 120.0
 
 
@@ -76,43 +78,46 @@ def throughput(day: Day) -> list[DayRow]:
         checkpoint: str = "no",
         *keys: str,
         cold: bool = False,
+        again: bool = False,
         **more: Any,
     ) -> DayRow:
-        """Return a row. If it is `cold`, it compiles for itself, and its first step is shown. The others share what earlier
-        rows have compiled, which saves minutes."""
+        """Return a row. The rows of an engine share what they compile, which saves minutes. The first one, `cold`, compiles all of
+        it, and its first step is shown. A row is measured `again` to show how far two processes differ."""
         chosen, changes = day.model(size)
-        how = [*(["compile"] if compiled else []), *([checkpoint] if checkpoint != "no" else [])]
+        how = [*(["compile"] if compiled else []), *RECOMPUTED[checkpoint]]
         named = [f"{key}={value}" for key, value in more.items()]
         task = {"engine": engine, "size": chosen, "compile": compiled, "checkpoint": checkpoint, "shard": 1, **more}
         task |= {"turns": 1, "steps": 1, "quick": True} if day.rehearse else {"turns": 3, "steps": 10}
         task |= {"precision": "bf16" if day.gpu else "fp32", "override": [*day.text, *changes, *keys]}
         environment = {"PYTHONPATH": _path_with_float8()} if engine == FLOAT8 else {}
-        if cold:
-            cache = Path(tempfile.gettempdir()) / f"inductor-{os.getpid()}" / engine.replace(" ", "-")
-            environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        cache = Path(tempfile.gettempdir()) / f"inductor-{os.getpid()}" / engine.replace(" ", "-")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         label = ONE_DEVICE if engine == "fsdp2" else engine
-        name = " ".join([size, label, *how, *keys, *named])
+        name = " ".join([size, label, *how, *keys, *named]) + (", again" if again else "")
         return DayRow(name, "throughput.py", task, _speed_and_start if cold else _speed, environment=environment)
 
     return [
-        row("1B", BARE, cold=True),
         row("1B", "fsdp2", cold=True),
         row("1B", TITAN_MODEL, cold=True),
+        row("1B", BARE, cold=True),
+        row("1B", PLAIN, cold=True),
         row("1B", "fsdp2", False),
-        row("1B", BARE, False),
         row("1B", PLAIN, False),
-        row("1B", "fsdp2", True, "selective"),
-        row("1B", "fsdp2", micro_batches=4),
         row("7B-layers", "fsdp2"),
+        row("7B-layers", FLOAT8),
+        row("1B", "fsdp2", again=True),
+        row("1B", "fsdp2", True, "selective"),
+        row("1B", "fsdp2", True, "yes"),
+        row("1B", BARE, False),
+        row("1B", "fsdp2", micro_batches=4),
         row("7B-layers", TITAN_MODEL),
+        row("1B", "fsdp2", True, "no", "parallel.loss_kernel=liger"),
+        row("1B", "fsdp2", True, "no", "parallel.loss_chunk=4096"),
+        row("160M", "fsdp2"),
         row("1B-2048", "fsdp2"),
         row("1B-2048", TITAN_MODEL),
         row("7B-layers", BARE),
-        row("7B-layers", FLOAT8),
-        row("1B", "fsdp2", True, "no", "parallel.loss_kernel=liger"),
-        row("1B", "fsdp2", True, "no", "parallel.loss_chunk=4096"),
         row("1B", GATHERED),
-        row("160M", "fsdp2"),
     ]
 
 
@@ -147,7 +152,7 @@ def rounding(day: Day) -> list[DayRow]:
     """Return the cost of rounding a message of 0.5 GB."""
     values, turns = (2**14, 1) if day.rehearse else (2**27, 5)
     return [
-        DayRow(kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3}, _rounding)
+        DayRow(kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3, "threads": 1}, _rounding)
         for kind in ("int8", "int4", "bf16")
     ]
 
@@ -178,7 +183,11 @@ def sync(day: Day) -> list[DayRow]:
 def checkpoint(day: Day) -> list[DayRow]:
     """Return how long training stands still for a checkpoint of GPT-Neo 125M."""
     small = ["model.config.hidden_size=64", "model.config.num_heads=4"] if day.rehearse else []
+    # On a GPU, 50 steps take longer than a write, so that none waits for the write before it.
+    long = ["train.sequence_length=1024", "train.micro_batch=16", "train.global_batch=16"]
+    long += ["train.steps=160", "checkpoint.every=50"]
     keys = [*day.text, f"parallel.precision={'bf16' if day.gpu else 'fp32'}", *small]
+    keys += long if day.gpu and not day.rehearse else []
     return [
         DayRow(
             f"GPT-Neo 125M, {'in the background' if background else 'waiting'}",

@@ -162,6 +162,8 @@ def plain_loop(
     from llmtrain.model import model_config
 
     model = AutoModelForCausalLM.from_config(model_config(recipe.model, vocab_size)).to(mesh.device)
+    if recipe.parallel.compile:
+        model.compile()
     in_bf16 = recipe.parallel.precision == "bf16"
 
     def mean_loss(batch: torch.Tensor) -> torch.Tensor:

@@ -244,7 +244,7 @@ def is_possible(task: Mapping[str, Any]) -> bool:
 
     if task["engine"] in (TITAN_MODEL, PLAIN) and task["checkpoint"] != "no":
         return False
-    if task["engine"] == PLAIN and (task["compile"] or task["shard"] > 1):
+    if task["engine"] == PLAIN and task["shard"] > 1:
         return False
     try:
         check(recipe_of(task, SIZES[task["size"]]), None)

@@ -144,5 +144,6 @@ def _seconds(who: int) -> float:
 
 def used_by_mothers() -> float:
     """Return the CPU seconds of mothers that this process has started: their imports, which no test is charged with."""
-    times = [psutil.Process(pid).cpu_times() for pid in mother.started if psutil.pid_exists(pid)]
+    pids = [process.pid for process in mother.started.values()]
+    times = [psutil.Process(pid).cpu_times() for pid in pids if psutil.pid_exists(pid)]
     return sum(time.user + time.system for time in times)

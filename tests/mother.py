@@ -183,14 +183,16 @@ class Mother:
                 connection.connect(self.address)
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
+                process = started.get(self.address)
+                assert process is None or process.poll() is None, "the mother of processes has ended; see what it printed"
                 assert time.monotonic() < deadline, f"no mother of processes at {self.address} in {START_SECONDS:g} s"
                 time.sleep(0.05)
 
 
 connections: list[Mother] = []
 """All of this process."""
-started: list[int] = []
-"""Process ids of mothers that this process has started."""
+started: dict[str, subprocess.Popen[bytes]] = {}
+"""Mothers that this process has started, by address."""
 
 
 @functools.cache
@@ -206,7 +208,7 @@ def start(changes: Mapping[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "tests.mother", address, str(os.getpid())]
     # Its own session: a Ctrl-C is for pytest, whose end is the mother's, too.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    started.append(process.pid)
+    started[address] = process
     return address
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -224,10 +225,14 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 def _compiled_groups(function: Compilable) -> Compilable:
     """Compile an encoder or decoder for messages of all sizes. It divides as torch itself does, so that its codes have the same
     bits. Triton's own division is approximate."""
-    try:
-        return torch.compile(function, dynamic=True, options={"eager_numerics.division_rounding": True})
-    except RuntimeError:  # not all versions of torch have this option
-        return torch.compile(function, dynamic=True)
+    for option in DIVISION_OPTIONS:
+        with suppress(RuntimeError):  # not all versions of torch have this option
+            return torch.compile(function, dynamic=True, options={option: True})
+    return torch.compile(function, dynamic=True)
+
+
+DIVISION_OPTIONS = ("eager_numerics.division_rounding", "emulate_divison_rounding")
+"""Names of the compiler's option by which it divides as torch does, the newest first. The second one is spelled as in torch."""
 
 
 CODES: dict[str, tuple[int, Encoder, Decoder]] = {

@@ -267,7 +267,7 @@ MUTANTS = [
     Mutant(
         "wire: compiled rounding divides approximately",
         "llmtrain/parallel/wire_format.py",
-        ', options={"eager_numerics.division_rounding": True}',
+        ", options={option: True}",
         "",
         ("tests/unit/test_wire.py",),
     ),

@@ -39,6 +39,12 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: str) -> None:
     module.main()
 
 
+@pytest.fixture(autouse=True)
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the day believe that there is a GPU."""
+    monkeypatch.setattr(gpu_day, "on_gpu", lambda: True)
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, (folder / "rows.jsonl").read_text().splitlines()))
 
@@ -49,19 +55,19 @@ def test_a_row_that_fails_costs_no_other(
     run(monkeypatch, gpu_day, "throughput", "--out", str(tmp_path))
     machine, *rows = rows_of(tmp_path)
     assert machine["phase"] == "provenance" and machine["found"] == SPEED
-    assert len(rows) == 18 and [row["row"] for row in rows if "failed" in row] == [
+    assert len(rows) == 21 and [row["row"] for row in rows if "failed" in row] == [
         "1B bare loop compile",
         "1B bare loop",
         "7B-layers bare loop compile",
     ]
     assert all(row["found"] == SPEED for row in rows if "failed" not in row)
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 19 and "FAILED" in shown[1] and "2,000 tokens/s" in shown[2]
+    assert len(shown) == 22 and "FAILED" in shown[3] and "2,000 tokens/s" in shown[2]
 
 
 def test_rows_can_be_chosen_by_parts_of_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(monkeypatch, gpu_day, "throughput", "--out", str(tmp_path), "--only", "160M", "1B-2048")
-    assert [row["row"].partition(" ")[0] for row in rows_of(tmp_path)[1:]] == ["1B-2048", "1B-2048", "160M"]
+    assert [row["row"].partition(" ")[0] for row in rows_of(tmp_path)[1:]] == ["160M", "1B-2048", "1B-2048"]
 
 
 def test_no_row_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,7 +79,13 @@ def test_a_result_that_does_not_read_as_expected_is_kept_as_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run(monkeypatch, gpu_day, "checkpoint", "--out", str(tmp_path))
-    assert all("'stood_still'" in row["failed"] for row in rows_of(tmp_path)[1:])
+    assert all("'stood_still'" in row["failed"] and row["found"] == SPEED for row in rows_of(tmp_path)[1:])
+
+
+def test_without_a_gpu_nothing_is_measured_but_in_a_rehearsal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_day, "on_gpu", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU is found; with --rehearse"):
+        run(monkeypatch, gpu_day, "parts", "--out", str(tmp_path))
 
 
 def test_an_unknown_phase_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
