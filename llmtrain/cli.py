@@ -47,7 +47,10 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Pretrain language models across slow or uneven networks. Any key of a recipe can be overridden: a.b=c."""
+    """Pretrain language models across slow or uneven networks. Any key of a recipe can be overridden: a.b=c.
+
+    First: llmtrain launch quickstart; then llmtrain runs. All recipes: llmtrain recipe list. All keys: llmtrain recipe keys.
+    """
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
@@ -57,9 +60,9 @@ def train(
     is_dry: DryRun = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
-    """Train a recipe as one rank, or resume it: llmtrain train recipes/quickstart.yaml optim.lr=1e-3
+    """Train a recipe as one rank, or resume it, for torchrun, srun and DeepSpeed. `llmtrain launch` starts all ranks itself.
 
-    The rank is read from the environment (torchrun, srun, DeepSpeed). If it has none, this is the only process.
+    The rank is read from the environment. If it has none, this is the only process, and so the only replica.
     """
     with imports_without_gc():
         import_transformers()
@@ -81,7 +84,9 @@ def train(
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
 def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = False) -> None:
-    """Start torchrun on this machine with the number of processes that the recipe needs, as launch/train.sh does.
+    """Train a recipe with the processes that it needs, as launch/train.sh does: llmtrain launch quickstart optim.lr=1e-3
+
+    Ctrl-C stops with a checkpoint, and the same command continues. Files are in runs/NAME (run.out_dir, run.name).
 
     Starts one process per GPU, or on a CPU as many as the recipe's mesh needs. NPROC_PER_NODE, NNODES, NODE_RANK,
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
@@ -118,7 +123,7 @@ def prepare(
         path_option("--export", metavar="FOLDER", help="Also write the tokens for other tools to a folder."),
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--format", help="Format for --export: nanogpt, llm.c, megatron or npy.")
+        str | None, typer.Option("--format", help="Format for --export, which needs it: nanogpt, llm.c, megatron or npy.")
     ] = None,
 ) -> None:
     """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet.
@@ -192,14 +197,14 @@ def compare(
     ],
     shaping: Annotated[
         bool,
-        typer.Option(help="Create virtual hosts with the conditions' limits; otherwise use loopback, without root."),
+        typer.Option(help="Create virtual hosts with the conditions' limits; otherwise use loopback, without limits and root."),
     ] = True,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat failed trials.")] = False,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Train nothing; report on the run directories given instead of FILE.")
     ] = False,
-    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
-    target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against; by default the first synchronous one, else the first.")] = None,
+    target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach, in nats per token; the baseline's by default.")] = None,
     out: Annotated[
         Path | None, path_option(help="Folder of the report or picture on given runs; runs/report by default.")
     ] = None,
@@ -251,7 +256,7 @@ def _write_report(runs: Sequence[Path], baseline: str | None, target: float | No
 @app.command()
 def runs(
     folder: Annotated[Path, path_argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
-    in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+    in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of all fields instead of a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
 
@@ -311,7 +316,7 @@ def generate(
         Path,
         path_argument(metavar="RUN|FOLDER", help="A run directory, or an exported folder."),
     ],
-    prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
+    prompt: Annotated[str, typer.Option(help="Beginning of the text; by default, the model begins a document.")] = "",
     step: StepOption = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to write.")] = 120,
     temperature: Annotated[
@@ -349,16 +354,16 @@ def evaluate_command(
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
     step: StepOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task; the suite's by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
         Path | None,
-        path_option(help="Folder of local data, for the suites offline and tinystories."),
+        path_option(help="Folder of local data, which the suites offline and tinystories need (eval/README.md)."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
-    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against.")] = None,
+    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against; none by default.")] = None,
     out: Annotated[Path | None, path_option(help="Folder of the results; RUN/eval by default.")] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small

@@ -67,6 +67,9 @@ class ResultsError(UserError):
 class TrainingError(RuntimeError):
     """Training that can't continue (non-finite loss, a lost peer); the command ends with exit code 1."""
 
+    is_shared = False
+    """True if all ranks raise this error. Then only the first rank of a host prints it."""
+
 
 def one_line(error: BaseException, length: int = 200) -> str:
     """Return an exception's message in one line of at most `length` characters, or its class name if the message is empty."""
@@ -113,13 +116,10 @@ def exit_with_status(command: Callable[[], object]) -> None:
     """
     try:
         command()
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         if is_local_rank_zero() or not error.is_shared:
             print(f"error: {error}", file=sys.stderr)
-        _leave(error.exit_code)
-    except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        _leave(FAILED)
+        _leave(error.exit_code if isinstance(error, UserError) else FAILED)
     except Exception:
         traceback.print_exc()
         _leave(FAILED)

@@ -32,7 +32,7 @@ def file_schema() -> dict[str, Any]:
         sync[key]["anyOf"] = [{"enum": names}, *options]
     sync["period"]["anyOf"].append({"type": "integer", "minimum": 1})
     kinds["EvalSection"]["properties"]["suite"]["anyOf"].append({"type": "string"})
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "llmtrain recipe", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "llmtrain recipe"}
 
 
 def schema_text() -> str:
@@ -51,6 +51,8 @@ def _without_requirements(schema: Any) -> Any:
         return [_without_requirements(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if isinstance(text := schema.get("description"), str):  # editors would show each line as a paragraph
+        schema = schema | {"description": "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))}
     dropped = {"discriminator"} | ({"required"} if isinstance(schema.get("required"), list) else set())
     return {
         "anyOf" if key == "oneOf" else key: _without_requirements(value)

@@ -37,7 +37,7 @@ def draw_run(lines: Lines, target: Path, title: str) -> None:
     _plot_training_loss(losses, lines, color="C0", label="training")
     validations = _points(lines, "eval/loss")
     look = {"color": "C1", "linestyle": "--", "marker": "o" if len(validations[0]) <= MARKERS_UP_TO else ""}
-    losses.plot(*validations, **look, markersize=4, label="validation (mean of replicas)")
+    losses.plot(*validations, **look, markersize=4, label="validation")
     losses.set(ylabel="loss (nats per token)")
     losses.set_title(title, fontsize=11)
     losses.legend(loc="upper right", fontsize=9, framealpha=0.9)
@@ -67,7 +67,7 @@ def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note
         marker = "o" if len(points[0]) <= MARKERS_UP_TO else ""
         validation.plot(*points, **look, marker=marker, markersize=4, label=name)
     training.set(title="training", ylabel="loss (nats per token)")
-    validation.set(title="validation (mean of replicas)", ylabel=unit)
+    validation.set(title="validation", ylabel=unit)
     for axes in (training, validation):
         axes.set(xlabel=TOKENS)
         axes.grid(alpha=0.25)

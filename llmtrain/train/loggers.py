@@ -249,6 +249,7 @@ class Console:
         step from time to time."""
         if not self._has_begun:
             self._has_begun = True
+            self._first, self._started = step, time.monotonic()  # the first step, and what came before, take longer
             self.print(f"first step {seconds_since_command():.1f} s after the command was started")
         if self._bars is not None:
             self._bars.update(self._task, completed=step)
@@ -275,8 +276,8 @@ class Console:
             parts.append(f"{format_si(sent)}B between replicas" + (f", divergence {measured:.2g}" if measured else ""))
         if tags["perf/peak_memory_gib"] > 1.01 * self._shown_memory:
             self._shown_memory = tags["perf/peak_memory_gib"]
-            parts.append(f"{self._shown_memory:.2f} GiB")
-        if self._bars is None:
+            parts.append(f"memory {self._shown_memory:.2f} GiB")
+        if self._bars is None and step > self._first:
             parts.append(f"eta {self._time_left(step)}")
         self._shown_count = tags["sync/count"]
         self.print(" | ".join(parts))
@@ -347,6 +348,6 @@ def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | No
         what = "documents" if recipe.data.packing == "none" else "sequences"
         data = f"{format_si(sequences)} {what}, {total * train.global_batch / sequences:.2f} epochs"
     return (
-        f"model: {format_si(parameters)} parameters in {blocks} blocks · {total} steps of "
-        f"{recipe.data.at_most}{format_si(train.tokens_per_step)} tokens · data: {data}"
+        f"model: {format_si(parameters)} parameters in {blocks} blocks · {total} steps of {recipe.data.at_most}"
+        f"{format_si(train.tokens_per_step)} tokens, {format_si(total * train.tokens_per_step)} in all · data: {data}"
     )

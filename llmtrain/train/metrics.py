@@ -216,7 +216,11 @@ class Metrics:
         line = self._displayed or self._display(self._gather.wait_all())
         self._displayed = None
         if line is not None:
-            self.reducer.check(line)
+            try:
+                self.reducer.check(line)
+            except TrainingError as error:
+                error.is_shared = True
+                raise
             self._stop_agreed |= line.stop_requested
             if line.checkpoint_failed:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
@@ -257,7 +261,8 @@ class Metrics:
             self.console.log_validation(state.global_step, text.name, text.tags(validation))
         if not self.last_eval.loss <= self.first_eval.loss:  # so written, it is also true of NaN
             start = f"{self.first_eval.loss:.4f} before the first step"
-            self._warn(state.global_step, f"validation loss {self.last_eval.loss:.4f}, from {start}: the run diverges")
+            why = "the run diverges, unless its learning rate still rises; lower optim.lr"
+            self._warn(state.global_step, f"validation loss {self.last_eval.loss:.4f} is not below the {start}: {why}")
         self._log(state.global_step, self.tokens, self.train_seconds, tags)
 
     def log_sample(self, state: TrainState, text: str) -> None:
@@ -373,7 +378,7 @@ class Metrics:
             self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
         if self.last_line["health/skipped_steps"] > skipped:
             count = round(self.last_line["health/skipped_steps"])
-            self._warn(line.step, f"{count} steps skipped so far: no finite gradient (optim.nonfinite)")
+            self._warn(line.step, f"{count} step{'' if count == 1 else 's'} skipped so far: no finite gradient (optim.nonfinite)")
         self._log(line.step, line.tokens, line.seconds, self.last_line)
         self.console.log_step(line.step, self.last_line)
         return line

@@ -31,6 +31,7 @@ def raise_on_all(mesh: Mesh, work: Callable[[], T]) -> T:
     errors = [error for error in errors if error is not None]
     del mine  # this frame and its error would refer to each other, and keep alive what callers hold, such as locks
     if errors:
+        errors[0].is_shared = True
         raise errors.pop(0)
     return result
 

@@ -38,6 +38,7 @@ from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.seeding import derive_seed
 from llmtrain.suites import check_suite_data
 from llmtrain.sync.build_method import build_method, build_wire
+from llmtrain.sync.methods import is_for_one_replica
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.checkpoint import Checkpointer
@@ -161,12 +162,14 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
             trainer.checkpointer.finish_writing()
             if mesh.is_main and is_loaded:
                 with suppress(OSError, RuntimeError):  # a full disk or a broken GPU may have ended the run
-                    directory.write_summary(summary_of(trainer, "error", mirror.newest))
+                    failed = summary_of(trainer, "error", mirror.newest)
+                    directory.write_summary({**failed, "error": one_line(error, MESSAGE_LENGTH)})
             if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
                 raise
             raise _lost_peer(error, mesh, trainer.state.step) from error
         if ended != "done":
-            console.print(f"stopped at step {trainer.state.step}; start the same command again to continue")
+            step, plot = trainer.state.global_step, directory.plot
+            console.print(f"stopped at step {step}; start the same command again to continue · losses: {plot}")
             return STOPPED_EARLY
         print_report(trainer)
     return DONE
@@ -347,13 +350,15 @@ def build_trainer(
     )
     for line in texts.describe(loader):
         console.print(line)
+    console.print(f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues")
     if weights is not None:
         console.print(weights.describe())
     if mesh.is_main:
         for line in _start_warnings(recipe, mesh, prepared, texts):
             console.print(f"warning: {line}")
-    if peak is None:
-        console.print(f"no MFU is shown: the peak of this {mesh.device.type} device is not known")
+    if peak is None and mesh.device.type == "cuda":
+        name = torch.cuda.get_device_name(mesh.device)
+        console.print(f"no MFU (share of the card's peak speed) is shown: the peak of {name} is not known")
     section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
     checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
     checkpointer.from_weights = None if weights is None else weights.recorded
@@ -376,5 +381,11 @@ def _start_warnings(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, texts: R
     """Yield the warnings about a run that are known before its first step."""
     mesh_size = mesh.replicas, mesh.shard_comms.size, mesh.world.local_size
     yield from recipe_warnings(recipe, texts.all, seconds_of_step(recipe, prepared.vocab_size, *mesh_size))
+    is_given = recipe.parallel.replicas == 1 or is_for_one_replica(recipe.sync.method)
+    if mesh.replicas == 1 and not (is_given or recipe.sync.period.averages_gradients):
+        yield (
+            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
+            "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
+        )
     if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
         yield f"{mesh.unencrypted}; {ADVICE}"

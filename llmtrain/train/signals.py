@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from llmtrain.errors import FAILED
+from llmtrain.errors import FAILED, is_local_rank_zero
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -44,6 +44,10 @@ class StopRequest:
             name = signal.Signals(number).name
             os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
             os._exit(FAILED)
+        name = signal.Signals(number).name
+        if not self.requested and TORCHRUN not in os.environ and is_local_rank_zero():  # a launcher says so itself
+            again = f"another {name} ends this process at once"
+            os.write(2, f"{name}: stopping within two log lines, with a checkpoint; {again}\n".encode())
         self.requested = True
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 

@@ -128,21 +128,26 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     the next run."""
     recipe, metrics = trainer.recipe, trainer.metrics
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)
+    hours, minutes = divmod(minutes, 60)
+    took = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     happened = (
-        f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {minutes} min {seconds} s "
+        f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {took} "
         f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
         f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )
     if metrics.warnings:
-        happened += f" {len(metrics.warnings)} warnings, the last at {metrics.warnings[-1]}."
+        count = len(metrics.warnings)
+        happened += f" {count} warning{'' if count == 1 else 's'}, the last at {metrics.warnings[-1]}."
     every_step = summary["steps"] * 2 * (summary["replicas"] - 1) * 4 * parameters
-    synchronizations = (
-        "1 synchronization" if summary["sync_count"] == 1 else f"{summary['sync_count']} synchronizations"
-    )
+    count, beside = summary["sync_count"], ""
+    synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
+    if recipe.sync.period.averages_gradients:
+        synchronizations = "gradients averaged in every step"
+    elif summary["replicas"] > 1:
+        beside = f" (gradients averaged in every step: {format_si(every_step)}B)"
     sent = (
         f"{summary['replicas']} replicas x {summary['shards']} shards with {summary['method']}: {synchronizations}, "
-        f"{format_si(summary['bytes_sent'])}B between replicas"
-        + (f" (gradients averaged in every step: {format_si(every_step)}B)." if summary["replicas"] > 1 else ".")
+        f"{format_si(summary['bytes_sent'])}B between replicas{beside}."
     )
     other = next(method for method in COMPARE_WITH if method != recipe.sync.method)
     board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
@@ -157,5 +162,5 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         *read_lines_of(summary),
         sent,
         *kept,
-        f"Look at {metrics.directory.plot}{board} · next: add sync.method={other} run.name={other}",
+        f"Look at {metrics.directory.plot}{board} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
     ]

@@ -61,11 +61,11 @@ def test_a_picture_marks_the_warm_up_and_the_rounds_and_has_all_axes(monkeypatch
     lines = [{"step": 0, "tokens": 0, "eval/loss": 8.0}, *WARM, {"step": 50, "tokens": 5000, "eval/loss": None}]
     figure = drawn(monkeypatch, lines, Path("loss.png"), "a run")
     losses, costs, sent = figure.axes
-    names = ["synchronous warm-up", "synchronizations (2)", "training", "validation (mean of replicas)"]
+    names = ["synchronous warm-up", "synchronizations (2)", "training", "validation"]
     assert legend(losses) == names
     curves = {curve.get_label(): curve for curve in losses.lines}
     assert list(curves["training"].get_xdata()) == [one["tokens"] for one in WARM]
-    assert list(curves["validation (mean of replicas)"].get_xdata()) == [0], "a loss that is not finite is left out"
+    assert list(curves["validation"].get_xdata()) == [0], "a loss that is not finite is left out"
     assert [float(curve.get_xdata()[0]) for curve in costs.lines if curve.get_linestyle() != "-"] == [3000, 5000]
     assert list(sent.lines[0].get_ydata()) == [10.0 * one["step"] for one in WARM]
     (steps,) = losses.child_axes

@@ -57,3 +57,8 @@ METHODS: dict[str, ModuleType] = {
 def inner_preset(method: str) -> dict[str, Any]:
     """Return the keys of `optim` that a method chooses; most choose none."""
     return getattr(METHODS[method], "OPTIM", {})
+
+
+def is_for_one_replica(method: str) -> bool:
+    """Return whether a method is meant for a single replica, so that it has nothing to average."""
+    return getattr(METHODS[method], "FOR_ONE_REPLICA", False)

@@ -14,6 +14,7 @@ Differs   weight decay is AdamW's, at y. Checkpoints within a run store y as the
 
 PAPER = "arXiv 2512.17131"
 CHOOSE_WHEN = "you have one replica and want no rounds"
+FOR_ONE_REPLICA = True
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 1},

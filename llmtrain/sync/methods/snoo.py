@@ -10,6 +10,7 @@ Differs   the paper's own settings were not at hand.
 
 PAPER = "arXiv 2510.15830"
 CHOOSE_WHEN = "you study the outer step without averaging"
+FOR_ONE_REPLICA = True
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 30},
