@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,14 +67,16 @@ class Recording:
                 if None in times.values():
                     self._unwritten.append((start, end, line))
                 else:
-                    self._file.write(json.dumps(line | times) + "\n")
+                    with suppress(OSError):  # a full disk costs spans of the timeline, not the run
+                        self._file.write(json.dumps(line | times) + "\n")
 
     def close(self) -> None:
         """Close the file. Spans still in flight are not recorded."""
         self.write_known()
         with self._lock:
             self._unwritten.clear()
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 _recording: Recording | None = None

@@ -60,7 +60,8 @@ class BackgroundTokenizer:
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
 
     def __enter__(self) -> BackgroundTokenizer:
-        (self.directory / STATUS).unlink(missing_ok=True)  # of an earlier run
+        with suppress(OSError):  # of an earlier run; a folder that can't be written is the tokenizer's to report
+            (self.directory / STATUS).unlink(missing_ok=True)
         self._start()
         self._thread.start()
         return self

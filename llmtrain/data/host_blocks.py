@@ -87,7 +87,8 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
             while not closed.is_set() and (post := _describe(tokens, start)) is not None:
                 store.set(f"{key}/{start}", json.dumps(post))
                 start = block_of(start)[1]
-            status = json.dumps({"committed": len(tokens), **read_status(tokens.directory)})
+            own = {} if tokens.is_complete else read_status(tokens.directory)  # which may be of an earlier run
+            status = json.dumps({"committed": len(tokens), **own})
             if status != before:
                 store.set(key, status)
                 before = status

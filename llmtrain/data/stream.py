@@ -158,7 +158,8 @@ class GrowingTokens:
         before = None
         while not condition():
             self._last_wait = now = time.monotonic()
-            status = {**read_status(self.directory), **elsewhere()}
+            here = {} if self.is_complete else read_status(self.directory)  # which may be of an earlier run
+            status = {**here, **elsewhere()}
             if "error" in status:
                 raise text_error(status["error"], status.get("is_temporary", False))
             if (progress := (len(self), status)) != before:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
+from llmtrain.errors import one_line
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, given_interface, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.process_limits import usable_cores
@@ -49,7 +50,11 @@ def gpus(world: World) -> list[Finding]:
     findings = []
     for index in shown:
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # the first use of the device
+            findings.append(problem(f"GPU {index}: {properties.name} can't be used: {one_line(error)}", "see nvidia-smi"))
+            continue
         what = f"GPU {index}: {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if free < LEAST_FREE_SHARE * total:
             findings.append(warning(what, "another process holds its memory; see nvidia-smi"))

@@ -39,6 +39,9 @@ from llmtrain.train.run_dir import RunDirectory, check_same_recipe
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+STOPPED_SECONDS = 30.0
+"""Maximum seconds for which a run that was asked to stop waits for its last copy: launchers and schedulers soon kill it."""
+
 
 LOCAL = (None, "file", "local")
 """Protocols of the local file system, where folders must be created."""
@@ -265,30 +268,36 @@ class Mirror:
         """Return the steps of the checkpoints that are being copied or wait to be. Thread-safe."""
         return self.worker.pending_steps() | self._candidates
 
-    def finish(self, mesh: Mesh) -> str | None:
-        """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`. Returns, on every rank, the reason for
-        which it is missing, or None."""
+    def finish(self, mesh: Mesh, is_stopped: bool = False) -> str | None:
+        """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`, and for a stopped run at most STOPPED_SECONDS.
+        Returns, on every rank, the reason for which it is missing, or None."""
         if self.url is None:
             return None
-        deadline = time.monotonic() + self.timeout_seconds
-        waiting = f"waiting for the copy to {self.url}, at most {self.timeout_seconds:g} s (run.timeout_seconds)"
+        limit = min(STOPPED_SECONDS, self.timeout_seconds / 2) if is_stopped else self.timeout_seconds
+        deadline = time.monotonic() + limit
+        within = f"{limit:g} s" if is_stopped else f"{limit:g} s (run.timeout_seconds)"
+        waiting = f"waiting for the copy to {self.url}, at most {within}"
         while mesh.broadcast_from_main(lambda: self._is_busy(deadline)):
             if waiting:
                 self.note(waiting)
             waiting = ""
-        return mesh.broadcast_from_main(self._missing)
+        return mesh.broadcast_from_main(lambda: self._missing(within))
 
     def _upload(self, step: int) -> None:
         self._problem = ""
         try:
             self._copy(step)
-            self.newest = step
-            if self.recipe.checkpoint.keep_best:
-                self._copy_best(step)
-            self._remote.retain(step, self.recipe.checkpoint)
         except Exception as error:  # every file system has its own exceptions
             self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
             self.note(f"{self._problem}; training continues, and the next checkpoint is tried again")
+            return
+        self.newest = step
+        try:
+            if self.recipe.checkpoint.keep_best:
+                self._copy_best(step)
+            self._remote.retain(step, self.recipe.checkpoint)
+        except Exception as error:
+            self.note(f"{self.url}: the best checkpoint, or which to keep: {one_line(error)}; the next copy tries again")
 
     def _copy(self, step: int) -> None:
         began = time.monotonic()
@@ -316,10 +325,10 @@ class Mirror:
         left = deadline - time.monotonic()
         return left > 0 and not self.worker.join(min(left, LOOK_SECONDS))
 
-    def _missing(self) -> str | None:
+    def _missing(self, within: str) -> str | None:
         if self._last is None or self.newest == self._last:
             return None
-        late = f"step {self._last} was not copied to {self.url} within {self.timeout_seconds:g} s (run.timeout_seconds)"
+        late = f"step {self._last} was not copied to {self.url} within {within}"
         return f"{self._problem or late}; it is complete in {self.directory.checkpoints}, start the same command again to copy it"
 
     # ---- on the main rank

@@ -272,7 +272,7 @@ def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, consol
 def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> None:
     """Wait for the last copy to the mirror. If that fails, raise TrainingError on every rank of a complete run, but only
     print the problem for a stopped one, which can copy it later."""
-    if (problem := mirror.finish(mesh)) is None:
+    if (problem := mirror.finish(mesh, is_stopped=ended != "done")) is None:
         return
     if ended == "done":
         raise TrainingError(problem)
