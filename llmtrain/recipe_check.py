@@ -26,6 +26,14 @@ SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddi
 }
 """Keys for which transformers' configs accept a zero that fails only later."""
 
+OWN_DEEPSPEED = {
+    *("zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment"),
+    *("zero_optimization.sub_group_size", "zero_optimization.stage3_param_persistence_threshold"),
+    *("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.zero_hpz_partition_size"),
+    *("zero_optimization.memory_efficient_linear", "zero_optimization.cpu_offload"),
+    *("data_types.grad_accum_dtype", "managed_gradient_accumulation", "zero_force_ds_cpu_optimizer"),
+}
+"""Keys of DeepSpeed on which the layout of its tensors depends, or whether a layer computes with what was synchronized."""
 DEEPSPEED_EQUIVALENTS = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer": "parallel.zero_offload",
@@ -280,6 +288,8 @@ def _check_engine(parallel: ParallelSection) -> None:
             "parallel.replica_backend is nccl, but with zero_offload what replicas send is in CPU memory; use auto or gloo"
         )
     for key, value in _leaves(parallel.deepspeed):
+        if key in OWN_DEEPSPEED:
+            raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but the engine needs its own value; leave it out")
         known = next(
             (ours for theirs, ours in DEEPSPEED_EQUIVALENTS.items() if key == theirs or key.startswith(theirs + ".")),
             None,

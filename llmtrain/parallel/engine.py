@@ -45,6 +45,15 @@ class Block:
     """Flat tensor of which `shards` are views, end to end; None if the shards do not share one."""
 
 
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""Function that returns what to keep of a tensor, such as a copy in CPU memory."""
+
+
+def as_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself."""
+    return tensor
+
+
 def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) -> torch.Tensor:
     """Return the L2 norm of a replica's gradients, given this rank's parts of them: a scalar on their device, in at
     least fp32. A collective of the shard group.
@@ -97,6 +106,8 @@ class Engine(Replica):
     skipped: torch.Tensor | int = 0
     """1 if the last step was skipped because its gradient was not finite, otherwise 0. A scalar on the device unless
     `optim.nonfinite` is stop. Equal on all ranks of a replica."""
+    returns_copies = False
+    """True if `state_dict` and `to_dtensors` return copies in the device's memory."""
     gradient_wait: DeviceTimer
     """Time that training spends, after backward, waiting for gradients to be averaged over the replicas."""
 
@@ -129,8 +140,8 @@ class Engine(Replica):
         gradients and dropout. Block hooks are not called within it."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this replica's weights and optimizer state by name, as DTensors except for step counts.
+    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
+        """Return `keep` of this replica's weights and optimizer state by name, as DTensors except for step counts.
         Names are `weights.<parameter>` and `optimizer.<parameter>.<key>`, the same with every engine. A
         collective of the shard group."""
 

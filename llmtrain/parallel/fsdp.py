@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
-from llmtrain.parallel.engine import Block
+from llmtrain.parallel.engine import Block, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
@@ -55,12 +55,12 @@ class Fsdp2Engine(TorchEngine):
                 for unit in self._units:
                     unit.reshard()  # the head is still gathered, because no backward pass followed
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         for name, parameter, master in self._named():
-            state[f"weights.{name}"] = parameter.detach()
+            state[f"weights.{name}"] = keep(parameter.detach())
             for key, value in self.optimizer.state[master].items():
-                state[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else _like(parameter, value)
+                state[f"optimizer.{name}.{key}"] = keep(value if value.ndim == 0 else _like(parameter, value))
         return state
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock
-from llmtrain.parallel.engine import Block
+from llmtrain.parallel.engine import Block, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
@@ -48,11 +48,11 @@ class SingleDeviceEngine(TorchEngine):
         if rounded is not None:
             rounded.copy_(block.flat)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        state = {f"weights.{name}": self._as_dtensor(master) for name, master in self._named.items()}
+    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
+        state = {f"weights.{name}": keep(self._as_dtensor(master)) for name, master in self._named.items()}
         for name, master in self._named.items():
             for key, value in self.optimizer.state[master].items():
-                state[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._as_dtensor(value)
+                state[f"optimizer.{name}.{key}"] = keep(value if value.ndim == 0 else self._as_dtensor(value))
         return state
 
     @torch.no_grad()

@@ -29,12 +29,12 @@ from llmtrain.loss import inputs_and_labels
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.collectives import PendingCollective, results_in_order
 from llmtrain.parallel.device_time import DeviceTimer
-from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
+from llmtrain.parallel.engine import Block, Engine, Keep, MicroBatch, as_is, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.optimizers import build_optimizer, decay_groups, moments_of, start_moments
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, named_parameters_of, wrap_layers
-from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
+from llmtrain.parallel.zero_layout import FlatGroup, ShardAxis, deepspeed_config
 
 # Without this variable, DeepSpeed guesses the accelerator and logs its guess.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -65,6 +65,8 @@ class ZeroEngine(Engine):
     every rank computes with full weights that are gathered all at once, so the block hooks run for all blocks at the
     start of a step, before its first forward.
     """
+
+    returns_copies = True
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class ZeroEngine(Engine):
         self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
         self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed changes its lists
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=config, mpu=_ShardAxis(mesh), dist_init_required=False
+            model=model, optimizer=self.optimizer, config=config, mpu=ShardAxis(mesh), dist_init_required=False
         )
         names, masters = {id(p): name for name, p in model.named_parameters()}, iter(self._flat_masters())
         self.blocks, self._layout, self._masters = [], [], []
@@ -121,8 +123,8 @@ class ZeroEngine(Engine):
             self._layout.append(layout)
             all_names = [name for group in layout for name in group.names]
             self.blocks.append(Block(block.name, [master.detach() for master in mine], all_names))
-        for index, block in enumerate(model_blocks):
-            if self.stage == 3:  # prepended, to run before the hook with which DeepSpeed gathers the block
+        if self.stage == 3:
+            for index, block in enumerate(model_blocks):  # prepended: DeepSpeed's own hook gathers the block
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
         if read is not None and parallel.precision == "bf16":
@@ -199,17 +201,19 @@ class ZeroEngine(Engine):
             with torch.no_grad():
                 yield summed_loss
         finally:
+            if self.stage == 3:  # without a backward pass, DeepSpeed keeps what it has gathered for one
+                self._engine.optimizer.parameter_offload.partition_all_parameters()
             self._engine.train()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         for layout, masters in zip(self._layout, self._masters, strict=True):
             for group, master in zip(layout, masters, strict=True):
-                state |= {f"weights.{name}": value for name, value in self._dtensors_of(group, master).items()}
+                state |= {f"weights.{name}": keep(value) for name, value in self._dtensors_of(group, master).items()}
                 for key, value in self.optimizer.state.get(master, {}).items():
                     is_count = value.ndim == 0  # the step count: one tensor for all parameters
                     named = {n: value.clone() for n in group.names} if is_count else self._dtensors_of(group, value)
-                    state |= {f"optimizer.{name}.{key}": part for name, part in named.items()}
+                    state |= {f"optimizer.{name}.{key}": keep(part) for name, part in named.items()}
         return state
 
     @torch.no_grad()
@@ -369,29 +373,6 @@ class ZeroEngine(Engine):
         parameter's name into a key of `named`."""
         whole = {name: named[key.format(name)].full_tensor() for name in group.names}
         return group.part(whole, self.mesh.shard_comms.rank)
-
-
-class _ShardAxis:
-    """Model-parallel unit (`mpu`), from which DeepSpeed takes its groups: data parallelism over the shard axis, and no model
-    parallelism."""
-
-    def __init__(self, mesh: Mesh):
-        self._group = mesh.devices.get_group("shard")
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def get_model_parallel_group(self) -> None:
-        return None
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

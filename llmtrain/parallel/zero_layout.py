@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
+from llmtrain.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,36 @@ def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
 
+class ShardAxis:
+    """Model-parallel unit (`mpu`), from which DeepSpeed takes its groups: data parallelism over the shard axis, and no model
+    parallelism."""
+
+    def __init__(self, mesh: Mesh):
+        self._group = mesh.devices.get_group("shard")
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
 BUCKET = 50_000_000
 """Number of gradient values that DeepSpeed reduces together. It allocates buffers for them in advance, and its default is
 ten times larger."""
 PREFETCHED = 50_000_000
-"""Number of parameter values that DeepSpeed's stage 3 gathers ahead of the layer that needs them."""
+"""Number of parameter values that each layer of DeepSpeed's stage 3 has gathered ahead of its use."""
+LIVE = 2 * PREFETCHED
+"""Number of parameter values above which nothing more is gathered ahead; DeepSpeed's default is ten times larger."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
@@ -97,6 +124,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         # recomputation would add the bias to it a second time.
         zero |= {"memory_efficient_linear": False}
         zero |= {"stage3_prefetch_bucket_size": 0 if changes_in_forward else PREFETCHED}
+        zero |= {"stage3_max_live_parameters": LIVE}
     # In stage 1 with bf16, fp32 here would make DeepSpeed use another optimizer, which does not shard gradients.
     accumulates_in = "bf16" if (parallel.zero_stage, parallel.precision) == (1, "bf16") else "fp32"
     own = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmtrain.config import Recipe
-from llmtrain.parallel.zero_layout import BUCKET, PREFETCHED
+from llmtrain.parallel.zero_layout import BUCKET, LIVE
 from llmtrain.plan.model_size import ModelSize
 
 BYTES = {"bf16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}
@@ -99,10 +99,13 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Engine
     whole = compute * size.parameters
     gathers = parallel.zero_stage == 3
     optimizer = moment_values(recipe, size, shards) * master
-    offloaded = 2 * sharded + optimizer if parallel.zero_offload else 0  # masters and gradients
+    # Masters, gradients and, in stage 3, the buffer in which gradients arrive or, before, one of rounded parameters.
+    offloaded = 2 * sharded + (sharded if gathers else -(-whole // shards)) + optimizer if parallel.zero_offload else 0
     accumulates = _accumulates(recipe, replicas, shards)
     gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)
-    ahead = 0 if shards == 1 or recipe.sync.schedule.syncs_in_forward else PREFETCHED
+    if offloaded and gathers:
+        gradients = 0
+    ahead = 0 if shards == 1 or recipe.sync.schedule.syncs_in_forward else LIVE
     in_forward = compute * min(size.parameters, largest + max(second, ahead)) if gathers else 0
     buckets = (max(4, compute) if gathers else 2 * compute) * BUCKET
     copies = 4 if gathers else compute + (4 if compute < 4 else 0)
@@ -118,6 +121,6 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Engine
         gathered_in_forward=in_forward + (buckets if gathers else 0),
         buckets=buckets,
         reduced=copies * min(BUCKET, size.parameters),
-        gradients_before_the_last_bucket=sharded if already_there else 0,
+        gradients_before_the_last_bucket=min(sharded, gradients) if already_there else 0,
         host=offloaded,
     )

@@ -102,14 +102,15 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  in stage 3, c P in stages 1 and 2.
     gradients    w P / M. ZeRO-1 adds c P if it accumulates over micro-batches; otherwise they are in its buckets.
     optimizer    AdamW: 2 w P / M. Muon: w P / M for the matrices of layers, AdamW's for the rest. SGD: 0. With `zero_offload`,
-                 optimizer state, masters and a copy of the gradients in w count as `host`.
+                 optimizer state, masters and a copy of the gradients in w count as `host`, in stage 3 with another copy
+                 instead of the gradients on the device, in stages 1 and 2 with one of the parameters in c.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`. They are pinned block by
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
     gathered     FSDP2: the two largest blocks in c, or all of them if they stay gathered (`reshards`), and in backward the
                  largest one's gradient in c and, until it is reduced, in w. Without sharding, only these gradients: in w,
                  and in c if c < w. ZeRO-3: the two largest blocks in c, or, if several ranks gather ahead (not if blocks
-                 synchronize in forward), the largest one and PREFETCHED values, at most all; a bucket of BUCKET gradient
+                 synchronize in forward), the largest one and LIVE values, at most all; a bucket of BUCKET gradient
                  values in at least fp32, in backward the largest block's gradient in c, and while a bucket is reduced a copy
                  of its values in fp32. ZeRO-1 and 2: no blocks, but in backward two buckets in c, and while a bucket is
                  reduced a copy of its values in c and, if c < 4, in fp32.

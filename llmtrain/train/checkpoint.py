@@ -110,7 +110,9 @@ class Checkpointer:
         self.wait()
         started = own_time()
         shared, own = self.method.shared_state(), self.method.per_replica_state()
-        keep = _stage_to_cpu if self.section.background else _no_copy
+        # Where an engine returns copies, they must not all be on the device at once.
+        is_staged = self.section.background or (self.engine.returns_copies and self.mesh.device.type == "cuda")
+        keep = _stage_to_cpu if is_staged else _no_copy
         tensors = self._of_engine(keep)
         for prefix, kind, flats in self._named_state(shared, own):
             # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
@@ -251,7 +253,7 @@ class Checkpointer:
     def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
         """Return this replica's weights and optimizer moments by their names in the checkpoint."""
         replica = self.mesh.replica_comms.rank
-        return {f"replica{replica}.{name}": keep(tensor) for name, tensor in self.engine.state_dict().items()}
+        return {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
 
     def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
         """Return one kind of the method's tensors by their names in the checkpoint. An offloaded block is on the device

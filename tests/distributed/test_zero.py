@@ -14,10 +14,12 @@ import torch
 
 from llmtrain.config import SyncSection
 from llmtrain.sync.anchors import flatten
+from llmtrain.train.validation import validate, validated_parameters
 from tests.distributed.document_runs import SGD, assert_is_plain, train_on_documents
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, Case, Outcome, Run, mesh_of, train, zero_pool
+from tests.distributed.test_engine import BATCH
 
 pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -110,6 +112,25 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
     small = {"zero_optimization": {"reduce_bucket_size": 1000}}
     case = Case(choices("diloco", 2), 2, 2, steps=3, micro_batch=1, optim={"lr": 1e-2, "clip_norm": clip_norm})
     compare(zero_ranks, case, stages=(2,), deepspeed=small)
+
+
+def train_around_validations(case: Case, validates: bool) -> list[list[float]]:
+    """Return the sums of losses and tokens of each step. With `validates`, the mean is validated in the middle of rounds."""
+    run = Run(case, mesh_of(case.replicas, case.shard))
+    for step in range(1, case.steps + 1):
+        run.train(step)
+        if validates and step > 2:
+            with validated_parameters(run.engine, run.mesh):
+                validate(run.engine, run.mesh, lambda: [BATCH])
+    run.finish()
+    return run.sums
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_a_validation_computes_with_the_replicas_own_weights(zero_ranks: RankPool, stage: int) -> None:
+    case = on(Case(choices("local_sgd", 100), 2, 2, steps=6), f"zero{stage}")
+    plain, validated = (zero_ranks.run(train_around_validations, case, validates) for validates in (False, True))
+    assert plain == validated
 
 
 @pytest.mark.deep

@@ -66,6 +66,8 @@ def test_a_key_that_looks_like_an_entry_is_blamed_on_the_file_that_has_it(
 def test_deepspeeds_own_keys_are_passed_on_unless_one_of_ours_says_the_same(tmp_path: Path) -> None:
     path, zero = written(tmp_path, RECIPE), ["parallel.engine=zero", "sync.warmup_steps=0"]
     check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {overlap_comm: true}}"]), None)
+    with pytest.raises(RecipeError, match="round_robin_gradients is True, but the engine needs its own value"):
+        check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {round_robin_gradients: true}}"]), None)
     with pytest.raises(
         RecipeError, match=r"^parallel\.deepspeed\.gradient_clipping is 1\.0, but this is what optim\.clip"
     ):
