@@ -53,7 +53,8 @@ NOTES = """\
 {parameters:.0f} M parameters with AdamW's moments, anchor and outer momentum in fp32, {ranks} rank(s) on this machine and its disk. Medians
 (lowest to highest) over all checkpoints of a run but its first and its last. In the background training waits for the copy to
 memory, and for the checkpoint before if that is still being written; digests (XXH3) are part of writing. Eight steps, {steps:.1f} s
-without a checkpoint, lie between two. On a machine whose processors are busy, steps take longer during a write, because both use the processors."""
+without a checkpoint, lie between two. On a machine whose processors are busy, steps take longer during a write, because both
+use the processors."""
 
 
 @dataclass

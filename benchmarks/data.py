@@ -55,7 +55,9 @@ a part of it: it is read once, for both splits. *Processor s*: of all
 threads; *one thread*: of the calling one, in which nothing runs side by side. However many processors a machine has, it takes
 no less time than that."""
 LOADER_NOTES = """\
-The loader's batches, from shards that are in the system's file cache. The mixture is three parts of the text and one part of `stories`, or of `stdlib` if the text is `stories`. Batches of documents are padded to their longest, and padding counts here as tokens
+The loader's batches, from shards that are in the system's file cache. The mixture is three parts of the text and one part of
+`stories`, or of `stdlib` if the text is `stories`. Batches of documents are padded to their longest, and padding counts here
+as tokens
 do. *Step*: of a Llama of 4.2 M parameters on this machine, with that batch; the share is what the trainer logs
 (`perf/data_seconds` over `perf/step_seconds`). A faster machine or a larger model changes the step; the batch costs what it
 costs: at N tokens a second and rank, its share is N / (tokens/s of the loader)."""

@@ -76,7 +76,9 @@ def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, long
                 phase, row.name, f"cut off at the deadline, after {seconds:.0f} s", skipped=left, last_output=last
             )
             return
-        journal.record(phase, row.name, f"FAILED, {reason}: {last}", failed=reason, found=found, last_output=last, seconds=seconds)
+        journal.record(
+            phase, row.name, f"FAILED, {reason}: {last}", failed=reason, found=found, last_output=last, seconds=seconds
+        )
 
 
 def main() -> None:

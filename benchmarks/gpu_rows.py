@@ -152,7 +152,9 @@ def rounding(day: Day) -> list[DayRow]:
     """Return the cost of rounding a message of 0.5 GB."""
     values, turns = (2**14, 1) if day.rehearse else (2**27, 5)
     return [
-        DayRow(kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3, "threads": 1}, _rounding)
+        DayRow(
+            kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3, "threads": 1}, _rounding
+        )
         for kind in ("int8", "int4", "bf16")
     ]
 

@@ -77,7 +77,9 @@ synchronization. Streaming DiLoCo has 4 fragments everywhere, and applies a mean
 allows in rounds this short: its fragment must be back before the next one is sent. torchft's quantized
 all-reduce needs Triton, and is not measured. Outer optimizers are equal in the two DiLoCos and in the two
 fp32 Streaming DiLoCos. `llmtrain, never` never synchronizes, either: it differs from `alone` by llmtrain's trainer in
-the place of a loop by hand, as all rows of llmtrain do. No loop has a warm-up of synchronous steps. *Validation loss* (with `--real` only): that of the replicas' mean after the last step, and the mean over turns; a mean that is still in flight then, or due in the next
+the place of a loop by hand, as all rows of llmtrain do. No loop has a warm-up of synchronous steps. *Validation loss* (with
+`--real` only): that of the replicas' mean after the last step, and the mean over turns; a mean that is still in flight then,
+or due in the next
 forward (EDiT), is not applied."""
 
 

@@ -64,9 +64,11 @@ recipe, from the start of the launchers to step 5. *Ends*: from the same time to
 hosts 0 to 2.
 
 What all trials at a296909 showed: both launchers resume from the last checkpoint, and neither survives the loss of host 0, whose
-store all others use. What c10d does better: it continues sooner after a host is lost or its network is cut, because it does not first wait until the host has been silent for some time; and it starts without a host that never comes.
+store all others use. What c10d does better: it continues sooner after a host is lost or its network is cut, because it does
+not first wait until the host has been silent for some time; and it starts without a host that never comes.
 What it does not do: a frozen rank costs more, because torchrun waits 30 s before it kills it and starts
-interpreters anew; after a signal to stop on one host (a preemption), the run does not stop with a checkpoint, and the other hosts continue; a
+interpreters anew; after a signal to stop on one host (a preemption), the run does not stop with a checkpoint, and the other
+hosts continue; a
 recipe that ranks refuse ends with 1 after a restart in vain, not with 2; no line names the host that is missing or lost; and
 ranks may come back on other hosts, which moves replicas and shards. Launchers also meet for what comes before training: the
 first node prepares data, and counts and numbers of nodes are compared. With c10d that meeting would still be needed, and only

@@ -38,7 +38,9 @@ NOTES = """\
 Milliseconds of a step, and its share; medians of the timed steps in the line *a step*, all others from profiled steps, scaled to
 it. *None of these*: the step's time less the sum of the groups: Python, launching, waiting. *Matrix products at the rate of large
 ones*: the step's floating-point operations (`flops_per_token`, and a third more where layers are recomputed) over the rate of a large
-product, the best of those timed in each process: what a perfect step would take. *A step over its matrix products*: loops ran one after another, and a change of the machine's speed affects a step and its matrix products alike. One process; groups are by names (`GROUPS` in
+product, the best of those timed in each process: what a perfect step would take. *A step over its matrix products*: loops
+ran one after another, and a change of the machine's speed affects a step and its matrix products alike. One process; groups
+are by names (`GROUPS` in
 `benchmarks/step_parts.py`), so *compiled* holds whatever torch.compile has fused, and the loss is in several."""
 
 

@@ -100,7 +100,9 @@ COLUMNS = (
 NOTES = f"""\
 Medians over the turns, of one round, on the main rank. *Added*: its time less that of as many local steps in the same turn.
 *Exposed*: what the trainer counts as standing still (`comm/exposed_seconds`); *messages*: waiting for messages to arrive,
-the rest is arithmetic. On a GPU both are the time of its stream. Time that is added but not exposed is lost during the steps: on a CPU's loopback the processors carry the messages, which takes time from the steps in which they arrive. *MB*: sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
+the rest is arithmetic. On a GPU both are the time of its stream. Time that is added but not exposed is lost during the
+steps: on a CPU's loopback the processors carry the messages, which takes time from the steps in which they arrive. *MB*:
+sent by one rank. *Bytes alone*: an all-reduce in fp32 by which a rank sends as many bytes; its sums are
 in it.
 
 With one replica nothing is sent: what is left are arithmetic and, with offload, copies. *State copied*: every value that the

@@ -123,7 +123,7 @@ def prepare(
         path_option("--export", metavar="FOLDER", help="Also write the tokens for other tools to a folder."),
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--format", help="Format for --export, which needs it: nanogpt, llm.c, megatron or npy.")
+        str | None, typer.Option("--format", help="Needed by --export: nanogpt, llm.c, megatron or npy.")
     ] = None,
 ) -> None:
     """Tokenize a recipe's text into token shards. Training does so itself if they do not exist yet.
@@ -197,14 +197,14 @@ def compare(
     ],
     shaping: Annotated[
         bool,
-        typer.Option(help="Create virtual hosts with the conditions' limits; otherwise use loopback, without limits and root."),
+        typer.Option(help="Create virtual hosts with the conditions' limits; else loopback, without limits or root."),
     ] = True,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat failed trials.")] = False,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Train nothing; report on the run directories given instead of FILE.")
     ] = False,
-    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against; by default the first synchronous one, else the first.")] = None,
-    target: Annotated[float | None, typer.Option(help="With --report-only: validation loss to reach, in nats per token; the baseline's by default.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
+    target: Annotated[float | None, typer.Option(help="With --report-only: loss to reach; or the baseline's.")] = None,
     out: Annotated[
         Path | None, path_option(help="Folder of the report or picture on given runs; runs/report by default.")
     ] = None,
@@ -256,7 +256,7 @@ def _write_report(runs: Sequence[Path], baseline: str | None, target: float | No
 @app.command()
 def runs(
     folder: Annotated[Path, path_argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
-    in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of all fields instead of a table.")] = False,
+    in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of all fields, not a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
 
@@ -354,7 +354,7 @@ def evaluate_command(
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
     step: StepOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of documents per task; the suite's by default.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most documents per task; the suite's by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
         Path | None,
@@ -363,7 +363,7 @@ def evaluate_command(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU by default if there is one.")
     ] = None,
-    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against; none by default.")] = None,
+    baseline: Annotated[Path | None, path_option(help="Run or folder to test the others against, if any.")] = None,
     out: Annotated[Path | None, path_option(help="Folder of the results; RUN/eval by default.")] = None,
 ) -> None:
     """Evaluate checkpoints on a suite of tasks: llmtrain eval runs/quickstart --suite small

@@ -213,9 +213,9 @@ def initialize(
 ) -> None:
     """Give the block's meta parameters their initial values: those that `read` returns, or random ones.
 
-    Random matrices and embeddings are drawn from a normal distribution with standard deviation `initializer_range`, or
-    less for `SCALED_RESIDUALS`. Biases are 0, and norms get the weight that preserves unit variance. Values are drawn on the CPU, so that every device starts from the
-    same numbers. Raises ModelError for a parameter that has no known initial value.
+    Random matrices and embeddings are drawn from a normal distribution with standard deviation `initializer_range`, or less for
+    `SCALED_RESIDUALS`. Biases are 0, and norms get the weight that preserves unit variance. Values are drawn on the CPU, so that
+    every device starts from the same numbers. Raises ModelError for a parameter that has no known initial value.
     """
     config = model.causal_lm.config
     std = getattr(config, "initializer_range", None) or 0.02

@@ -30,6 +30,7 @@ OWN_DEEPSPEED = {
     *("zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment"),
     *("zero_optimization.sub_group_size", "zero_optimization.stage3_param_persistence_threshold"),
     *("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.zero_hpz_partition_size"),
+    *("zero_optimization.stage3_max_reuse_distance", "zero_optimization.mics_shard_size"),
     *("zero_optimization.memory_efficient_linear", "zero_optimization.cpu_offload"),
     *("data_types.grad_accum_dtype", "managed_gradient_accumulation", "zero_force_ds_cpu_optimizer"),
 }
@@ -289,7 +290,9 @@ def _check_engine(parallel: ParallelSection) -> None:
         )
     for key, value in _leaves(parallel.deepspeed):
         if key in OWN_DEEPSPEED:
-            raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but the engine needs its own value; leave it out")
+            raise RecipeError(
+                f"parallel.deepspeed.{key} is {value!r}, but the engine needs its own value; leave it out"
+            )
         known = next(
             (ours for theirs, ours in DEEPSPEED_EQUIVALENTS.items() if key == theirs or key.startswith(theirs + ".")),
             None,

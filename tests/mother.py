@@ -184,7 +184,9 @@ class Mother:
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
                 process = started.get(self.address)
-                assert process is None or process.poll() is None, "the mother of processes has ended; see what it printed"
+                assert process is None or process.poll() is None, (
+                    "the mother of processes has ended; see what it printed"
+                )
                 assert time.monotonic() < deadline, f"no mother of processes at {self.address} in {START_SECONDS:g} s"
                 time.sleep(0.05)
 

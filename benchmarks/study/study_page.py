@@ -84,7 +84,8 @@ without a loss are not complete; if a seed diverged, there is no mean."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
 fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
-at most 3.5 points of utilization in [measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of 2.5 M parameters and messages of up to 21 steps; the last
+at most 3.5 points of utilization in [measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of
+2.5 M parameters and messages of up to 21 steps; the last
 column is extrapolated. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured share have no row."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed

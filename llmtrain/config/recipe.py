@@ -239,7 +239,7 @@ class CheckpointSection(Section):
     """Also keep the checkpoint with the lowest validation loss, of those whose step was validated."""
     background: bool = True
     """Write checkpoints from a copy in host memory while training continues; `false`: training waits, and the copy is never
-    larger than one tensor or, with `sync.offload`, than anchors and outer momenta."""
+    larger than one tensor (with `sync.offload`: anchors and outer momenta; under ZeRO on GPUs: all)."""
     mirror: PathText | None = None
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""

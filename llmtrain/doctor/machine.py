@@ -53,7 +53,9 @@ def gpus(world: World) -> list[Finding]:
         try:
             free, total = torch.cuda.mem_get_info(index)
         except RuntimeError as error:  # the first use of the device
-            findings.append(problem(f"GPU {index}: {properties.name} can't be used: {one_line(error)}", "see nvidia-smi"))
+            findings.append(
+                problem(f"GPU {index}: {properties.name} can't be used: {one_line(error)}", "see nvidia-smi")
+            )
             continue
         what = f"GPU {index}: {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if free < LEAST_FREE_SHARE * total:

@@ -226,9 +226,9 @@ def checkpoint_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
 
 
 def _checkpoint_copy(recipe: Recipe, others: int, anchors: int) -> int:
-    """Return the bytes in CPU memory of the copy from which a checkpoint is written: of everything in the background, else of
-    offloaded anchors, which pass through the device."""
-    if recipe.checkpoint.background:
+    """Return the bytes in CPU memory of the copy from which a checkpoint is written: of everything in the background or under
+    ZeRO, else of offloaded anchors, which pass through the device."""
+    if recipe.checkpoint.background or recipe.parallel.engine == "zero":
         return others + anchors
     return anchors if recipe.sync.offload else 0
 

@@ -378,7 +378,10 @@ class Metrics:
             self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
         if self.last_line["health/skipped_steps"] > skipped:
             count = round(self.last_line["health/skipped_steps"])
-            self._warn(line.step, f"{count} step{'' if count == 1 else 's'} skipped so far: no finite gradient (optim.nonfinite)")
+            self._warn(
+                line.step,
+                f"{count} step{'' if count == 1 else 's'} skipped so far: no finite gradient (optim.nonfinite)",
+            )
         self._log(line.step, line.tokens, line.seconds, self.last_line)
         self.console.log_step(line.step, self.last_line)
         return line

@@ -297,7 +297,9 @@ class Mirror:
                 self._copy_best(step)
             self._remote.retain(step, self.recipe.checkpoint)
         except Exception as error:
-            self.note(f"{self.url}: the best checkpoint, or which to keep: {one_line(error)}; the next copy tries again")
+            self.note(
+                f"{self.url}: the best checkpoint, or which to keep: {one_line(error)}; the next copy tries again"
+            )
 
     def _copy(self, step: int) -> None:
         began = time.monotonic()

@@ -275,7 +275,9 @@ def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> 
     if (problem := mirror.finish(mesh, is_stopped=ended != "done")) is None:
         return
     if ended == "done":
-        raise TrainingError(problem)
+        error = TrainingError(problem)
+        error.is_shared = True
+        raise error
     console.print(problem)
 
 

@@ -80,7 +80,9 @@ def test_between_hosts_it_measures_the_network(folders):
     for rate in (*link, replicas):
         assert 1 < float(rate) < 13, output
     assert "a synchronization of this model: " in shown
-    assert re.search(r"predicted for this recipe \(.*?\): a step computes for \S+ \S+ and waits for the network for", shown)
+    assert re.search(
+        r"predicted for this recipe \(.*?\): a step computes for \S+ \S+ and waits for the network for", shown
+    )
     assert "shard axis: one rank, nothing to send inside a replica" in shown
 
 

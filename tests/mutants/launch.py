@@ -283,8 +283,8 @@ MUTANTS = [
     Mutant(
         "errors: a wrong recipe ends with exit code 1",
         "llmtrain/errors.py",
-        'print(f"error: {error}", file=sys.stderr)\n        _leave(error.exit_code)',
-        'print(f"error: {error}", file=sys.stderr)\n        _leave(FAILED)',
+        "_leave(error.exit_code if isinstance(error, UserError) else FAILED)",
+        "_leave(FAILED)",
         ("tests/unit/test_gaps_launch.py",),
     ),
     Mutant(

@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: written from tensors that go on changing",
         "llmtrain/train/checkpoint.py",
-        "keep = _stage_to_cpu if self.section.background else _no_copy",
+        "keep = _stage_to_cpu if is_staged else _no_copy",
         "keep = _no_copy",
         (
             "tests/unit/test_checkpoint_state.py",

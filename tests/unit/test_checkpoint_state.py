@@ -41,7 +41,8 @@ class Training:
         self.weight, self.moments, self.anchor = torch.zeros(50), torch.zeros(50), torch.zeros(50)
         engine = SimpleNamespace(
             blocks=[Block("all", [self.weight], ["w"])],
-            state_dict=lambda: {"weights.w": self.weight, "optimizer.w.moments": self.moments},
+            returns_copies=False,
+            state_dict=lambda keep: {"weights.w": keep(self.weight), "optimizer.w.moments": keep(self.moments)},
             load_state_dict=lambda state: None,  # its tensors have been read into
             to_dtensors=lambda block, flat: {"w": flat},
             from_dtensors=lambda block, tensors: tensors["w"],

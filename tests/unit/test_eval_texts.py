@@ -148,7 +148,9 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(mo
 
 
 def test_the_default_window_is_no_longer_than_training_sequences(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("llama", vocab_size=4, max_position_embeddings=8, hidden_size=8)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=4, max_position_embeddings=8, hidden_size=8, num_attention_heads=2
+    )
     model = SimpleNamespace(config=config)
     assert [Loaded(model, None, length).window for length in (None, 5, 20)] == [8, 5, 8]
     assert Loaded(SimpleNamespace(config=SimpleNamespace()), None).window == LONGEST_WINDOW

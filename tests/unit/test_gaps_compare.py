@@ -309,7 +309,7 @@ def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.Capture
     assert (
         "training" in shown
         and "4/8" in shown
-        and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | 1.50 GiB" in shown
+        and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | memory 1.50 GiB" in shown
     )
     assert "eta" not in shown, "the bar tells it"
 

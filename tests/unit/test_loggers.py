@@ -166,7 +166,13 @@ def test_divergence_and_memory_are_shown_when_they_are_new(capsys) -> None:
         console.log_step(step, TAGS | changed)
     shown = [line.split(" | ")[6:-1] for line in capsys.readouterr().out.splitlines()]
     sent = "800MB between replicas"
-    assert shown == [[sent, "10.00 GiB"], [f"{sent}, divergence 0.25"], [sent], [sent, "10.20 GiB"], [sent]]
+    assert shown == [
+        [sent, "memory 10.00 GiB"],
+        [f"{sent}, divergence 0.25"],
+        [sent],
+        [sent, "memory 10.20 GiB"],
+        [sent],
+    ]
 
 
 def test_lines_of_a_long_run_fit_a_wide_terminal(capsys) -> None:

@@ -221,7 +221,7 @@ def test_a_layer_keeps_its_forward_unless_there_is_something_to_wrap(kept):
 def test_documents_that_a_model_type_cannot_separate_are_refused():
     config = model_config(ModelSection(type="bloom", config={"hidden_size": 32, "n_layer": 2, "n_head": 4}), 97)
     build(config, loss_chunk=7)
-    with pytest.raises(ModelError, match="train.document_mask: transformers does not separate documents in .* bloom"):
+    with pytest.raises(ModelError, match=r"train\.document_mask: transformers does not separate documents in .* bloom"):
         build(config, loss_chunk=7, separator=0)
 
 

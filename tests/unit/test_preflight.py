@@ -197,7 +197,7 @@ def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
         expected = "2 replicas x 2 shards on cpu (no GPU: parallel.on_cpu)"
     assert mesh == f"mesh: {expected}"
     assert model.startswith(f"model: {parameters / 1000:.3g}k parameters ") and model.endswith(
-        "in 4 blocks · 20 steps of 512 tokens · data: not tokenized yet"
+        "in 4 blocks · 20 steps of 512 tokens, 10.2k in all · data: not tokenized yet"
     )
     each = "each of 4 processes" if command == "launch" else "the process"
     assert memory.startswith("memory: about 0.0") and f"for {each}, which may use" in memory
