@@ -372,10 +372,9 @@ def evaluate_command(
     """
     from llmtrain.eval.arguments import check_arguments
     from llmtrain.export.request import parse_step
-    from llmtrain.train.signals import PARENT, end_with
+    from llmtrain.train.signals import stop_without_run
 
-    if parent := os.environ.get(PARENT):  # nobody else ends it if the run is killed
-        end_with(int(parent))
+    stop_without_run()
     asked = {
         "over_time": over_time,
         "step": parse_step(step),

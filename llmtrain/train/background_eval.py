@@ -25,7 +25,7 @@ from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.signals import PARENT, StopRequest
+from llmtrain.train.signals import RUN, StopRequest
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
@@ -180,7 +180,7 @@ class BackgroundEval:
     def _environment(self) -> dict[str, str]:
         found = {key: value for key, value in os.environ.items() if key not in NAMES and not key.startswith(PREFIXES)}
         found["OMP_NUM_THREADS"] = str(self.section.threads)
-        found[PARENT] = str(os.getpid())
+        found[RUN] = str(os.getpid())
         if self.section.device == "cpu":
             found["CUDA_VISIBLE_DEVICES"] = ""  # otherwise libraries would still take some of a GPU's memory
         return found

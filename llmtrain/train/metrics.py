@@ -95,7 +95,9 @@ class Metrics:
         Raises TrainingError, on every rank, if metrics cannot be written.
         """
         if self.mesh.is_main:
-            self._loggers = self._write(lambda: self._open_loggers(state)) or ()
+            steps, note = self.interval.steps, self.console.print
+            opened = (self.recipe, self.directory, state.global_step, self.tokens, steps, note)
+            self._loggers = self._write(lambda: open_loggers(*opened)) or ()
         self.io_errors.check()
         rounds = self.method.period.round_number(state.total_steps)
         self.console.start(state.global_step, state.total_steps, rounds)
@@ -324,16 +326,6 @@ class Metrics:
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
-
-    def _open_loggers(self, state: TrainState) -> Sequence[Logger]:
-        return open_loggers(
-            self.recipe,
-            self.directory,
-            state.global_step,
-            self.tokens,
-            self.interval.steps,
-            self.console.print,
-        )
 
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy

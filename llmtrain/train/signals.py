@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from llmtrain.errors import FAILED, is_local_rank_zero
@@ -21,7 +21,7 @@ from llmtrain.errors import FAILED, is_local_rank_zero
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""
-PARENT = "LLMTRAIN_PARENT"
+RUN = "LLMTRAIN_RUN"
 """Environment variable with the process id of the run whose background evaluation a process is."""
 WATCH_SECONDS = 2.0
 """Seconds between two looks whether a process is still there."""
@@ -42,12 +42,14 @@ class StopRequest:
         can arrive at any moment."""
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
             name = signal.Signals(number).name
-            os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
+            with suppress(OSError):
+                os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
             os._exit(FAILED)
         name = signal.Signals(number).name
         if not self.requested and TORCHRUN not in os.environ and is_local_rank_zero():  # a launcher says so itself
             again = f"another {name} ends this process at once"
-            os.write(2, f"{name}: stopping within two log lines, with a checkpoint; {again}\n".encode())
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"{name}: stopping within two log lines, with a checkpoint; {again}\n".encode())
         self.requested = True
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 
@@ -56,18 +58,30 @@ def stop_without_torchrun() -> None:
     """If torchrun started this process, ask it to stop with a checkpoint once torchrun is gone: killed, or out of memory. Nothing
     else would end it, and it would keep its GPU and the run's lock."""
     if TORCHRUN in os.environ:
-        end_with(os.getppid())
+        parent = os.getppid()
+        _stop_unless(lambda: os.getppid() == parent)
 
 
-def end_with(parent: int) -> None:
-    """Send SIGTERM to this process once its parent, the process with the id `parent`, is gone."""
+def stop_without_run() -> None:
+    """If this process is a run's background evaluation, end it once the run is gone: killed, perhaps. Nothing else would."""
+    if (pid := os.environ.get(RUN)) is None:
+        return
+    import psutil
 
+    try:
+        run = psutil.Process(int(pid))
+    except psutil.NoSuchProcess:
+        run = None
+    _stop_unless(lambda: run is not None and run.is_running() and run.status() != psutil.STATUS_ZOMBIE)
+
+
+def _stop_unless(is_there: Callable[[], bool]) -> None:
     def watch() -> None:
-        while os.getppid() == parent:
+        while is_there():
             time.sleep(WATCH_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True, name="watches its parent").start()
+    threading.Thread(target=watch, daemon=True, name="watches who started this").start()
 
 
 def is_ignored(number: signal.Signals) -> bool:

@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "metrics: files continue after this replica's own step",
         "llmtrain/train/metrics.py",
-        "            state.global_step,\n",
-        "            state.step,\n",
+        "self.directory, state.global_step, self.tokens",
+        "self.directory, state.step, self.tokens",
         ("tests/unit/test_sample.py",),
     ),
     Mutant(

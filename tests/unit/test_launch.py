@@ -148,7 +148,7 @@ def test_torchrun_is_told_the_place_of_this_node():
     words = " ".join(torchrun_arguments(recipe, Attempt(1, Nodes(3, 2, "alpha", 5)), 8))
     assert words.startswith("--nnodes 3 --nproc-per-node 8 ") and "SIGUSR1" in words
     assert words.endswith(
-        "--master-addr alpha --master-port 5 --node-rank 2 --rdzv-id attempt 1 --rdzv-conf timeout=91"
+        "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
 
 

@@ -1,4 +1,4 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706): after local steps, sends only the largest values of a pseudo-gradient, and the rest in later rounds.
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706): after local steps, sends only a pseudo-gradient's largest values, and the rest later.
 
 Rule      e_n <- decay e_n + (anchor - theta_n) after H local steps; s_n = the largest values of e_n in each chunk, rounded to
           2 bits; e_n <- e_n - s_n; anchor <- anchor - lr (1/N) sum_n s_n; theta_n <- anchor. There is no outer momentum: what

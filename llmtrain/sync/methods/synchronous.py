@@ -7,5 +7,5 @@ Differs   not at all.
 """
 
 PAPER = "mini-batch SGD / data parallelism"
-CHOOSE_WHEN = "the network keeps up, or you need a baseline"
+CHOOSE_WHEN = "the network keeps up, or as the baseline"
 PRESET = {"period": {"kind": "every_step"}, "outer": {"kind": "average"}, "reduction": "mean", "schedule": "blocking"}
