@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,10 @@ def panics_as_errors() -> Iterator[None]:
         raise ValueError(first_line(error)) from error
 
 
+HEAD_START_SECONDS = 1.0
+"""Seconds that a rank which prints nothing gives the rank that does: launchers end all ranks once one has ended."""
+
+
 def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
@@ -119,6 +124,8 @@ def exit_with_status(command: Callable[[], object]) -> None:
     except (UserError, TrainingError) as error:
         if is_local_rank_zero() or not error.is_shared:
             print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, TrainingError):
+            time.sleep(HEAD_START_SECONDS)
         _leave(error.exit_code if isinstance(error, UserError) else FAILED)
     except Exception:
         traceback.print_exc()
