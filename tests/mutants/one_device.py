@@ -56,4 +56,25 @@ MUTANTS = [
         "\n    def to_dtensors",
         ONE_DEVICE,
     ),
+    Mutant(
+        "checkpointing: attention with dropout is kept",
+        "llmtrain/parallel/wrapping.py",
+        "name.startswith(ATTENTION) and not _has_dropout(args, kwargs)",
+        "name.startswith(ATTENTION)",
+        ("tests/unit/test_model.py",),
+    ),
+    Mutant(
+        "engine: bf16 gradients have a norm in bf16",
+        "llmtrain/parallel/engine.py",
+        "elif gradients[0].dtype == wide:",
+        "elif True:",
+        ("tests/distributed/test_engine.py",),
+    ),
+    Mutant(
+        "zero: a validation leaves gathered weights behind",
+        "llmtrain/parallel/zero.py",
+        "self._engine.optimizer.parameter_offload.partition_all_parameters()",
+        "pass",
+        ("tests/distributed/test_zero.py",),
+    ),
 ]

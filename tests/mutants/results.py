@@ -305,4 +305,18 @@ MUTANTS = [
         "        if step_of(path) < step:",
         ("tests/unit/test_best_checkpoint.py",),
     ),
+    Mutant(
+        "compare: trials share a mirror",
+        "llmtrain/compare/comparison.py",
+        '            "checkpoint.mirror=null",',
+        "           ",
+        ("tests/unit/test_comparison.py",),
+    ),
+    Mutant(
+        "card: standard errors are listed as scores",
+        "llmtrain/export/card.py",
+        'if not (metric.endswith("_stderr") or key.endswith("_stderr") or key in COUNTS):',
+        'if not (metric.endswith("_stderr") or key in COUNTS):',
+        ("tests/unit/test_export_folder.py",),
+    ),
 ]

@@ -223,4 +223,25 @@ MUTANTS = [
         "                below.clear()\n",
         ("tests/unit/test_data_sources.py",),
     ),
+    Mutant(
+        "sites: an absent site forgets how many samples it had",
+        "llmtrain/data/sites.py",
+        'super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent',
+        'super().state_dict() | {"site": self.site} | absent',
+        ("tests/unit/test_data_sites.py",),
+    ),
+    Mutant(
+        "warnings: validation text that is trained on passes",
+        "llmtrain/plan/ineffective_keys.py",
+        "if _is_in(text, section.source) and not is_left_out:",
+        "if False:",
+        ("tests/unit/test_preflight_again.py",),
+    ),
+    Mutant(
+        "eval: windows are longer than training sequences",
+        "llmtrain/eval/texts.py",
+        "(positions, self.trained_length, LONGEST_WINDOW)",
+        "(positions, LONGEST_WINDOW)",
+        ("tests/unit/test_eval_texts.py",),
+    ),
 ]

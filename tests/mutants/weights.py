@@ -147,4 +147,18 @@ MUTANTS = [
         "if key not in other and not key",
         ("tests/unit/test_from_config.py",),
     ),
+    Mutant(
+        "model: GPT-2's projections start as large as other matrices",
+        "llmtrain/model.py",
+        "deviation = std_of_projections if is_projection else std",
+        "deviation = std",
+        ("tests/unit/test_model.py",),
+    ),
+    Mutant(
+        "model: packed documents of Bloom see each other",
+        "llmtrain/model.py",
+        "if separator is not None and config.model_type in IGNORE_POSITIONS:",
+        "if False:",
+        ("tests/unit/test_model.py",),
+    ),
 ]

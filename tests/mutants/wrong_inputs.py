@@ -136,4 +136,32 @@ MUTANTS = [
         "        pass\n",
         ("tests/unit/test_data_prepare.py",),
     ),
+    Mutant(
+        "launch: a node that was given up ends the others' run",
+        "llmtrain/launch/node_rendezvous.py",
+        "isinstance(error, RecipeError | ReturnedError) and",
+        "isinstance(error, RecipeError) and",
+        ("tests/unit/test_launch_again.py",),
+    ),
+    Mutant(
+        "launch: nodes may start unequal numbers of processes",
+        "llmtrain/launch/node_rendezvous.py",
+        "if len(set(processes)) > 1:",
+        "if False:",
+        ("tests/unit/test_launch.py",),
+    ),
+    Mutant(
+        "library: parameters may move before a state is loaded",
+        "llmtrain/sync/local_updates.py",
+        "if not self._has_stepped:",
+        "if self.step == 1:",
+        ("tests/distributed/test_library_mistakes.py",),
+    ),
+    Mutant(
+        "zero: any key of DeepSpeed is passed on",
+        "llmtrain/recipe_check.py",
+        "if key in OWN_DEEPSPEED:",
+        "if False:",
+        ("tests/unit/test_gaps_recipe.py",),
+    ),
 ]

@@ -74,7 +74,7 @@ def test_runs_take_turns_under_a_condition_and_seeds_come_last(tmp_path: Path) -
     assert planned[1].recipe == tmp_path / "../edit_llama_stdlib.yaml"
     overrides = list(planned[0].overrides)
     assert overrides.index("train.steps=20") < overrides.index("sync.warmup_steps=0") < overrides.index("optim.lr=1e-3")
-    assert {"run.seed=1", "run.name=seed-1", "parallel.replicas=2"} <= set(overrides)
+    assert {"run.seed=1", "run.name=seed-1", "parallel.replicas=2", "checkpoint.mirror=null"} <= set(overrides)
 
 
 def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> None:

@@ -343,6 +343,8 @@ def test_a_copy_that_hangs_is_waited_for_until_the_timeout(tmp_path: Path, monke
         f"step 10 was not copied to {there}/a within 0.2 s (run.timeout_seconds); it is complete in "
         f"{machine.directory.checkpoints}, start the same command again to copy it"
     )
+    missing = machine.mirror.finish(ALONE, is_stopped=True)
+    assert missing is not None and missing.startswith(f"step 10 was not copied to {there}/a within 0.1 s; "), missing
     held.go.release()
     machine.mirror.worker.join(30)
 
