@@ -241,6 +241,7 @@ def _leave_modules_alone() -> None:
 def serve(address: str, owner: int) -> None:
     """Import, then fork for whoever connects, until the process `owner` is gone, perhaps before the imports are done."""
     atexit.register(_leave_modules_alone)  # the first, which is called last
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and runs outlive their terminal
     try:
         owner_end = os.pidfd_open(owner)
     except ProcessLookupError:
