@@ -75,7 +75,8 @@ TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
 `best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
-tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest. `to synchronous` compares
+tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it leaves
+out the luck of tuning, because trials compare settings with one seed. `to synchronous` compares
 with the synchronous runs of the same number of replicas, batch and inner optimizer. `worth` is the share of the tokens with
 which synchronous training, annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the
 tokens, all with the full run's warm-up; the range is that of the method's seeds). `sent` is the sum of what all replicas send. Cells
@@ -84,11 +85,12 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
 fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
 at most 2.8 points of utilization in [measurements](../network) with a model of 2.5 M parameters and messages of up to 21 steps; the last
-column is extrapolated. Above 1, the method pays."""
+column is extrapolated. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured share have no row."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it
-([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Their records are in [short_warmup.jsonl](short_warmup.jsonl)."""
+([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Cells without a loss for every seed have no row. All records are in
+[short_warmup.jsonl](short_warmup.jsonl)."""
 
 
 def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
@@ -184,17 +186,18 @@ def worth_text(cell: Cell, done: Records) -> str:
     found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
     if cell == synchronous_beside(cell) or None in found:
         return ""
-    if min(found) == 0:
-        return f"below {100 * min(losses_by_share(synchronous_beside(cell), done)):.0f} %"
-    middle, low, high = (f"{100 * share:.0f}" for share in found)
+    smallest = f"{100 * min(losses_by_share(synchronous_beside(cell), done)):.0f}"
+    if found[0] == 0:
+        return f"below {smallest} %"
+    middle, low, high = (f"{100 * share:.0f}" if share else f"below {smallest}" for share in found)
     return f"{middle} % ({low} to {high})"
 
 
 def speed_rows(done: Records) -> list[Row]:
-    """Return, for each complete cell of the main stage, how many times as fast as synchronous training it reaches its loss, by
+    """Return, for each complete cell of the first two stages, how many times as fast as synchronous training it reaches its loss, by
     the time of a message."""
     rows = []
-    for cell in STAGES["main"]:
+    for cell in (*STAGES["main"], *STAGES["together"]):
         loss = mean_loss(cell, done)
         if loss is None or cell.method == "synchronous" or not (share := worth(loss, cell, done)):
             continue

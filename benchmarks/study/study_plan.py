@@ -125,6 +125,8 @@ SHORT_ROUNDS = 5
 """Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
 IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
 """Keys of the first trials in short rounds, in the place of the preset's; `OUTER` may replace them."""
+INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.momentum=0.9")}
+"""Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa")
 """Methods whose rounds have no fixed number of steps."""
 
@@ -220,7 +222,7 @@ class Run:
             f"train.micro_batch={per_replica if per_replica <= 16 else per_replica // 2}",
             f"schedule.warmup_steps={round(WARMUP * self._steps_with(1.0))}",
             f"sync.method={cell.method}",
-            *([f"optim.kind={cell.inner}"] if cell.inner else []),
+            *INNER[cell.inner],
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
             f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
@@ -320,10 +322,11 @@ STAGES = {
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
 }
 """Cells by stage, in the order in which they are run."""
-SHORTENED = {STAGES["main"][0]: (0.25, 0.5)}
+SHORTENED = {STAGES["main"][0]: (0.25, 0.5), STAGES["main"][-1]: (0.25, 0.5)}
 """Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
-URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0])
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, and what changes DiLoCo's gap."""
+URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0], STAGES["main"][-1])
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
+MuLoCo's baseline."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
