@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import shlex
 import sys
 import tarfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -152,7 +153,7 @@ def missing_sentence(reasons: Mapping[str, str]) -> str:
 
 def provenance() -> str:
     """Return one line of a page with the command, the commit, the versions and the machine."""
-    command = " ".join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
+    command = shlex.join(["python", _relative(sys.argv[0]), *map(_portable, sys.argv[1:])])
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
