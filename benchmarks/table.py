@@ -8,9 +8,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
-import shlex
 import sys
 import tarfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
