@@ -39,8 +39,8 @@ COLUMNS = (
 )
 NOTES = """\
 Medians over the turns; *of the products*: the median ratio within a turn. *Products*: of every matrix, five iterations of
-three products, in matrices that were allocated before. *Muon* adds momentum, norms, new matrices and the change of the
-parameters. torch's iterates in bf16."""
+three products, each of which reads the result of the one before, in matrices that were allocated before. *Muon* adds momentum,
+norms, new matrices and the change of the parameters. torch's iterates in bf16."""
 
 
 def loops_of(size: ModelSize, precision: str) -> dict[str, Callable[[], object]]:
@@ -65,17 +65,19 @@ def loops_of(size: ModelSize, precision: str) -> dict[str, Callable[[], object]]
     ours = Muon([ShardedMatrix(p, p.shape) for p in parameters()], 1e-3, 0.1, section, Comms(None))
     torchs = torch.optim.Muon(parameters(), adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(parameters(), fused=True)
-    inputs = {shape: torch.randn(sorted(shape), device=device, dtype=PRECISION[precision]) for shape in set(shapes)}
-    outputs = {shape: torch.empty_like(x) for shape, x in inputs.items()}
-    grams = {shape: (x @ x.T, x @ x.T) for shape, x in inputs.items()}
+    # With orthogonal rows, the products neither grow nor vanish.
+    inputs = [torch.nn.init.orthogonal_(torch.empty(sorted(shape), device=device)) for shape in shapes]
+    inputs = [x.to(PRECISION[precision]) for x in inputs]
+    buffers = {x.shape: (x @ x.T, x @ x.T, torch.empty_like(x), torch.empty_like(x)) for x in inputs}
 
     def products() -> None:
-        for shape in shapes:
-            x, (gram, update) = inputs[shape], grams[shape]
+        for x in inputs:
+            gram, update, result, spare = buffers[x.shape]
             for _ in range(section.iterations):
                 torch.mm(x, x.T, out=gram)
                 torch.mm(gram, gram, out=update)
-                torch.mm(update, x, out=outputs[shape])
+                torch.mm(update, x, out=result)
+                x, result, spare = result, spare, result
 
     steps = {"products": products, "Muon": ours.step, "torch's Muon": torchs.step, "AdamW": adamw.step}
     return {name: partial(_seconds, step) for name, step in steps.items()}
