@@ -41,12 +41,13 @@ def orthogonalize(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     Newton-Schulz iterations in its dtype. `matrix` is overwritten."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if is_tall else matrix
-    x.div_(x.norm().clamp(min=LEAST_NORM))
+    x = matrix.div_(torch.linalg.vector_norm(matrix).clamp(min=LEAST_NORM))
     for _ in range(iterations):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        # The products of a tall matrix are those of its transpose, without copies of it.
+        gram = x.T @ x if is_tall else x @ x.T
+        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, x, update, beta=a) if is_tall else torch.addmm(x, update, x, beta=a)
+    return x
 
 
 def orthogonalization_flops(rows: int, columns: int, iterations: int) -> int:
