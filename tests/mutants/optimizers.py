@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "muon: a matrix of zeros becomes NaN",
         "llmtrain/parallel/muon.py",
-        "x.div_(x.norm().clamp(min=LEAST_NORM))",
-        "x.div_(x.norm())",
+        "matrix.div_(torch.linalg.vector_norm(matrix).clamp(min=LEAST_NORM))",
+        "matrix.div_(torch.linalg.vector_norm(matrix))",
         MUON,
     ),
     Mutant(
