@@ -2,7 +2,7 @@
 
 A cell is a method with a number of replicas and a round length. It has trials, each at about a quarter of the tokens, and then
 final runs of the best trial with all tokens and several seeds. Later trials start from the best of the earlier ones; every cell
-has the same number. Cells in `SHORTENED` also have final runs with fewer tokens.
+has the same number. Cells in `SHORTENED` also have final runs with fewer tokens, and those in `HEAT` with other outer steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ Overrides = tuple[str | QsrRounds, ...]
 
 TOKENS = 6_400_000
 """Training tokens of a final run: 20 per parameter."""
+TEXT_TOKENS = 7_000_000
+"""Tokens of text per TOKENS, validation text included."""
 TRIAL_SHARE = 0.25
 """Share of TOKENS in a trial."""
 UNIT = 30
@@ -144,12 +146,16 @@ class Cell:
     """Inner optimizer; empty: the method's own."""
     together: float = 0.0
     """Share of the steps that are synchronous, before the first round."""
+    length: int = 1
+    """Tokens of a final run, in units of TOKENS."""
 
     @property
     def label(self) -> str:
-        """Return the method's name, with the inner optimizer if it is not its own, and the percentage of synchronous steps."""
+        """Return the method's name, with the inner optimizer if it is not its own, the percentage of synchronous steps, and how
+        many times as many tokens it has."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
-        return "-".join(part for part in (self.method, self.inner, together) if part)
+        length = f"x{self.length}" if self.length > 1 else ""
+        return "-".join(part for part in (self.method, self.inner, together, length) if part)
 
     @property
     def name(self) -> str:
@@ -182,18 +188,23 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial`, `final` or, with fewer tokens than that, `shorter`."""
+    """`trial`, `final`, with fewer tokens than that `shorter`, or with another outer step `heat`."""
     number: int
-    """Number of the trial, from 0, or seed of the final run."""
+    """Number of the trial or of the outer step, from 0, or seed of the final run."""
     setting: Setting
     share: float = 1.0
-    """Share of TOKENS."""
+    """Share of a final run's tokens."""
 
     @property
     def id(self) -> str:
         """Return the name of the run and of its record."""
         percent = f"{100 * self.share:.0f}" if self.kind == "shorter" else ""
         return f"{self.cell.name}-{self.kind}{percent}-{self.number:02}"
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the parameters and of the order of the text."""
+        return {"trial": TRIAL_SEED, "heat": FINAL_SEEDS[0]}.get(self.kind, self.number)
 
     @property
     def steps(self) -> int:
@@ -207,7 +218,8 @@ class Run:
 
     def _steps_with(self, share: float) -> int:
         training = 1 - self.setting.pull_probability
-        return UNIT * math.floor(TOKENS * share / (self.cell.batch * LENGTH * training) / UNIT + 0.5)
+        tokens = TOKENS * self.cell.length * share
+        return UNIT * math.floor(tokens / (self.cell.batch * LENGTH * training) / UNIT + 0.5)
 
     def overrides(self) -> list[str]:
         """Return what the run changes in study.yaml."""
@@ -215,7 +227,7 @@ class Run:
         per_replica = cell.batch // cell.replicas
         return [
             f"run.name={self.id}",
-            f"run.seed={TRIAL_SEED if self.kind == 'trial' else self.number}",
+            f"run.seed={self.seed}",
             f"parallel.replicas={cell.replicas}",
             f"train.steps={self.steps}",
             f"train.global_batch={cell.batch}",
@@ -225,6 +237,7 @@ class Run:
             *INNER[cell.inner],
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
+            *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
             f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
             *self.setting.overrides(),
@@ -297,6 +310,7 @@ def runs_of(cell: Cell, done: Records) -> list[Run]:
         *tried,
         *finals,
         *(Run(cell, "shorter", seed, best.setting, share) for share in shares for seed in FINAL_SEEDS),
+        *(Run(cell, "heat", number, Setting(best.setting.lr, own)) for number, own in enumerate(HEAT.get(cell, ()))),
     ]
 
 
@@ -320,10 +334,19 @@ STAGES = {
         *(Cell(method, 4, every, BATCH[4]) for every in (10, 100) for method in METHODS[1:4]),
     ),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
+    "long": tuple(Cell(method, 4, 30, BATCH[4], length=4) for method in ("synchronous", "diloco", "edit", "local_sgd")),
 }
 """Cells by stage, in the order in which they are run."""
-SHORTENED = {STAGES["main"][0]: (0.25, 0.5), STAGES["main"][-1]: (0.25, 0.5)}
+SHORTENED = {cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-1], STAGES["long"][0])}
 """Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
+HEAT_STEPS = tuple(
+    (lr, momentum, warmup)
+    for momentum, warmup in ((0.0, 0), (0.5, 0), (0.8, 0), (0.9, 0), (0.8, 4), (0.9, 4))
+    for lr in (0.4, 0.7, 1.0)
+)
+"""Outer learning rates, momenta and rounds of warm-up of the heat map."""
+HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
+"""Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
 URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0], STAGES["main"][-1])
 """Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
 MuLoCo's baseline."""
@@ -339,4 +362,5 @@ def pending(stages: Sequence[str], done: Records) -> list[Run]:
 def total(stages: Sequence[str]) -> int:
     """Return the number of runs of some stages."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
-    return sum(TRIALS + len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) for cell in cells)
+    finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
+    return TRIALS * len(cells) + finals

@@ -72,14 +72,15 @@ def test_all_methods_but_those_of_uneven_replicas_are_studied() -> None:
 def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
     made, _ = finished(cell, likes(0.0055))
     shorter = {"shorter": 6} if cell in (MAIN[0], MAIN[-1]) else {}
-    assert Counter(run.kind for run in made) == {"trial": 12, "final": 3, **shorter}
+    heat = {"heat": 18} if cell == MAIN[1] else {}
+    assert Counter(run.kind for run in made) == {"trial": 12, "final": 3, **shorter, **heat}
     assert len({run.id for run in made}) == len(made)
     assert len({tuple(run.setting.overrides()) for run in made[:12]}) == 12, "no trial is made twice"
     assert [run.setting.lr for run in made[:3]] == [0.003, 0.006, 0.012]
     assert {run.setting.lr for run in made[3 : 3 + len(plan.OUTER[cell.method])]} <= {0.006}
     third = plan.OUTER[cell.method][2:3]
     final, best = made[12].setting, 2 * 0.0055 if third else 0.0055
-    assert all(run.setting == final for run in made[12:]) and abs(math.log(final.lr / best)) < 0.15
+    assert all(run.setting == final for run in made[12:] if run.kind != "heat") and abs(math.log(final.lr / best)) < 0.15
     assert all(key in final.own for key in third[0]) if third else set(final.own) <= {*plan.ALWAYS.get(cell.method, ())}
     tried = [run.setting.lr for run in made[:12] if run.setting.own == final.own]
     assert min(tried) < final.lr < max(tried), "the best rate is not at the end of those tried with the same keys"
@@ -111,6 +112,21 @@ def test_shorter_synchronous_runs_say_what_fewer_tokens_cost() -> None:
     ]
     assert shorter[0].id == "synchronous-m4-b64-shorter25-11" and shorter[-1].steps == 390
     assert plan.pending(["main"], done)[0].cell == MAIN[1]
+
+
+def test_the_heat_map_has_other_outer_steps_with_the_chosen_rate() -> None:
+    made, _ = finished(MAIN[1], likes(0.006))
+    heat = [run for run in made if run.kind == "heat"]
+    assert {run.setting.lr for run in heat} == {made[12].setting.lr} and len({run.setting.own for run in heat}) == 18
+    assert {run.steps for run in heat} == {780} and heat[0].id == "diloco-m4-h30-b64-heat-00"
+    assert all("run.seed=11" in run.overrides() for run in heat)
+    assert heat[-1].setting.own == plan.nesterov(1.0, 0.9, 4)
+
+
+def test_longer_runs_have_trials_and_warmups_in_proportion() -> None:
+    made, _ = finished(plan.STAGES["long"][0], likes(0.006))
+    assert [(made[0].steps, "schedule.warmup_steps=312" in made[0].overrides()), made[12].steps] == [(780, True), 3120]
+    assert made[12].id == "synchronous-x4-m4-b64-final-11" and made[-1].id == "synchronous-x4-m4-b64-shorter50-13"
 
 
 def test_short_rounds_begin_with_less_momentum() -> None:
@@ -160,7 +176,8 @@ def test_the_recipes_are_right(stage: str) -> None:
             assert recipe.sync.method == cell.method and recipe.parallel.replicas == cell.replicas
             assert recipe.optim.kind == (cell.inner or ("muon" if cell.method == "muloco" else "adamw"))
             assert recipe.train.global_batch == cell.batch and recipe.train.total_steps == run.steps
-            tokens = plan.TOKENS if run.kind == "final" else plan.TOKENS / 4
+            tokens = cell.length * (plan.TOKENS if run.kind == "final" else plan.TOKENS / 4)
+            assert recipe.data.max_tokens == cell.length * 7_000_000
             training = 1 - (recipe.sync.pull.probability if recipe.sync.pull is not None else 0.0)
             assert abs(run.steps - tokens / training / recipe.train.tokens_per_step) <= 15
             assert recipe.sync.warmup_steps == round(cell.together * run.steps)
@@ -181,7 +198,7 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     done = {run.id: record(run, 3.0) for run in first[:1]}
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
-    assert plan.total(["main", "batch"]) == (14 + 4) * 15 + 2 * 6
+    assert plan.total(["main", "batch"]) == (14 + 4) * 15 + 2 * 6 + 18
     cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
     first = (
         "diloco-s8-m4-h30-b64",
