@@ -347,16 +347,17 @@ HEAT_STEPS = tuple(
 """Outer learning rates, momenta and rounds of warm-up of the heat map."""
 HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
 """Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
-URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0], STAGES["main"][-1])
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
-MuLoCo's baseline."""
+URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0])
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, and what changes DiLoCo's gap."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
-    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
+    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first, and heat
+    maps after all cells."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     cells.sort(key=lambda cell: URGENT.index(cell) if cell in URGENT else len(URGENT))
-    return [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
+    runs = [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
+    return sorted(runs, key=lambda run: run.kind == "heat")
 
 
 def total(stages: Sequence[str]) -> int:
