@@ -1,4 +1,4 @@
-"""Write the page of the study from its records: benchmarks/results/study/README.md and its figures.
+"""Write the page of the study from its records, benchmarks/results/study/README.md, its figures, and the table in docs/results.md.
 
 python benchmarks/study/study_page.py --write
 """
@@ -9,18 +9,28 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from study_figures import draw_losses, draw_speeds
+from study_losses import (
+    figures_of,
+    finals_of,
+    losses_by_seed,
+    mean_loss,
+    synchronous_beside,
+    worth,
+)
 from study_plan import (
     BATCH,
     FINAL_SEEDS,
+    HEAT,
+    HEAT_STEPS,
     ROUNDS_OF_ITS_OWN,
     SHORTENED,
     STAGES,
+    TOKENS,
     TRIALS,
     Cell,
     Records,
@@ -31,12 +41,9 @@ from study_plan import (
     runs_of,
     trials,
 )
-from study_runs import RECIPE, RECORDS, read_records
+from study_runs import RECORDS, read_records
+from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells
 from table import ROOT, Row, markdown, parser, show
-
-from llmtrain.plan.model_size import size_of
-from llmtrain.plan.time_estimate import HardwareRates, TimeEstimate, estimate_time
-from llmtrain.recipe_loader import load_recipe
 
 COLUMNS = (
     "method",
@@ -50,27 +57,49 @@ COLUMNS = (
     "sent",
     "chosen",
 )
+SUMMARY = (
+    "method",
+    "loss ± seeds",
+    "above synchronous",
+    "worth",
+    "bytes",
+    "tokens/s at 0.1 / 1 / 10 / 100",
+    "speed to its loss at 0.1 / 1 / 10 / 100",
+)
+CHANGES = (
+    "DiLoCo",
+    "batch",
+    "tokens",
+    "rounds",
+    "loss ± seeds",
+    "synchronous, same batch",
+    "above it",
+    "published fit",
+)
+CHANGES_TEXT = "What changes DiLoCo's distance to synchronous training with the same batch and tokens:"
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 GAPS = "Gap against the number of rounds"
+STEPS = "Tokens per second, by network"
 SPEEDS = "Speed to the same loss, by network"
-MESSAGES = (0.1, 1.0, 10.0, 100.0)
-"""Time of one message in fp32, in steps: the networks of the table of speeds."""
+HEATS = "DiLoCo with other outer steps"
 BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
-FIGURE = "losses.png"
+LOSSES, CURVES = "losses.png", "speeds.png"
+RESULTS_PAGE = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
 TITLES = {
     "main": "All methods, 4 replicas, H = 30",
     "together": "The first 8 % of the steps synchronous, 4 replicas, H = 30",
     "replicas": "Numbers of replicas, H = 30",
     "rounds": "Lengths of rounds, 4 replicas",
     "batch": "Other batches, 4 replicas, H = 30",
+    "long": "Four times the tokens, 4 replicas, H = 30",
 }
 FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
 PARAMETERS = 320_000
-VOCABULARY = 1024
 TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
@@ -81,29 +110,23 @@ with the synchronous runs of the same number of replicas, batch and inner optimi
 which synchronous training, annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the
 tokens, all with the full run's warm-up; the range is that of the method's seeds). `sent` is the sum of what all replicas send. Cells
 without a loss are not complete; if a seed diverged, there is no mean."""
+STEPS_TEXT = """\
+How many times as many tokens per second as synchronous training a method makes, if a message of the whole model in fp32 takes
+so many steps' time. Predicted as by `llmtrain recipe show`, whose error was at most 3.5 points of utilization in
+[measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of 2.5 M parameters and messages of up to 21
+steps; the last column is extrapolated. Muon's own computation is included."""
 SPEEDS_TEXT = """\
-How many times as fast as synchronous training a method reaches the loss that it ends with, if a message of the whole model in
-fp32 takes so many steps' time. Losses are measured (`worth`). Times are predicted as by `llmtrain recipe show`, whose error was
-at most 3.5 points of utilization in [measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of
-2.5 M parameters and messages of up to 21 steps; the last
-column is extrapolated. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured share have no row."""
+How many times as fast as synchronous training a method reaches the loss that it ends with: the tokens per second above times
+`worth`, with the range over its seeds. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured
+share have no row. In the figure, cells with a synchronous start are left out."""
+HEATS_TEXT = """\
+Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
+by them."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it
 ([PROTOCOL.md](../../study/PROTOCOL.md), amendments). Cells without a loss for every seed have no row. All records are in
 [short_warmup.jsonl](short_warmup.jsonl)."""
-
-
-def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
-    """Return the records of a cell's final runs."""
-    ids = [f"{cell.name}-final-{seed:02}" for seed in FINAL_SEEDS]
-    return [done[name] for name in ids if name in done]
-
-
-def mean_loss(cell: Cell, done: Records) -> float | None:
-    """Return the mean loss of a cell's final runs, or None unless all are done and none diverged."""
-    losses = [loss_of(record) for record in finals_of(cell, done)]
-    return statistics.mean(losses) if len(losses) == len(FINAL_SEEDS) and all(map(math.isfinite, losses)) else None
 
 
 def row_of(cell: Cell, done: Records) -> Row | None:
@@ -120,116 +143,57 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     return label, trial, *figures_of(cell, done), chosen
 
 
-def figures_of(cell: Cell, done: Records) -> Row:
-    """Return loss, spread, gap to synchronous training, bits per byte, rounds and traffic of a cell's final runs. They are empty
-    unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
-    finals = finals_of(cell, done)
-    losses = [loss_of(record) for record in finals]
-    if (loss := mean_loss(cell, done)) is None:
-        is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
-        return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 6
-    other = mean_loss(synchronous_beside(cell), done)
-    gap = "" if other is None or cell == synchronous_beside(cell) else f"{loss / other - 1:+.1%}"
-    bits, rounds, sent = (
-        statistics.mean(record[key] for record in finals) for key in ("bits_per_byte", "rounds", "bytes")
-    )
-    spread = (max(losses) - min(losses)) / 2
-    return (
-        f"{loss:.4f}",
-        f"{spread:.4f}",
-        gap,
-        worth_text(cell, done),
-        f"{bits:.4f}",
-        f"{rounds:.0f}",
-        f"{sent / 1e6:.0f} MB",
-    )
-
-
-def synchronous_beside(cell: Cell) -> Cell:
-    """Return the cell of synchronous training with which a cell is compared."""
-    inner = "muon" if cell.method == "muloco" else cell.inner
-    return Cell("synchronous", cell.replicas, 30, cell.batch, inner)
-
-
-def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
-    """Return the losses of a cell's final and shorter runs so far, by the share of the tokens that they have."""
-    losses: dict[float, list[float]] = {}
-    for run in runs_of(cell, done):
-        if run.kind != "trial" and run.id in done:
-            losses.setdefault(run.share_of_tokens, []).append(loss_of(done[run.id]))
-    return losses
-
-
-def worth(loss: float, cell: Cell, done: Records) -> float | None:
-    """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
-    at most 1, and 0 if it is below the smallest measured share. None unless all shorter synchronous runs beside the cell are
-    done and finite."""
-    beside = synchronous_beside(cell)
-    losses = losses_by_share(beside, done)
-    found = [loss for of_share in losses.values() for loss in of_share]
-    if beside not in SHORTENED or len(found) < len(FINAL_SEEDS) * (1 + len(SHORTENED[beside])) or math.inf in found:
-        return None
-    points = sorted((statistics.mean(of_share), math.log(share)) for share, of_share in losses.items())
-    lowest, highest = points[0], points[-1]
-    if loss <= lowest[0]:
-        return math.exp(lowest[1])
-    if loss > highest[0]:
-        return 0.0
-    for (less, longer), (more, shorter) in pairwise(points):
-        if less <= loss <= more:
-            return math.exp(longer + (shorter - longer) * (loss - less) / (more - less))
-    raise AssertionError("points are sorted")
-
-
-def worth_text(cell: Cell, done: Records) -> str:
-    """Return a cell's worth with its range over the seeds, or nothing if it is the measure itself or not known."""
-    losses = [loss_of(record) for record in finals_of(cell, done)]
-    found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
-    if cell == synchronous_beside(cell) or None in found:
-        return ""
-    smallest = f"{100 * min(losses_by_share(synchronous_beside(cell), done)):.0f}"
-    if found[0] == 0:
-        return f"below {smallest} %"
-    middle, low, high = (f"{100 * share:.0f}" if share else f"below {smallest}" for share in found)
-    return f"{middle} % ({low} to {high})"
-
-
-def speed_rows(done: Records) -> list[Row]:
-    """Return, for each complete cell of the first two stages, how many times as fast as synchronous training it reaches its loss, by
-    the time of a message."""
-    rows = []
-    for cell in (*STAGES["main"], *STAGES["together"]):
-        loss = mean_loss(cell, done)
-        if loss is None or cell.method == "synchronous" or not (share := worth(loss, cell, done)):
-            continue
-        times = [(time_of(synchronous_beside(cell), done, steps), time_of(cell, done, steps)) for steps in MESSAGES]
-        rows.append((cell.label, *(f"{share * beside.run / own.run:.2f}" for beside, own in times)))
-    return rows
-
-
-def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
-    """Return the estimated times of a cell's final run in units of a synchronous step, if a message of the model in fp32 takes
-    `message_steps` of them, with a process per replica."""
-    final = next(run for run in runs_of(cell, done) if run.kind == "final")
-    overrides = [*final.overrides(), "parallel.in_process=false", "parallel.shards=1"]
-    recipe = load_recipe(ROOT / RECIPE, overrides)
-    size = size_of(recipe, VOCABULARY)
-    sent = 8 * 2 * (cell.replicas - 1) / cell.replicas * 4 * size.parameters
-    flops = recipe.train.tokens_per_step * size.flops_per_token / cell.replicas
-    return estimate_time(recipe, size, cell.replicas, 1, HardwareRates(flops, mbit=sent / message_steps / 1e6))
-
-
 def seed_rows(done: Records) -> list[Row]:
     """Return the differences of each complete cell of the main stage to Local SGD with the same seed."""
     cells = {cell.label: cell for cell in STAGES["main"] if mean_loss(cell, done) is not None}
     if "local_sgd" not in cells:
         return []
-    averaged = [loss_of(record) for record in finals_of(cells.pop("local_sgd"), done)]
+    averaged = losses_by_seed(cells.pop("local_sgd"), done)
     rows = []
     for label, cell in cells.items():
-        losses = [loss_of(record) for record in finals_of(cell, done)]
-        differences = [loss - other for loss, other in zip(losses, averaged, strict=True)]
+        differences = [loss - other for loss, other in zip(losses_by_seed(cell, done), averaged, strict=True)]
         rows.append((label, *(f"{each:+.4f}" for each in (*differences, statistics.mean(differences)))))
+    return rows
+
+
+def heat_rows(done: Records) -> list[Row]:
+    """Return DiLoCo's losses by outer step, if all are there: a row for each momentum and its warm-up, a column for each outer
+    learning rate."""
+    [(cell, _)] = HEAT.items()
+    runs = [run for run in runs_of(cell, done) if run.kind == "heat"]
+    if not runs or any(run.id not in done for run in runs):
+        return []
+    rows: dict[str, list[str]] = {}
+    for run, (_, momentum, warmup) in zip(runs, HEAT_STEPS, strict=True):
+        of_step = rows.setdefault(f"{momentum:g}" + (f", warmed up over {warmup} rounds" if warmup else ""), [])
+        of_step.append(f"{loss:.4f}" if math.isfinite(loss := loss_of(done[run.id])) else "diverged")
+    return [(label, *losses) for label, losses in rows.items()]
+
+
+def summary_rows(done: Records) -> list[Row]:
+    """Return the rows of the table in docs/results.md: complete cells of the first two stages by inner optimizer, the lowest loss
+    first. Speeds are given where the loss is worth a known share of the tokens."""
+    cells = [cell for cell in (*STAGES["main"], *STAGES["together"]) if mean_loss(cell, done) is not None]
+    cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
+    timed = timed_cells(done)
+    rows = []
+    for cell in cells:
+        loss, spread, gap, share, *_, sent = figures_of(cell, done)
+        beside = figures_of(synchronous_beside(cell), done)[-1]
+        of_bytes = f"{float(sent.split()[0]) / float(beside.split()[0]):.3f}" if beside else ""
+        speeds = [step_speed(cell, done, steps) for steps in MESSAGES] if cell in timed else []
+        worths = worth(mean_loss(cell, done), cell, done) if speeds else None
+        rows.append(
+            (
+                cell.label,
+                f"{loss} ± {spread}",
+                gap,
+                share,
+                "1" if cell == synchronous_beside(cell) else of_bytes,
+                " / ".join(f"{speed:.2g}" for speed in speeds),
+                " / ".join(f"{worths * speed:.2g}" for speed in speeds),
+            )
+        )
     return rows
 
 
@@ -252,47 +216,29 @@ def formula_rows(done: Records) -> list[Row]:
         loss = mean_loss(cell, done)
         other = mean_loss(synchronous_beside(cell), done)
         if cell.method == "diloco" and loss is not None and other is not None:
-            fit, base = (scale * PARAMETERS**power for scale, power in (FIT[cell.replicas], FIT[0]))
-            rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", f"{fit / base - 1:+.1%}")))
+            rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", published_gap(cell.replicas))))
     return [row for _, row in sorted(rows)]
 
 
-def has_figure(done: Records) -> bool:
-    """Return whether there is a loss to draw."""
-    return any(mean_loss(cell, done) is not None for cell in STAGES["main"])
+def published_gap(replicas: int) -> str:
+    """Return the published fit's distance of DiLoCo to data parallel training, extrapolated to this size."""
+    fit, base = (scale * PARAMETERS**power for scale, power in (FIT[replicas], FIT[0]))
+    return f"{fit / base - 1:+.1%}"
 
 
-def draw(done: Records, path: Path) -> None:
-    """Draw the losses of the main stage: a point per seed, methods from the best to the worst, and lines at the mean losses of
-    shorter synchronous runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cells = [cell for cell in STAGES["main"] if mean_loss(cell, done) is not None]
-    cells.sort(key=lambda cell: -mean_loss(cell, done))
-    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.35 * len(cells)), layout="constrained")
-    for height, cell in enumerate(cells):
-        losses = [loss_of(record) for record in finals_of(cell, done)]
-        axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
-        axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
-    by_share = losses_by_share(synchronous_beside(cells[0]), done) if cells else {}
-    for share, losses in by_share.items():
-        if share < 1 and len(losses) == len(FINAL_SEEDS):
-            axes.axvline(statistics.mean(losses), color="gray", linestyle=":")
-            what = f"synchronous, {100 * share:.0f} % of the tokens "
-            axes.annotate(
-                what, (statistics.mean(losses), len(cells) - 0.4), ha="right", va="bottom", fontsize=8, color="gray"
-            )
-    axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
-    axes.set_ylim(-0.6, len(cells) - 0.4)
-    axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
-    axes.grid(axis="x", alpha=0.3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def change_rows(done: Records) -> list[Row]:
+    """Return the complete cells of DiLoCo in all stages, beside synchronous training."""
+    rows = []
+    for cell in (cell for stage in STAGES.values() for cell in stage if cell.method == "diloco"):
+        loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
+        if gap:
+            start = f", first {cell.together:.0%} synchronous" if cell.together else ""
+            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}"
+            tokens = f"{TOKENS * cell.length / 1e6:.1f} M"
+            beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
+            fit = published_gap(cell.replicas) if cell.every == 30 and not start else ""
+            rows.append((what, str(cell.batch), tokens, rounds, f"{loss} ± {spread}", beside, gap, fit))
+    return rows
 
 
 def made_by(done: Records) -> str:
@@ -304,22 +250,12 @@ def made_by(done: Records) -> str:
     return f"`python benchmarks/study/study_page.py --write` from [runs.jsonl](runs.jsonl): {'; '.join(parts)}"
 
 
-def page(done: Records, tables: Sequence[tuple[str, str]]) -> str:
-    """Return the page."""
-    sections = [f"## {title}\n\n{table}" for title, table in tables]
-    [measure, shares], *_ = SHORTENED.items()
-    lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
-    *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
-    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
-    return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
-
-
 def first_rows(first: Records) -> list[Row]:
     """Return the complete cells of the runs with a short warm-up."""
     rows = []
     for cell in STAGES["main"]:
         if (loss := mean_loss(cell, first)) is not None:
-            losses = [loss_of(record) for record in finals_of(cell, first)]
+            losses = losses_by_seed(cell, first)
             other = mean_loss(synchronous_beside(cell), first)
             gap = "" if cell == synchronous_beside(cell) or other is None else f"{loss / other - 1:+.1%}"
             chosen = " ".join(key.removeprefix("sync.") for key in finals_of(cell, first)[0]["keys"])
@@ -327,40 +263,64 @@ def first_rows(first: Records) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Print the tables, and with --write also the page."""
-    options = parser(__doc__).parse_args()
-    done, first, tables = read_records(), read_records(FIRST_RECORDS), []
+def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[str], list[Row]]]:
+    """Return the title, the text above it, the columns and the rows of every table; tables without rows are left out."""
+    found = []
     for stage, cells in STAGES.items():
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
-        if rows:
-            show(TITLES[stage], COLUMNS, rows)
-            figure = f"![]({FIGURE})\n\n" if stage == "main" and has_figure(done) else ""
-            tables.append((TITLES[stage], figure + markdown(COLUMNS, rows)))
-    seeds = tuple(f"seed {seed}" for seed in FINAL_SEEDS)
-    for title, text, columns, rows in (
-        (SPEEDS, SPEEDS_TEXT, ("method", *(f"{steps:g} steps" for steps in MESSAGES)), speed_rows(done)),
-        (BY_SEED, "", ("method", *seeds, "mean"), seed_rows(done)),
-    ):
-        if rows:
-            show(title, columns, rows)
-            tables.append((title, f"{text}\n\n{markdown(columns, rows)}".lstrip()))
-    if len(by_rounds := rounds_rows(done)) > 1:
-        columns = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
-        show(GAPS, columns, by_rounds)
-        tables.append((GAPS, markdown(columns, by_rounds)))
-    if formulas := formula_rows(done):
-        columns = ("replicas", "DiLoCo to synchronous", "published fit")
-        show("Beside the published fit", columns, formulas)
-        tables.append(("Beside the fit of arXiv 2503.09799, extrapolated to this size", markdown(columns, formulas)))
-    if rows := first_rows(first):
-        columns = ("method", "loss", "± seeds", "to synchronous", "chosen")
-        show(FIRST, columns, rows)
-        tables.append((FIRST, f"{FIRST_TEXT}\n\n{markdown(columns, rows)}"))
+        figure = f"![]({LOSSES})" if stage == "main" else ""
+        found.append((TITLES[stage], figure, COLUMNS, rows))
+    networks = ("method", *(f"{steps:g} steps" for steps in MESSAGES))
+    seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
+    rates = ("momentum", *(f"learning rate {rate:g}" for rate in dict.fromkeys(rate for rate, *_ in HEAT_STEPS)))
+    by_rounds = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
+    fit = ("replicas", "DiLoCo to synchronous", "published fit")
+    short = ("method", "loss", "± seeds", "to synchronous", "chosen")
+    found += [
+        (STEPS, STEPS_TEXT, networks, step_rows(done)),
+        (SPEEDS, f"{SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
+        (BY_SEED, "", seeds, seed_rows(done)),
+        (GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),
+        (HEATS, HEATS_TEXT.format(seed=FINAL_SEEDS[0]), rates, heat_rows(done)),
+        ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
+        (FIRST, FIRST_TEXT, short, first_rows(first)),
+    ]
+    return [table for table in found if table[-1]]
+
+
+def page(done: Records, tables: Sequence[tuple[str, str, Sequence[str], list[Row]]]) -> str:
+    """Return the page."""
+    sections = [
+        "\n\n".join(filter(None, (f"## {title}", text, markdown(columns, rows))))
+        for title, text, columns, rows in tables
+    ]
+    [measure, shares], *_ = SHORTENED.items()
+    lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
+    *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
+    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
+    return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
+
+
+def with_summary(text: str, done: Records) -> str:
+    """Return the text of docs/results.md with the study's tables of today."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    tables = markdown(SUMMARY, summary_rows(done)), f"{CHANGES_TEXT}", markdown(CHANGES, change_rows(done))
+    return "\n\n".join((f"{before}{BEGIN}", *tables, f"{END}{after}"))
+
+
+def main() -> None:
+    """Print the tables, and with --write also write the page, the figures and the table in docs/results.md."""
+    options = parser(__doc__).parse_args()
+    done, first = read_records(), read_records(FIRST_RECORDS)
+    tables = tables_of(done, first)
+    for title, _, columns, rows in tables:
+        show(title, columns, rows)
     if options.write:
         (RECORDS.parent / "README.md").write_text(page(done, tables))
-        if has_figure(done):
-            draw(done, RECORDS.parent / FIGURE)
+        draw_losses(done, RECORDS.parent / LOSSES)
+        draw_speeds(done, RECORDS.parent / CURVES)
+        RESULTS_PAGE.write_text(with_summary(RESULTS_PAGE.read_text(), done))
 
 
 if __name__ == "__main__":

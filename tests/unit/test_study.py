@@ -23,7 +23,7 @@ from llmtrain.sync.methods import METHODS
 from tests.unit.test_benchmarks import ROOT
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
-plan, runs, page = map(importlib.import_module, ("study_plan", "study_runs", "study_page"))
+plan, runs, page, figures = map(importlib.import_module, ("study_plan", "study_runs", "study_page", "study_figures"))
 MAIN = plan.STAGES["main"]
 TIMED = {"a_edit", "wagma"}
 DIVERGED = (
@@ -80,7 +80,9 @@ def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
     assert {run.setting.lr for run in made[3 : 3 + len(plan.OUTER[cell.method])]} <= {0.006}
     third = plan.OUTER[cell.method][2:3]
     final, best = made[12].setting, 2 * 0.0055 if third else 0.0055
-    assert all(run.setting == final for run in made[12:] if run.kind != "heat") and abs(math.log(final.lr / best)) < 0.15
+    assert (
+        all(run.setting == final for run in made[12:] if run.kind != "heat") and abs(math.log(final.lr / best)) < 0.15
+    )
     assert all(key in final.own for key in third[0]) if third else set(final.own) <= {*plan.ALWAYS.get(cell.method, ())}
     tried = [run.setting.lr for run in made[:12] if run.setting.own == final.own]
     assert min(tried) < final.lr < max(tried), "the best rate is not at the end of those tried with the same keys"
@@ -127,6 +129,15 @@ def test_longer_runs_have_trials_and_warmups_in_proportion() -> None:
     made, _ = finished(plan.STAGES["long"][0], likes(0.006))
     assert [(made[0].steps, "schedule.warmup_steps=312" in made[0].overrides()), made[12].steps] == [(780, True), 3120]
     assert made[12].id == "synchronous-x4-m4-b64-final-11" and made[-1].id == "synchronous-x4-m4-b64-shorter50-13"
+
+
+def test_the_heat_map_is_a_table_when_it_is_complete() -> None:
+    made, done = finished(MAIN[1], likes(0.006))
+    [*losses] = page.heat_rows(done)
+    assert [row[0] for row in losses][-2:] == ["0.8, warmed up over 4 rounds", "0.9, warmed up over 4 rounds"]
+    assert len(losses) == 6 and {len(row) for row in losses} == {4}
+    del done[made[-1].id]
+    assert page.heat_rows(done) == []
 
 
 def test_short_rounds_begin_with_less_momentum() -> None:
@@ -255,12 +266,15 @@ def test_the_page_compares_with_synchronous_runs(
     assert page.formula_rows(done)[0][2] == "+3.7%", "what the protocol says"
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
+    (results := tmp_path / "results.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    monkeypatch.setattr(page, "RESULTS_PAGE", results)
     first = finished(MAIN[1], likes(0.001))[1]
     monkeypatch.setattr(page, "read_records", lambda path=None: done if path is None else first)
     options = Namespace(write=False)
     monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
     page.main()
-    assert "Gap against" not in capsys.readouterr().out and not list(tmp_path.iterdir()), "there is one row"
+    assert "Gap against" not in capsys.readouterr().out, "there is one row"
+    assert list(tmp_path.iterdir()) == [results] and "old" in results.read_text()
     done |= finished(plan.STAGES["rounds"][0], likes(0.0055))[1]
     options.write = True
     page.main()
@@ -268,19 +282,30 @@ def test_the_page_compares_with_synchronous_runs(
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
     assert "## Gap against the number of rounds\n\n| method | H |" in written
     assert "## With a warm-up of 5 % of the steps\n\nThese runs were made first" in written
-    assert written.count("## ") == 7 and (tmp_path / "losses.png").stat().st_size > 5_000
+    assert written.count("## ") == 9 and (tmp_path / "losses.png").stat().st_size > 5_000
+    summary = results.read_text().splitlines()
+    assert (summary[0], summary[-1]) == ("before", "after") and "old" not in summary
+    assert [line for line in summary if line.startswith("| diloco |")] and "| 4 replicas, H = 3 | 64 |" in "\n".join(
+        summary
+    )
+
+
+def test_the_documentation_has_the_table_of_the_records() -> None:
+    """As `study_page.py --write` writes it."""
+    text = page.RESULTS_PAGE.read_text()
+    assert page.with_summary(text, runs.read_records()) == text, "run python benchmarks/study/study_page.py --write"
 
 
 @pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
 def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
     usual = likes(0.0055)
     done = finished(MAIN[0], usual)[1]
-    page.draw(done, tmp_path / "without.png")
+    figures.draw_losses(done, tmp_path / "without.png")
     done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
     row = page.row_of(MAIN[1], done)
     assert row[2:9] == (words, *[""] * 6) and row[9].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
     assert page.formula_rows(done) == []
-    page.draw(done, tmp_path / "with.png")
+    figures.draw_losses(done, tmp_path / "with.png")
     assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
     del done[f"{MAIN[1].name}-final-13"]
     assert page.row_of(MAIN[1], done)[2:9] == ("",) * 7, "not complete"
@@ -323,7 +348,7 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
     assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
     worse = done | finished(MAIN[1], lambda run: lowest + 2)[1]
-    assert page.row_of(MAIN[1], worse)[5] == "below 27 %" and page.speed_rows(worse) == []
+    assert page.row_of(MAIN[1], worse)[5] == "below 27 %" and page.speed_rows(worse) == [] == page.step_rows(worse)
     for change in (None, float("inf")):
         one = "synchronous-m4-b64-shorter50-12"
         done = {name: value for name, value in done.items() if name != one}
@@ -339,7 +364,10 @@ def test_a_method_pays_where_messages_are_long() -> None:
         done |= finished(cell, lambda run: lowest + math.log(2) + 0.01 * (run.number - 12))[1]
     [(label, *fast), (other, *_)] = page.speed_rows(done)
     assert (label, other) == ("diloco", "local_sgd")
-    speeds = [float(speed) for speed in fast]
+    speeds = [float(speed.split()[0]) for speed in fast]
+    assert [float(rate) for rate in page.step_rows(done)[0][1:]] == pytest.approx(
+        [2 * speed for speed in speeds], abs=0.02
+    )
     assert speeds == sorted(speeds) and speeds[0] == pytest.approx(0.5, abs=0.06)
     assert speeds[-1] == pytest.approx(0.5 * 101 / (1 + 100 / 30), rel=0.05)
     assert page.seed_rows(done)[1] == ("diloco", "+0.0000", "+0.0000", "+0.0000", "+0.0000")

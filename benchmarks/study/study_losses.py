@@ -1,0 +1,103 @@
+"""Losses of the study's cells, and the share of the tokens with which synchronous training reaches them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from study_plan import FINAL_SEEDS, SHORTENED, Cell, Records, loss_of, runs_of
+from table import Row
+
+
+def finals_of(cell: Cell, done: Records) -> list[Mapping[str, Any]]:
+    """Return the records of a cell's final runs."""
+    ids = [f"{cell.name}-final-{seed:02}" for seed in FINAL_SEEDS]
+    return [done[name] for name in ids if name in done]
+
+
+def losses_by_seed(cell: Cell, done: Records) -> list[float]:
+    """Return the losses of a cell's final runs so far, in the order of their seeds; infinity for a run that diverged."""
+    return [loss_of(record) for record in finals_of(cell, done)]
+
+
+def mean_loss(cell: Cell, done: Records) -> float | None:
+    """Return the mean loss of a cell's final runs, or None unless all are done and none diverged."""
+    losses = losses_by_seed(cell, done)
+    return statistics.mean(losses) if len(losses) == len(FINAL_SEEDS) and all(map(math.isfinite, losses)) else None
+
+
+def figures_of(cell: Cell, done: Records) -> Row:
+    """Return loss, spread, gap to synchronous training, bits per byte, rounds and traffic of a cell's final runs. They are empty
+    unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
+    finals = finals_of(cell, done)
+    losses = [loss_of(record) for record in finals]
+    if (loss := mean_loss(cell, done)) is None:
+        is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
+        return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 6
+    other = mean_loss(synchronous_beside(cell), done)
+    gap = "" if other is None or cell == synchronous_beside(cell) else f"{loss / other - 1:+.1%}"
+    bits, rounds, sent = (
+        statistics.mean(record[key] for record in finals) for key in ("bits_per_byte", "rounds", "bytes")
+    )
+    spread = (max(losses) - min(losses)) / 2
+    return (
+        f"{loss:.4f}",
+        f"{spread:.4f}",
+        gap,
+        worth_text(cell, done),
+        f"{bits:.4f}",
+        f"{rounds:.0f}",
+        f"{sent / 1e6:.0f} MB",
+    )
+
+
+def synchronous_beside(cell: Cell) -> Cell:
+    """Return the cell of synchronous training with which a cell is compared."""
+    inner = "muon" if cell.method == "muloco" else cell.inner
+    return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length)
+
+
+def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
+    """Return the losses of a cell's final and shorter runs so far, by the share of the tokens that they have."""
+    losses: dict[float, list[float]] = {}
+    for run in runs_of(cell, done):
+        if run.kind != "trial" and run.id in done:
+            losses.setdefault(run.share_of_tokens, []).append(loss_of(done[run.id]))
+    return losses
+
+
+def worth(loss: float, cell: Cell, done: Records) -> float | None:
+    """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
+    at most 1, and 0 if it is below the smallest measured share. None unless all shorter synchronous runs beside the cell are
+    done and finite."""
+    beside = synchronous_beside(cell)
+    losses = losses_by_share(beside, done)
+    found = [loss for of_share in losses.values() for loss in of_share]
+    if beside not in SHORTENED or len(found) < len(FINAL_SEEDS) * (1 + len(SHORTENED[beside])) or math.inf in found:
+        return None
+    points = sorted((statistics.mean(of_share), math.log(share)) for share, of_share in losses.items())
+    lowest, highest = points[0], points[-1]
+    if loss <= lowest[0]:
+        return math.exp(lowest[1])
+    if loss > highest[0]:
+        return 0.0
+    for (less, longer), (more, shorter) in pairwise(points):
+        if less <= loss <= more:
+            return math.exp(longer + (shorter - longer) * (loss - less) / (more - less))
+    raise AssertionError("points are sorted")
+
+
+def worth_text(cell: Cell, done: Records) -> str:
+    """Return a cell's worth with its range over the seeds, or nothing if it is the measure itself or not known."""
+    losses = losses_by_seed(cell, done)
+    found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
+    if cell == synchronous_beside(cell) or None in found:
+        return ""
+    smallest = f"{100 * min(losses_by_share(synchronous_beside(cell), done)):.0f}"
+    if found[0] == 0:
+        return f"below {smallest} %"
+    middle, low, high = (f"{100 * share:.0f}" if share else f"below {smallest}" for share in found)
+    return f"{middle} % ({low} to {high})"

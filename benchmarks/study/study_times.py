@@ -1,0 +1,68 @@
+"""Times in which the study's methods reach their losses on networks of several speeds: measured losses, predicted times."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from study_losses import losses_by_seed, mean_loss, synchronous_beside, worth
+from study_plan import STAGES, Cell, Records, runs_of
+from study_runs import RECIPE
+from table import ROOT, Row
+
+from llmtrain.plan.model_size import size_of
+from llmtrain.plan.time_estimate import HardwareRates, TimeEstimate, estimate_time
+from llmtrain.recipe_loader import load_recipe
+
+MESSAGES = (0.1, 1.0, 10.0, 100.0)
+"""Time of one message of the model in fp32, in steps: the networks of the tables."""
+VOCABULARY = 1024
+
+
+def timed_cells(done: Records) -> list[Cell]:
+    """Return the complete cells of several replicas and full batch whose loss is worth a known share of the tokens."""
+    cells = [*STAGES["main"], *STAGES["together"]]
+    losses = {cell: mean_loss(cell, done) for cell in cells if cell.method != "synchronous"}
+    return [cell for cell, loss in losses.items() if loss is not None and worth(loss, cell, done)]
+
+
+def step_rows(done: Records) -> list[Row]:
+    """Return, for each cell, its tokens per second divided by those of synchronous training, by the time of a message."""
+    return [(cell.label, *(f"{step_speed(cell, done, steps):.2f}" for steps in MESSAGES)) for cell in timed_cells(done)]
+
+
+def speed_rows(done: Records) -> list[Row]:
+    """Return, for each cell, how many times as fast as synchronous training it reaches its loss, by the time of a message, with
+    the range over the seeds."""
+    rows = []
+    for cell in timed_cells(done):
+        losses = losses_by_seed(cell, done)
+        shares = [worth(loss, cell, done) for loss in (mean_loss(cell, done), max(losses), min(losses))]
+        texts = []
+        for steps in MESSAGES:
+            middle, low, high = (f"{(share or 0.0) * step_speed(cell, done, steps):.2f}" for share in shares)
+            texts.append(f"{middle} ({low} to {high})")
+        rows.append((cell.label, *texts))
+    return rows
+
+
+def step_speed(cell: Cell, done: Records, message_steps: float) -> float:
+    """Return how many times as fast as synchronous training a cell's run makes its tokens, if a message of the model in fp32 takes
+    `message_steps` synchronous steps without communication."""
+    beside = time_of(synchronous_beside(cell), done, message_steps).run
+    return beside / time_of(cell, done, message_steps).run
+
+
+def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
+    """Return the estimated times of a cell's final run, in units of an AdamW step without communication, if a message of the model
+    in fp32 takes `message_steps` of them, with a process per replica."""
+    final = next(run for run in runs_of(cell, done) if run.kind == "final")
+    return _time_of(tuple(final.overrides()), message_steps)
+
+
+@cache
+def _time_of(overrides: tuple[str, ...], message_steps: float) -> TimeEstimate:
+    recipe = load_recipe(ROOT / RECIPE, [*overrides, "parallel.in_process=false", "parallel.shards=1"])
+    size, replicas = size_of(recipe, VOCABULARY), recipe.parallel.replicas
+    sent = 8 * 2 * (replicas - 1) / replicas * 4 * size.parameters
+    flops = recipe.train.tokens_per_step * size.flops_per_token / replicas
+    return estimate_time(recipe, size, replicas, 1, HardwareRates(flops, mbit=sent / message_steps / 1e6))
