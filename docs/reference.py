@@ -44,7 +44,7 @@ overrides. They may have base files themselves.
 
 **Overrides.** Every command that takes a recipe takes keys after it, in three equivalent forms. Values are YAML:
 
-    llmtrain train recipes/quickstart.yaml optim.lr=1e-3 --run.name=mine --sync.period.every 32
+    llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=mine --sync.period.every 32
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
 by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
@@ -60,7 +60,7 @@ step. There is no interpolation (`${...}`), and the environment is not read.
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
 
 **Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy, and `llmtrain prepare RECIPE
---export FOLDER` writes ours for them: [tokens.md](tokens.md), also about SentencePiece models and trained tokenizers.
+--export FOLDER --format KIND` writes ours for them: [tokens.md](tokens.md), also about SentencePiece models and trained tokenizers.
 
 **Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
 

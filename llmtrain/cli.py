@@ -62,7 +62,8 @@ def train(
 ) -> None:
     """Train a recipe as one rank, or resume it, for torchrun, srun and DeepSpeed. `llmtrain launch` starts all ranks itself.
 
-    The rank is read from the environment. If it has none, this is the only process, and so the only replica.
+    The rank is read from the environment. If it has none, this is the only process. It holds one replica, or all of them
+    with parallel.in_process=true.
     """
     with imports_without_gc():
         import_transformers()
@@ -84,7 +85,7 @@ def train(
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
 def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = False) -> None:
-    """Train a recipe with the processes that it needs, as launch/train.sh does: llmtrain launch quickstart optim.lr=1e-3
+    """Train a recipe with the processes that it needs, as launch/train.sh does: llmtrain launch quickstart run.name=mine
 
     Ctrl-C stops with a checkpoint, and the same command continues. Files are in runs/NAME (run.out_dir, run.name).
 

@@ -1,4 +1,4 @@
-"""Figures of the study's page: losses of all methods, and their speed over the network's."""
+"""Figures of the study's page: losses of all methods, alone, over the bytes that they sent, and in time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_losses import losses_by_seed, losses_by_share, mean_loss, synchronous_beside, worth
-from study_plan import FINAL_SEEDS, STAGES, Records
+from study_losses import finals_of, losses_by_seed, losses_by_share, mean_loss, synchronous_beside, worth
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Records, loss_of, runs_of
 from study_times import step_speed, timed_cells
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
@@ -62,6 +62,53 @@ def draw_speeds(done: Records, path: Path) -> None:
     axes.set_ylabel("speed to the method's final loss, synchronous = 1")
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    _save(figure, path)
+
+
+def draw_bytes(done: Records, path: Path) -> None:
+    """Draw the mean loss of each complete cell with 4 replicas over the bytes that it sent, with a line through synchronous
+    runs of fewer tokens."""
+    figure, axes = _subplots(figsize=(8, 4.6))
+    cells = [cell for stage in ("main", "together", "rounds") for cell in STAGES[stage]]
+    for cell in cells:
+        if (loss := mean_loss(cell, done)) is None or cell == synchronous_beside(cell):
+            continue
+        sent = statistics.mean(record["bytes"] for record in finals_of(cell, done))
+        inner = "muon" if synchronous_beside(cell).inner else "adamw"
+        axes.plot([sent], [loss], "o" if inner == "adamw" else "s", color="C0" if inner == "adamw" else "C1")
+        label = (
+            cell.label if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f"{cell.label}, H = {cell.every}"
+        )
+        axes.annotate(label, (sent, loss), xytext=(5, 3), textcoords="offset points", fontsize=8)
+    for cell in (cell for cell in SHORTENED if cell.length == 1):
+        lengths = [
+            [
+                record
+                for run in runs_of(cell, done)
+                if run.kind != "trial" and run.share_of_tokens == share and (record := done.get(run.id))
+            ]
+            for share in losses_by_share(cell, done)
+        ]
+        points = sorted(
+            (statistics.mean(one["bytes"] for one in runs), statistics.mean(map(loss_of, runs)))
+            for runs in lengths
+            if len(runs) == len(FINAL_SEEDS)
+        )
+        if points:
+            color = "C1" if cell.inner else "C0"
+            axes.plot(*zip(*points, strict=True), ":.", color=color)
+            axes.annotate(
+                f"{cell.label}, fewer tokens to the left",
+                points[-1],
+                xytext=(4, 6),
+                textcoords="offset points",
+                fontsize=8,
+                ha="right",
+            )
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes sent by all replicas")
+    axes.set_ylabel("validation loss (nats per token)")
+    axes.grid(alpha=0.3)
     _save(figure, path)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_figures import draw_losses, draw_speeds
+from study_figures import draw_bytes, draw_losses, draw_speeds
 from study_losses import (
     figures_of,
     finals_of,
@@ -86,7 +86,7 @@ HEATS = "DiLoCo with other outer steps"
 BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
-LOSSES, CURVES = "losses.png", "speeds.png"
+LOSSES, BYTES, CURVES = "losses.png", "bytes.png", "speeds.png"
 RESULTS_PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
 TITLES = {
@@ -268,7 +268,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     found = []
     for stage, cells in STAGES.items():
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
-        figure = f"![]({LOSSES})" if stage == "main" else ""
+        figure = f"![]({LOSSES})\n\n![]({BYTES})" if stage == "main" else ""
         found.append((TITLES[stage], figure, COLUMNS, rows))
     networks = ("method", *(f"{steps:g} steps" for steps in MESSAGES))
     seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
@@ -319,6 +319,7 @@ def main() -> None:
     if options.write:
         (RECORDS.parent / "README.md").write_text(page(done, tables))
         draw_losses(done, RECORDS.parent / LOSSES)
+        draw_bytes(done, RECORDS.parent / BYTES)
         draw_speeds(done, RECORDS.parent / CURVES)
         RESULTS_PAGE.write_text(with_summary(RESULTS_PAGE.read_text(), done))
 

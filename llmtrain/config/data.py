@@ -78,7 +78,8 @@ class DataSection(Section):
     """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
     """Source of the validation text: a file, a folder, or a split of the hub dataset; `null`: held-out documents. Of token
-    files: token files; `null`: those in the folder with `val` in their name, or else the last part of the tokens."""
+    files: token files; `null`: those in the folder with `val`, `valid` or `validation` as a
+    word of their name, or else the last part of the tokens."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
     `validation` is `null`."""

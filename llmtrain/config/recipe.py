@@ -191,7 +191,8 @@ class ParallelSection(Section):
     loss_kernel: Literal["torch", "liger"] = "torch"
     """Kernel of head and loss: `torch`, or on GPUs `liger`, if liger-kernel is installed. `liger` chooses its own chunks."""
     replica_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the messages between replicas; `auto`: nccl on GPUs, gloo on CPUs."""
+    """Backend of the messages between replicas; `auto`: nccl on GPUs; gloo on CPUs, with `zero_offload`, and where
+    replicas share a GPU."""
     connections: Count | Literal["auto"] = "auto"
     """With gloo, connections from each rank to each of its peers in other replicas, over which messages in fp32 are spread.
     `auto`: 4 between hosts whose round trip takes 10 ms or more, otherwise 1. Sums over more than two replicas differ by rounding
