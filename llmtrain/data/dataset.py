@@ -129,11 +129,7 @@ class LazyShard:
         try:
             array = self._load(self._shard)
         except (OSError, ValueError) as error:  # deleted or cut off since the start
-            lost = UnavailableError(
-                f"{self._shard.name}: can't be read any more ({one_line(error)}); start the same command again"
-            )
-            lost.is_shared = False  # other ranks read other shards
-            raise lost from None
+            raise _unavailable(f"{self._shard.name}: can't be read any more", error) from None
         return array[part]
 
 
@@ -298,7 +294,7 @@ def read_index(directory: Path) -> Index:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{directory / INDEX}: no such file; expected a folder made by prepare; {remedy}") from None
     except OSError as error:
-        raise DataError(f"{directory / INDEX}: can't be read ({error.strerror}); {remedy}") from None
+        raise _unavailable(f"{directory / INDEX}: can't be read", error) from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "the file"
@@ -321,7 +317,7 @@ def check_shard(directory: Path, index: Index, shard: Shard) -> None:
         array = np.load(path, mmap_mode="r")
         found = f"{array.dtype.str} {array.shape}"
     except OSError as error:
-        raise DataError(f"{path}: can't be read ({one_line(error)})") from None
+        raise _unavailable(f"{path}: can't be read", error) from None
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
         found = one_line(error)
     if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
@@ -334,8 +330,8 @@ class ChecksumScan:
 
     def __init__(self, texts: Iterable[TokenDataset], share: int, of: int):
         """Start to read every `of`-th shard of `texts`, beginning with shard number `share` (from 0)."""
-        self.problem: str | None = None
-        """One-line description of the first damaged shard found, or None."""
+        self.problem: DataError | None = None
+        """Error of the first shard that is damaged or can't be read, or None."""
         shards = [(text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards]
         self._shards = shards[share::of]
         # A daemon thread, so that a run that ends does not wait for it.
@@ -343,30 +339,35 @@ class ChecksumScan:
         self._thread.start()
 
     def _run(self) -> None:
-        found = (find_damage(text, shard) for text, shard in self._shards)
+        found = (_find_damage(text, shard) for text, shard in self._shards)
         self.problem = next((problem for problem in found if problem is not None), None)
 
 
-def find_damage(prepared: TokenDataset, shard: Shard) -> str | None:
-    """Return a one-line description of a shard's damage, or None if it is as prepared. Another tool's file has no checksum;
-    its shard is damaged if a token id is not of the vocabulary."""
+def _unavailable(what: str, error: Exception) -> UnavailableError:
+    """Return the error of a file that could not be read, perhaps not for good. Other ranks read other shards, or read again."""
+    unavailable = UnavailableError(f"{what} ({one_line(error)}); start the same command again")
+    unavailable.is_shared = False
+    return unavailable
+
+
+def _find_damage(prepared: TokenDataset, shard: Shard) -> DataError | None:
+    """Return the error of a shard that is damaged or can't be read, or None if it is as prepared. Another tool's file has no
+    checksum; its shard is damaged if a token id is not of the vocabulary."""
     path, host = prepared.directory / shard.name, socket.gethostname()
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
-    if shard.offset is not None:
-        try:
-            wrong = prepared.vocabulary.find_wrong(
-                path, shard.dtype or prepared.index.dtype, shard.offset, shard.tokens
-            )
-        except OSError as error:
-            return f"{path} on {host}: can't be read ({error.strerror}); copy it again"
-        return None if wrong is None else f"{wrong} (on {host})"
+    problem = None
     try:
-        found = _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)
+        if shard.offset is not None:
+            remedy, dtype = "copy it again", shard.dtype or prepared.index.dtype
+            wrong = prepared.vocabulary.find_wrong(path, dtype, shard.offset, shard.tokens)
+            problem = None if wrong is None else f"{wrong} (on {host})"
+        elif (found := _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)) != shard.crc32:
+            problem = f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
+    except FileNotFoundError as error:
+        problem = f"{path} on {host}: can't be read ({error.strerror}); {remedy}"
     except OSError as error:
-        return f"{path} on {host}: can't be read ({error.strerror}); {remedy}"
-    if found != shard.crc32:
-        return f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
-    return None
+        return _unavailable(f"{path} on {host}: can't be read", error)
+    return None if problem is None else DataError(problem)
 
 
 def _crc32(path: Path, skip: int) -> int:

@@ -135,6 +135,7 @@ class GrowingTokens:
 
     def refresh(self) -> None:
         """Read the index if it has changed. Raises DataError if it or a new shard is damaged."""
+        stamp = 0
         with suppress(OSError):  # read_index says why
             if (stamp := (self.directory / INDEX).stat().st_mtime_ns) == self._stamp:
                 return

@@ -186,9 +186,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
             findings.append(_cpu_memory(recipe, needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
-        # One more than are kept, because the oldest is deleted only when the newest is complete.
-        kept = recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1
-        written = kept * checkpoint_bytes(recipe, size, replicas)
+        written = recipe.checkpoint.most(recipe.train.total_steps) * checkpoint_bytes(recipe, size, replicas)
     findings.append(disk("run.out_dir", recipe.run.out_dir, written))
     findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
     return findings, Plan(replicas, shards, size)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock, Timeout
@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
 from llmtrain.export.request import DTYPES
-from llmtrain.export.source import TOKENIZER_CONFIG, ChosenWeights
+from llmtrain.export.source import TOKENIZER_CONFIG, TOKENIZER_FILE, ChosenWeights
 from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 
 MANIFEST = "export.json"
@@ -235,13 +235,26 @@ def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path) -> None:
-    """Copy the files of the training tokenizer, with two more settings. Special tokens that a text spells out, such as `<unk>`,
-    are split like any other text, as in training. A bos token is eos: training put nothing else between texts, so the model
-    has never seen another one."""
+    """Copy the files of the training tokenizer, with other settings for special tokens. Those that a text spells out, such as
+    `<unk>`, are split like any other text, as in training. A bos token is eos: training put nothing else between texts, so the
+    model has never seen another one. For the same reason, none is added to a text unless a caller asks for it."""
     for file in sorted(files.iterdir()):
         shutil.copyfile(file, folder / file.name)
-    path = folder / TOKENIZER_CONFIG
+    path, backend = folder / TOKENIZER_CONFIG, folder / TOKENIZER_FILE
     settings = {**json.loads(path.read_text()), "split_special_tokens": True}
     if tokenizer.bos_token not in (None, tokenizer.eos_token):
         settings["bos_token"] = tokenizer.eos_token
+    if tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]:
+        settings |= {"add_bos_token": False, "add_eos_token": False}
+        if backend.exists():
+            content = json.loads(backend.read_text())
+            content["post_processor"] = _without_templates(content.get("post_processor"))
+            backend.write_text(json.dumps(content, ensure_ascii=False) + "\n")
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _without_templates(processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a post-processor of tokenizer.json without the steps that add special tokens."""
+    steps = [processor] if processor is None or processor["type"] != "Sequence" else processor["processors"]
+    kept = [step for step in steps if step is not None and step["type"] == "ByteLevel"]
+    return kept[0] if kept else None

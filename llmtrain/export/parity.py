@@ -88,12 +88,12 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
 
 def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None:
     """Raise TrainingError unless the tokenizer in `folder`, as transformers loads it, encodes as the data of training
-    was encoded, and decodes as the training tokenizer does."""
+    was encoded, also by default, and decodes as the training tokenizer does."""
     exported = AutoTokenizer.from_pretrained(folder)
     spelled = " or ".join({"<unk>": 0, **dict.fromkeys(map(str, trained_with.all_special_tokens))})
     for text, encoded in zip((*TEXTS, spelled), encode(trained_with, [*TEXTS, spelled]), strict=True):
         ids = list(encoded if isinstance(encoded, list) else encoded.ids)
-        is_same = exported(text, add_special_tokens=False)["input_ids"] == ids
+        is_same = exported(text, add_special_tokens=False)["input_ids"] == ids == exported(text)["input_ids"]
         if not is_same or exported.decode(ids) != trained_with.decode(ids):
             raise TrainingError(
                 f"the exported tokenizer is not the one of training: they differ on {text!r}; nothing was kept, please report "

@@ -22,7 +22,7 @@ from llmtrain.train.checkpoint_files import find_corruption, read_state
 from llmtrain.train.run_dir import recipe_changes
 from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, validated_weights, weights_of_replicas
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 OTHER = "export another with --step"
 REMEDY = f"copy the checkpoint again, or {OTHER}"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +35,7 @@ from llmtrain.train.checkpoint_files import (
     CheckpointWriter,
     folder_name,
     list_checkpoints,
+    raise_if_transient,
     read_metadata,
     read_state,
     step_of,
@@ -320,7 +321,7 @@ class CheckpointReader:
         try:
             self._reader = _Reader(path)
         except Exception as error:  # pickle raises many kinds of errors for damage
-            raise self._damaged(error) from error
+            self._raise(error)
         self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -329,9 +330,9 @@ class CheckpointReader:
         try:
             dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # a BaseException
-            raise self._damaged(next(iter(error.failures.values()))[0]) from error
+            self._raise(next(iter(error.failures.values()))[0])
         except Exception as error:
-            raise self._damaged(error) from error
+            self._raise(error)
 
     def read_mean(self, names: Sequence[str], into: torch.Tensor, factor: float = 1.0) -> None:
         """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
@@ -353,8 +354,10 @@ class CheckpointReader:
             total += local(one)
         target.copy_(total.div_(len(names)).mul_(factor))
 
-    def _damaged(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(f"{self.path} can't be read: {one_line(error)}; {self.remedy}")
+    def _raise(self, error: BaseException) -> NoReturn:
+        if isinstance(error, OSError):
+            raise_if_transient(self.path, error)
+        raise CheckpointError(f"{self.path} can't be read: {one_line(error)}; {self.remedy}") from error
 
 
 class _Reader(dcp.FileSystemReader):

@@ -96,7 +96,7 @@ def read_state(path: Path) -> dict[str, Any]:
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):
-            _raise_if_transient(where, error)
+            raise_if_transient(where, error)
         raise CheckpointError(f"{path} is damaged: {STATE_FILE} can't be read ({reason(error)})") from error
     if state.get("format") != FORMAT:
         is_newer = isinstance(state.get("format"), int) and state["format"] > FORMAT
@@ -133,12 +133,12 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
         except FileNotFoundError:
             return f"{name} is gone"
         except OSError as error:
-            _raise_if_transient(path, error)
+            raise_if_transient(path, error)
             return f"{name} can't be read ({error.strerror})"
     return None
 
 
-def _raise_if_transient(path: Path, error: OSError) -> None:
+def raise_if_transient(path: Path, error: OSError) -> None:
     """Raise TrainingError if a file could not be read because of a transient error, so that the checkpoint may be intact."""
     if error.errno in TRANSIENT:
         raise TrainingError(
@@ -186,6 +186,7 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             note(f"{path.name}, which is damaged, is now {aside.name}")
+            atomic_write(directory / "latest", folder_name(step) + "\n")
         except OSError as error:
             note(f"{path}, which is damaged, can't be renamed ({error.strerror})")
 

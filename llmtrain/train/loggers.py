@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
-from llmtrain.errors import one_line
+from llmtrain.errors import RecipeError, TrainingError, one_line
 from llmtrain.files import atomic_write, read_lines
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.startup import seconds_since_command
@@ -156,7 +156,10 @@ class WandbLogger(Logger):
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
-            raise OSError(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
+            kind = (
+                TrainingError if type(error) is wandb.errors.CommError else RecipeError
+            )  # the server may answer again
+            raise kind(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
         self._run.define_metric("tokens")
         for group in ("train/*", "eval/*"):  # drawn over tokens by default; the user can choose steps for any chart
             self._run.define_metric(group, step_metric="tokens")

@@ -92,11 +92,12 @@ class Metrics:
     def open(self, state: TrainState) -> Iterator[None]:
         """Open the loggers and the progress bar for the enclosed training. A collective of all ranks.
 
-        Raises TrainingError, on every rank, if metrics cannot be written.
+        Raises TrainingError, on every rank, if metrics cannot be written, and RecipeError if a
+        logger can't be used.
         """
+        steps, note = self.interval.steps, self.console.print
+        opened = (self.recipe, self.directory, state.global_step, self.tokens, steps, note)
         if self.mesh.is_main:
-            steps, note = self.interval.steps, self.console.print
-            opened = (self.recipe, self.directory, state.global_step, self.tokens, steps, note)
             self._loggers = self._write(lambda: open_loggers(*opened)) or ()
         self.io_errors.check()
         rounds = self.method.period.round_number(state.total_steps)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, best_step, loss_of
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, UserError, one_line
+from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, TrainingError, UserError, one_line
 from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
@@ -45,6 +45,8 @@ STOPPED_SECONDS = 30.0
 
 LOCAL = (None, "file", "local")
 """Protocols of the local file system, where folders must be created."""
+UNUSABLE = (ImportError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
+"""Errors of a URL, or of the rights to it, which do not pass by themselves."""
 
 
 class RemoteRun:
@@ -337,16 +339,21 @@ class Mirror:
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
         """Run `work` on the main rank and return its result on every rank. It may take any time, as long as fetched bytes keep
-        arriving. File system errors become a RecipeError on every rank."""
+        arriving. A file system's errors become an error on every rank: RecipeError if it can't be used, TrainingError if it
+        can't be reached, perhaps only now."""
 
         def attempt() -> Any:
             try:
                 return work()
-            except UserError:
+            except (UserError, TrainingError):
                 raise
-            except Exception as error:  # every file system has its own exceptions
+            except UNUSABLE as error:
                 raise RecipeError(
                     f"checkpoint.mirror: {self.url}: {one_line(error)}; expected a folder or URL to read and write with fsspec"
+                ) from error
+            except Exception as error:  # every file system has its own exceptions
+                raise TrainingError(
+                    f"checkpoint.mirror: {self.url}: {one_line(error)}; start the same command again"
                 ) from error
 
         return run_on_main(mesh, f"checkpoint.mirror: {self.url}", attempt, self.timeout_seconds, self._bytes_fetched)

@@ -46,30 +46,38 @@ class IoErrors:
         self._mesh, self._search = mesh, search
         self._text_problem = text_problem or (lambda: None)
         self._refused: str | None = None
+        self._error: UserError | TrainingError | None = None
 
     @property
     def pending(self) -> bool:
         """Return whether the next `check` raises because of an error on this rank."""
-        return any(problem is not None for problem in (self._refused, self._search.problem, self._text_problem()))
+        found = (self._refused, self._error, self._search.problem, self._text_problem())
+        return any(problem is not None for problem in found)
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`, which writes to `path`. On an OSError, record it and return None."""
+        """Return the result of `work`, which writes to `path`. On an OSError, a UserError or a TrainingError, record it and return
+        None."""
         try:
             return work()
+        except (UserError, TrainingError) as error:
+            self._error = self._error or error
+            return None
         except OSError as error:
             self._refused = self._refused or f"{path} could not be written: {one_line(error)}"
             return None
 
     def check(self) -> None:
         """Raise an error on every rank if any rank has one: DataError for damaged token shards and text that can't be
-        tokenized, TrainingError for failed writes. A collective of all ranks."""
+        tokenized, TrainingError for failed writes, or what `write` has recorded. A collective of all ranks."""
         raise_on_all(self._mesh, self._raise)
 
     def _raise(self) -> None:
         if self._search.problem is not None:
-            raise DataError(self._search.problem)
+            raise self._search.problem
         if (problem := self._text_problem()) is not None:
             raise problem
+        if self._error is not None:
+            raise self._error
         if self._refused is not None:
             raise TrainingError(f"{self._refused}; start the same command again to continue from the last checkpoint")
 
@@ -78,8 +86,8 @@ def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: f
     """Run `work` on the main rank and return its result on every rank. A collective of all ranks.
 
     `work` may take longer than the timeout of a collective, because the main rank reports every LOOK_SECONDS that it is still
-    working. Raises, on every rank, a UserError of `work`, or one that names `what` once `progress()` has not changed for
-    `timeout_seconds`.
+    working. Raises, on every rank, a UserError or TrainingError of `work`, or a TrainingError that names `what` once
+    `progress()` has not changed for `timeout_seconds`.
     """
     result: Future[T] = Future()
     so_far, moved = 0, time.monotonic()
@@ -99,7 +107,9 @@ def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: f
         if (now := progress()) != so_far:
             so_far, moved = now, time.monotonic()
         elif time.monotonic() - moved > timeout_seconds:
-            raise UserError(f"{what}: no answer for {timeout_seconds:g} s (run.timeout_seconds)")
+            raise TrainingError(
+                f"{what}: no answer for {timeout_seconds:g} s (run.timeout_seconds); start the same command again"
+            )
         return None
 
     if mesh.is_main:

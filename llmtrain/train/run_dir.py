@@ -150,9 +150,10 @@ class RunDirectory:
         return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
 
     def newest_state(self) -> dict[str, Any] | None:
-        """Return the state.json of the newest checkpoint; None if there is no checkpoint, or this one can't be read."""
-        with suppress(IndexError, CheckpointError):
-            return read_state(list_checkpoints(self.checkpoints)[-1][1])
+        """Return the state.json of the newest checkpoint that has one that can be read; None if there is none."""
+        for _, path in reversed(list_checkpoints(self.checkpoints)):
+            with suppress(CheckpointError):
+                return read_state(path)
         return None
 
     def reserve(self) -> None:

@@ -166,6 +166,18 @@ def test_a_stopped_run_may_become_shorter_but_not_end_within_its_round(
     assert f"continuing from {path}, for 5 steps instead of 20\n" in capsys.readouterr().out
 
 
+def test_a_finished_run_is_extended_from_the_newest_checkpoint_that_can_be_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("checkpoint.every=2", "checkpoint.keep=3")
+    assert run_training(alone(folder, "cut_off", "train.steps=4", *keys), ALONE) == DONE
+    (_, older), (_, newest) = list_checkpoints(folder / "runs/cut_off/checkpoints")[-2:]
+    (newest / "state.json").write_text("{")
+    capsys.readouterr()
+    assert run_training(alone(folder, "cut_off", "train.steps=6", *keys), ALONE) == DONE
+    assert f"continuing from {older}, for 6 steps instead of 4\n" in capsys.readouterr().out
+
+
 def test_a_finished_run_without_checkpoints_does_not_begin_anew(folder: Path) -> None:
     assert run_training(alone(folder, "deleted", "train.steps=4"), ALONE) == DONE
     shutil.rmtree(folder / "runs/deleted/checkpoints")

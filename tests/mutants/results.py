@@ -258,9 +258,9 @@ MUTANTS = [
     ),
     Mutant(
         "doctor: forgets the checkpoint that replaces the oldest",
-        "llmtrain/doctor/run_checks.py",
-        "recipe.checkpoint.keep + recipe.checkpoint.keep_best + 1",
-        "recipe.checkpoint.keep + recipe.checkpoint.keep_best",
+        "llmtrain/config/recipe.py",
+        "self.keep + self.keep_best + for_good + 1",
+        "self.keep + self.keep_best + for_good",
         ("tests/unit/test_doctor.py", "tests/unit/test_gaps_results.py"),
     ),
     Mutant(

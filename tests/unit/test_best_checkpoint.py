@@ -107,3 +107,10 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
     assert [step for step, _ in list_checkpoints(folder)] == [100, 200] == list(complete_checkpoints(tmp_path))
     assert best_step(read_losses(folder)) == 200
     assert (folder / "step-00000400.damaged" / STATE_FILE).exists(), "instead of an older one"
+    assert (folder / "latest").read_text() == "step-00000200\n"
+
+
+def test_a_disk_needs_room_for_those_that_are_kept_for_good_and_one_more() -> None:
+    assert CheckpointSection(keep=3, keep_best=True).most(23_842) == 5
+    assert CheckpointSection(keep=3, keep_best=False, keep_every=10_000).most(23_842) == 6
+    assert CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000).most(23_842) == 4

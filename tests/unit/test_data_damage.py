@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import ChecksumScan, TokenDataset, open_dataset
 from llmtrain.data.prepare import cache_path, prepare
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from tests.mother import session
 from tests.unit import processes
 
@@ -42,7 +43,9 @@ def names(prepared: TokenDataset) -> list[str]:
 def searched(prepared: TokenDataset, share: int = 0, of: int = 1) -> str | None:
     search = ChecksumScan([prepared], share, of)
     search._thread.join()
-    return search.problem
+    if search.problem is not None:
+        assert type(search.problem) is DataError
+    return None if search.problem is None else str(search.problem)
 
 
 def test_a_flipped_bit_anywhere_is_found_by_the_rank_whose_share_it_is(prepared: TokenDataset) -> None:
@@ -74,6 +77,22 @@ def test_what_is_cut_off_or_gone_after_the_opening_is_found_too(prepared: TokenD
     assert f"{path} on " in searched(prepared) and "can't be read (No such file or directory); delete" in searched(
         prepared
     )
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_shard_that_can_not_be_read_now_is_not_damaged(
+    prepared: TokenDataset, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The run ends so that launchers start it again, and the line does not tell to delete the tokens."""
+
+    def refuse(path: Path, skip: int) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("llmtrain.data.dataset._crc32", refuse)
+    search = ChecksumScan([prepared], 0, 1)
+    search._thread.join()
+    assert type(search.problem) is UnavailableError and not search.problem.is_shared
+    assert os.strerror(number) in str(search.problem) and "delete" not in str(search.problem)
 
 
 def tokens_of(prepared: TokenDataset) -> list[list[int]]:

@@ -236,9 +236,8 @@ def test_every_token_is_checked_in_the_background_and_a_sample_at_once(
     prepared = prepare(tokens_in(folder, validation_fraction=0.2), *NEEDED)
     scan = ChecksumScan([prepared], 0, 1)
     scan._thread.join()
-    assert (
-        f"tokens.bin: token 301 is {VOCABULARY}, but data.tokenizer=" in scan.problem and "has 7 tokens" in scan.problem
-    )
+    assert f"tokens.bin: token 301 is {VOCABULARY}, but data.tokenizer=" in str(scan.problem)
+    assert "has 7 tokens" in str(scan.problem)
     monkeypatch.setattr(ready_made, "SAMPLES", 400)
     with pytest.raises(
         DataError, match=r"tokens.bin: token 301 is 7, but data.tokenizer=.* has 7 tokens; name the tokenizer"

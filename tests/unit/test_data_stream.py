@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -205,6 +207,24 @@ def test_the_error_of_a_thread_that_posts_is_as_temporary_as_the_error(
             posted = json.loads(store.get("text/0"))
         assert posted["is_temporary"] == (not isinstance(error, DataError) or isinstance(error, UnavailableError))
         assert posted["error"].endswith(str(error))
+
+
+def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the file that can't be looked at can be read."""
+    tokens, read = growing(begun(data)), Path.read_bytes
+    (tokens.directory / dataset.INDEX).touch()
+
+    def refuse(self: Path, **options: Any) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UnavailableError, match=r"can't be read \(.*Stale file handle.*start the same command again"):
+        tokens.refresh()
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(Path, "stat", refuse)
+    tokens.refresh()
 
 
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

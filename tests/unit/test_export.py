@@ -335,19 +335,6 @@ def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: P
     assert len(ids) == len("<|endoftext|>") and 256 not in ids
 
 
-def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
-    """Replace a tokenizer's own bos token, which has never been in training."""
-    trained_with = byte_tokenizer(bos_token="<s>")
-    trained_with.save_pretrained(tmp_path / "of training")
-    assert AutoTokenizer.from_pretrained(tmp_path / "of training").bos_token == "<s>"
-    (tmp_path / "exported").mkdir()
-    copy_tokenizer(trained_with, tmp_path / "of training", tmp_path / "exported")
-    parity.check_tokenizer(trained_with, tmp_path / "exported")
-    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert (exported.bos_token, exported.bos_token_id) == ("<|endoftext|>", 256)
-    assert exported.encode("<s>", add_special_tokens=False) == [ord(one) - 33 for one in "<s>"]
-
-
 def test_weights_that_a_folder_lacks_are_not_drawn_at_random(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     del weights["model.norm.weight"]

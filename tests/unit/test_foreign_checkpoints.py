@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.checkpoint_files import (
     METADATA_FILE,
@@ -57,6 +59,21 @@ def test_metadata_of_our_own_is_read_as_torch_reads_it(checkpoint: Path) -> None
     into = torch.empty(1000)
     CheckpointReader(checkpoint).read({"w": into})
     assert into.tolist() == [10.0] * 1000
+
+
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_a_checkpoint_that_can_not_be_read_now_is_not_damaged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A network file system may answer again, so nothing is said about deleting it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    reader = None if when == "opening" else CheckpointReader(checkpoint)
+    monkeypatch.setattr(dcp.FileSystemReader, "__init__" if reader is None else "read_data", refuse)
+    with pytest.raises(TrainingError, match=r"step-00000010 can't be read now \(Stale file handle\); start the same"):
+        (reader or CheckpointReader(checkpoint)).read({"w": torch.empty(1000)})
 
 
 def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint: Path) -> None:

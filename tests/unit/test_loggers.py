@@ -91,7 +91,8 @@ def test_lines_lost_before_the_checkpoint_are_named(
 def test_weights_and_biases_draws_losses_over_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defined: dict[str, str | None] = {}
     run = SimpleNamespace(define_metric=lambda name, step_metric=None: defined.update({name: step_metric}))
-    fake = SimpleNamespace(Error=OSError, init=lambda **given: run, Settings=lambda **given: given)
+    errors = SimpleNamespace(CommError=OSError)
+    fake = SimpleNamespace(Error=OSError, errors=errors, init=lambda **given: run, Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     recipe = recipe_in(tmp_path, OFFLINE)
     directory = RunDirectory(recipe)
@@ -205,7 +206,8 @@ def test_a_sample_is_one_short_line(capsys) -> None:
 def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code))
-    fake = SimpleNamespace(Error=OSError, init=lambda **_: run, Settings=dict, teardown=lambda: None)
+    errors = SimpleNamespace(CommError=OSError)
+    fake = SimpleNamespace(Error=OSError, errors=errors, init=lambda **_: run, Settings=dict, teardown=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     recipe = recipe_in(tmp_path, "log.wandb={project: p}")
     RunDirectory(recipe).path.mkdir()
@@ -214,17 +216,26 @@ def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monke
     assert codes == [1, 0]
 
 
-def test_a_server_that_refuses_is_an_error_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_server", "expected"), [(False, RecipeError), (True, TrainingError)])
+def test_a_server_that_refuses_is_an_error_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_server: bool, expected: type[Exception]
+) -> None:
+    """And of the run if the server may answer the next time."""
+
     class Refused(Exception):
         pass
 
-    def init(**given: object) -> None:
-        raise Refused("No API key configured.\nUse `wandb login`")
+    class NotThere(Refused):
+        pass
 
-    fake = SimpleNamespace(Error=Refused, init=init, Settings=lambda **given: given)
+    def init(**given: object) -> None:
+        raise (NotThere if is_server else Refused)("No API key configured.\nUse `wandb login`")
+
+    errors = SimpleNamespace(CommError=NotThere)
+    fake = SimpleNamespace(Error=Refused, errors=errors, init=init, Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(
-        OSError, match=r"^log.wandb: No API key configured. Use `wandb login`; .* log.wandb.mode=offline$"
+        expected, match=r"^log.wandb: No API key configured. Use `wandb login`; .* log.wandb.mode=offline$"
     ):
         log_two_lines(recipe_in(tmp_path, "log.wandb={project: p}"), 0)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fsspec
 import pytest
 
 from llmtrain.config import CheckpointSection
-from llmtrain.errors import CheckpointError, RecipeError, UserError
+from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
@@ -220,9 +222,19 @@ def test_a_mirror_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: 
     answer = threading.Event()
     monkeypatch.setattr(RemoteRun, "check_owner", lambda self, recipe: answer.wait())
     machine = Machine(tmp_path / "disk", f"{tmp_path}/there", "run.timeout_seconds=0.1")
-    with pytest.raises(UserError, match=r"checkpoint\.mirror: .*/a: no answer for 0\.1 s \(run\.timeout_seconds\)"):
+    with pytest.raises(TrainingError, match=r"checkpoint\.mirror: .*/a: no answer for 0\.1 s \(run\.timeout_seconds\)"):
         machine.start()
     answer.set()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ETIMEDOUT, "Connection timed out"), RuntimeError("503 Slow Down")])
+def test_a_mirror_that_can_not_be_reached_now_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Launchers start a run again after a TrainingError."""
+    monkeypatch.setattr(RemoteRun, "check_owner", Mock(side_effect=error))
+    with pytest.raises(TrainingError, match=r"checkpoint\.mirror: .*/a: .*(timed out|Slow Down).*; start the same"):
+        Machine(tmp_path / "disk", f"{tmp_path}/there").start()
 
 
 def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(

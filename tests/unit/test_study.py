@@ -1,4 +1,4 @@
-"""The study's plan, records and page, of runs that were never made."""
+"""The study's plan and records, of runs that were never made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -131,15 +130,6 @@ def test_longer_runs_have_trials_and_warmups_in_proportion() -> None:
     assert made[12].id == "synchronous-x4-m4-b64-final-11" and made[-1].id == "synchronous-x4-m4-b64-shorter50-13"
 
 
-def test_the_heat_map_is_a_table_when_it_is_complete() -> None:
-    made, done = finished(MAIN[1], likes(0.006))
-    [*losses] = page.heat_rows(done)
-    assert [row[0] for row in losses][-2:] == ["0.8, warmed up over 4 rounds", "0.9, warmed up over 4 rounds"]
-    assert len(losses) == 6 and {len(row) for row in losses} == {4}
-    del done[made[-1].id]
-    assert page.heat_rows(done) == []
-
-
 def test_short_rounds_begin_with_less_momentum() -> None:
     made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.006))
     assert {run.setting.own for run in made[:3]} == {plan.nesterov(0.7, 0.5)}
@@ -244,139 +234,6 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
         runs.append(one, path)
     assert runs.read_records(path) == {run.id: line, "other": {**failed, "id": "other"}}
     assert plan.loss_of(failed) == math.inf
-
-
-def test_the_page_compares_with_synchronous_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done: dict[str, Any] = {}
-    for stage in ("main", "replicas"):
-        for cell in plan.STAGES[stage][:2]:
-            done |= finished(cell, likes(0.0055))[1]
-    partly, _ = finished(MAIN[2], likes(0.0055))
-    done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
-    synchronous, diloco, averaged = (page.row_of(cell, done) for cell in MAIN[:3])
-    assert page.row_of(MAIN[3], done) is None
-    assert synchronous[4] == "" and float(synchronous[2]) > 3
-    gap = float(diloco[2]) / float(synchronous[2]) - 1
-    assert float(diloco[4].rstrip("%")) == pytest.approx(100 * gap, abs=0.1) and gap < 0 and diloco[3] == "0.0001"
-    assert diloco[9] == "optim.lr=0.012 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
-    assert averaged[1] == "3.8000 (3 of 12)" and averaged[2] == ""
-    assert [row[0] for row in page.formula_rows(done)] == ["4", "8"]
-    assert page.formula_rows(done)[0][2] == "+3.7%", "what the protocol says"
-
-    monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
-    (results := tmp_path / "results.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    monkeypatch.setattr(page, "RESULTS_PAGE", results)
-    first = finished(MAIN[1], likes(0.001))[1]
-    monkeypatch.setattr(page, "read_records", lambda path=None: done if path is None else first)
-    options = Namespace(write=False)
-    monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
-    page.main()
-    assert "Gap against" not in capsys.readouterr().out, "there is one row"
-    assert list(tmp_path.iterdir()) == [results] and "old" in results.read_text()
-    done |= finished(plan.STAGES["rounds"][0], likes(0.0055))[1]
-    options.write = True
-    page.main()
-    written = (tmp_path / "README.md").read_text()
-    assert "| replicas | DiLoCo to synchronous | published fit |" in written
-    assert "## Gap against the number of rounds\n\n| method | H |" in written
-    assert "## With a warm-up of 5 % of the steps\n\nThese runs were made first" in written
-    assert written.count("## ") == 9 and (tmp_path / "losses.png").stat().st_size > 5_000
-    summary = results.read_text().splitlines()
-    assert (summary[0], summary[-1]) == ("before", "after") and "old" not in summary
-    assert [line for line in summary if line.startswith("| diloco |")] and "| 4 replicas, H = 3 | 64 |" in "\n".join(
-        summary
-    )
-
-
-def test_the_documentation_has_the_table_of_the_records() -> None:
-    """As `study_page.py --write` writes it."""
-    text = page.RESULTS_PAGE.read_text()
-    assert page.with_summary(text, runs.read_records()) == text, "run python benchmarks/study/study_page.py --write"
-
-
-@pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
-def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
-    usual = likes(0.0055)
-    done = finished(MAIN[0], usual)[1]
-    figures.draw_losses(done, tmp_path / "without.png")
-    done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
-    row = page.row_of(MAIN[1], done)
-    assert row[2:9] == (words, *[""] * 6) and row[9].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
-    assert page.formula_rows(done) == []
-    figures.draw_losses(done, tmp_path / "with.png")
-    assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
-    del done[f"{MAIN[1].name}-final-13"]
-    assert page.row_of(MAIN[1], done)[2:9] == ("",) * 7, "not complete"
-
-
-def test_gaps_are_listed_by_method_and_rounds() -> None:
-    """And only of cells whose final runs are done."""
-    usual, done = likes(0.0055), finished(MAIN[0], likes(0.0055))[1]
-    cells = [MAIN[3], *plan.STAGES["together"][:2], *plan.STAGES["rounds"][:3], MAIN[1], *plan.STAGES["batch"]]
-    for cell in cells:
-        is_bad = cell.method == "edit"
-        done |= finished(cell, lambda run, bad=is_bad: None if bad and run.number == 13 else usual(run))[1]
-        of_cell = [record for name, record in done.items() if name.startswith(f"{cell.name}-final") and record["loss"]]
-        for record in of_cell:
-            record["rounds"] = round(781 * (1 - cell.together)) // cell.every
-    assert len(page.rounds_rows(done)) == 7
-    del done[f"{plan.STAGES['rounds'][1].name}-final-12"]
-    rows = page.rounds_rows(done)
-    assert [row[:4] for row in rows] == [
-        ("diloco-s8", "30", "8%", "23"),
-        ("diloco", "30", "0%", "26"),
-        ("diloco", "10", "0%", "78"),
-        ("diloco", "3", "0%", "260"),
-        ("local_sgd-s8", "30", "8%", "23"),
-        ("edit", "30", "0%", ""),
-    ]
-    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 8))
-    assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
-
-
-def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
-    """Its losses rise by the logarithm of the share of tokens here."""
-    usual = likes(0.006)
-    done = finished(MAIN[0], usual)[1]
-    lowest = page.mean_loss(MAIN[0], done)
-    for share in (0.9, 0.5, 0.3):
-        assert page.worth(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
-    assert page.worth(lowest - 1, MAIN[1], done) == 1 and page.worth(lowest + 9, MAIN[1], done) == 0
-    assert page.worth(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
-    done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
-    assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
-    worse = done | finished(MAIN[1], lambda run: lowest + 2)[1]
-    assert page.row_of(MAIN[1], worse)[5] == "below 27 %" and page.speed_rows(worse) == [] == page.step_rows(worse)
-    for change in (None, float("inf")):
-        one = "synchronous-m4-b64-shorter50-12"
-        done = {name: value for name, value in done.items() if name != one}
-        done |= {} if change is None else {one: {"loss": None, "keys": []}}
-        assert page.row_of(MAIN[1], done)[5] == "", "a seed is missing, or diverged"
-
-
-def test_a_method_pays_where_messages_are_long() -> None:
-    """A loss worth half of the tokens; DiLoCo sends every 30 steps. A step's messages hide behind two thirds of a backward pass."""
-    done = finished(MAIN[0], likes(0.006))[1]
-    lowest = page.mean_loss(MAIN[0], done)
-    for cell in (MAIN[1], MAIN[2]):
-        done |= finished(cell, lambda run: lowest + math.log(2) + 0.01 * (run.number - 12))[1]
-    [(label, *fast), (other, *_)] = page.speed_rows(done)
-    assert (label, other) == ("diloco", "local_sgd")
-    speeds = [float(speed.split()[0]) for speed in fast]
-    assert [float(rate) for rate in page.step_rows(done)[0][1:]] == pytest.approx(
-        [2 * speed for speed in speeds], abs=0.02
-    )
-    assert speeds == sorted(speeds) and speeds[0] == pytest.approx(0.5, abs=0.06)
-    assert speeds[-1] == pytest.approx(0.5 * 101 / (1 + 100 / 30), rel=0.05)
-    assert page.seed_rows(done)[1] == ("diloco", "+0.0000", "+0.0000", "+0.0000", "+0.0000")
-
-
-def test_muloco_is_compared_with_synchronous_muon() -> None:
-    muon = plan.Cell("synchronous", 4, 30, 64, inner="muon")
-    assert muon in MAIN and page.synchronous_beside(plan.Cell("muloco", 4, 30, 64)) == muon
-    assert page.synchronous_beside(MAIN[1]) == MAIN[0] == page.synchronous_beside(plan.Cell("diloco", 4, 3, 64))
 
 
 def test_a_record_has_the_commit_with_which_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,45 @@
+"""Special tokens of the tokenizer in an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from llmtrain.errors import TrainingError
+from llmtrain.export import parity
+from llmtrain.export.folder import copy_tokenizer
+from tests.unit.test_export import byte_tokenizer
+
+
+def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
+    """Replace a tokenizer's own bos token, which has never been in training."""
+    trained_with = byte_tokenizer(bos_token="<s>")
+    trained_with.save_pretrained(tmp_path / "of training")
+    assert AutoTokenizer.from_pretrained(tmp_path / "of training").bos_token == "<s>"
+    (tmp_path / "exported").mkdir()
+    copy_tokenizer(trained_with, tmp_path / "of training", tmp_path / "exported")
+    parity.check_tokenizer(trained_with, tmp_path / "exported")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert (exported.bos_token, exported.bos_token_id) == ("<|endoftext|>", 256)
+    assert exported.encode("<s>", add_special_tokens=False) == [ord(one) - 33 for one in "<s>"]
+
+
+@pytest.mark.parametrize("is_byte_level", [False, True])
+def test_no_special_tokens_are_added_by_default(tmp_path: Path, is_byte_level: bool) -> None:
+    """As in training, where the tokenizer's own template does not count: lm-evaluation-harness encodes by default."""
+    trained_with = byte_tokenizer(bos_token="<s>")
+    ids = {token: trained_with.convert_tokens_to_ids(token) for token in ("<s>", "<|endoftext|>")}
+    template = processors.TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=list(ids.items()))
+    both = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    trained_with.backend_tokenizer.post_processor = both if is_byte_level else template
+    trained_with.save_pretrained(tmp_path / "of training")
+    assert AutoTokenizer.from_pretrained(tmp_path / "of training")("a")["input_ids"] == [257, ord("a") - 33, 256]
+    (tmp_path / "exported").mkdir()
+    copy_tokenizer(trained_with, tmp_path / "of training", tmp_path / "exported")
+    parity.check_tokenizer(trained_with, tmp_path / "exported")
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("a")["input_ids"] == [ord("a") - 33]
+    with pytest.raises(TrainingError, match="the exported tokenizer is not the one of training"):
+        parity.check_tokenizer(trained_with, tmp_path / "of training")
