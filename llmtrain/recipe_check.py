@@ -69,7 +69,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     _check_engine(recipe.parallel)
     _check_nonfinite(recipe)
     _check_optimizer(recipe)
-    _check_pull(recipe)
+    _check_first_passes(recipe)
     if world_size is not None:
         check_mesh(recipe.parallel, world_size)
     if recipe.parallel.replicas != "auto":
@@ -129,17 +129,19 @@ def _check_optimizer(recipe: Recipe) -> None:
         raise RecipeError(f"{what}; use kind=adamw, or sync.moments=null")
 
 
-def _check_pull(recipe: Recipe) -> None:
+def _check_first_passes(recipe: Recipe) -> None:
     parallel = recipe.parallel
-    if (
-        recipe.sync.pull is not None
-        and (parallel.engine, parallel.zero_stage) == ("zero", 3)
-        and parallel.replicas != 1
+    if (parallel.engine, parallel.zero_stage) != ("zero", 3) or parallel.replicas == 1:
+        return
+    for choice, given, why in (
+        ("sync.pull", recipe.sync.pull is not None, "a replica that pulls makes none"),
+        ("sync.period=seconds", recipe.sync.period.is_timed, "a replica that ends its round waits elsewhere"),
     ):
-        raise RecipeError(
-            "sync.pull does not go with zero_stage=3: in its first forward passes DeepSpeed waits for all ranks, and a replica "
-            "that pulls makes none; use zero_stage=2, or engine=fsdp2"
-        )
+        if given:
+            raise RecipeError(
+                f"{choice} does not go with zero_stage=3: in its first forward passes DeepSpeed waits for all ranks, and {why}; "
+                "use zero_stage=2, or engine=fsdp2"
+            )
 
 
 def check_vocabulary(recipe: Recipe, vocab_size: int) -> None:
@@ -222,11 +224,6 @@ def _check_sync(recipe: Recipe) -> None:
     if (reason := find_conflict(sync)) is not None:
         raise RecipeError(reason)
     if sync.period.averages_gradients:
-        if sync.wire.kind != "fp32" and not sync.wire.gradients:
-            raise RecipeError(
-                f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
-                f"rounded; add sync.wire.gradients=true, or use fp32"
-            )
         return
     warmup = warmup_of(sync, LRSchedule.of(recipe))
     if warmup >= total:

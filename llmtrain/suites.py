@@ -189,13 +189,20 @@ def local_tasks(folders: Sequence[Path]) -> dict[str, LocalTask]:
     return {name: LocalTask(name, _files_of(name, configs), folder) for name, (_, folder) in configs.items()}
 
 
-def digest_of(folder: Path) -> str:
-    """Return a digest that changes when a task file or its code changes."""
+def digest_of(folders: Sequence[Path]) -> str:
+    """Return a digest that changes when a file in one of the task folders changes, or a file elsewhere that they need."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc":
-            digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    for folder in folders:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
+        for name, path in sorted({os.path.relpath(path, folder): path for path in paths}.items()):
+            digest.update(f"{name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def suite_digest(suite: Suite, folders: Sequence[Path]) -> str:
+    """Return a digest that changes when a suite or its tasks change."""
+    return hashlib.sha256(f"{suite.model_dump_json()}\0{digest_of(folders)}".encode()).hexdigest()[:16]
 
 
 def data_file(data_dir: Path | None, file: str, needed_by: str, key: str = "--data-dir") -> Path:
@@ -247,6 +254,16 @@ def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
             remedy = f"copy {known}" if known else "copy it from where the task file comes from"
             raise SuiteError(f"{path}: needs {path.parent / file} ({reason}), which is missing; {remedy} to there")
     return (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {}) | config
+
+
+def _files_needed(path: Path) -> Iterator[Path]:
+    """Yield the files that a task file includes, and the modules of its functions, those of included files, too."""
+    config = _read_yaml(path, TaskLoader, "a task file")
+    for module in map(_module_of, _functions(config)):
+        yield path.parent / module
+    if included := config.get("include"):
+        yield path.parent / included
+        yield from _files_needed(path.parent / included)
 
 
 def _check_task(path: Path, config: dict[str, Any]) -> None:

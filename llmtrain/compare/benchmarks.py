@@ -16,7 +16,7 @@ from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
 from llmtrain.compare.measures import Results
 from llmtrain.compare.results import TrialState
 from llmtrain.files import read_mapping
-from llmtrain.suites import check_local_files, harness_version, load_suite
+from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest
 from llmtrain.train.background_eval import last_log_line
 
 SIGNIFICANT = 0.05
@@ -41,16 +41,17 @@ def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
     """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
-    the baseline's trial with the same condition and seed. Trials that already have such results, of as many documents, are left
-    out. Return whether all evaluations succeeded."""
+    the baseline's trial with the same condition and seed. Trials that already have such results, of the same suite and as many
+    documents, are left out. Return whether all evaluations succeeded."""
     done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
-    missing = []
+    _, suite, folders = load_suite(section.name, "suite.name")
+    wanted, missing = (section.limit, suite_digest(suite, folders)), []
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
         result = read_mapping(_result(one.directory, section))
-        is_whole = result and result.get("limit", section.limit) == section.limit
-        if not is_whole or (base is not None and not _is_against(result, one.directory, base.directory)):
+        is_wanted = result and (result.get("limit", section.limit), result.get("suite_digest", wanted[1])) == wanted
+        if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
             missing.append((one, base))
     succeeded = True
     for number, (one, base) in enumerate(missing, 1):
@@ -70,12 +71,15 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
     return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
 
 
-def _is_against(result: dict[str, Any], directory: Path, base: Path) -> bool:
-    """Return whether the result of the run in `directory` holds tests against the run in `base`. Only the relative path from
-    one export to the other counts, because the absolute paths in a result are those of the machine on which it was made."""
+def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None = None) -> bool:
+    """Return whether the result of the run in `directory` holds tests against the run in `base`, and against the model of the
+    result `of_base` if it is given. Only the relative path from one export to the other counts, because the absolute paths in a
+    result are those of the machine on which it was made."""
     model, other = result.get("model"), result.get("against", {}).get("baseline")
     if model is None or other is None:
         return False
+    if of_base is not None and Path(other).name != Path(of_base.get("model", other)).name:
+        return False  # of an earlier checkpoint
     position = os.path.relpath(other, Path(model).parent.parent)  # from the run to the export of the other one
     return Path(os.path.abspath(directory / position)).is_relative_to(os.path.abspath(base))
 
@@ -107,7 +111,8 @@ def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]
             for trial in trials:
                 if trial.condition == condition and suite in trial.benchmarks:
                     result, base = trial.benchmarks[suite], bases.get((condition, trial.seed))
-                    if base is None or not _is_against(result, trial.path, base.path):
+                    of_base = None if base is None else base.benchmarks.get(suite)
+                    if base is None or not _is_against(result, trial.path, base.path, of_base):
                         result = {key: value for key, value in result.items() if key != "against"}
                     runs.setdefault(trial.run, []).append(result)
             if runs:

@@ -108,11 +108,12 @@ def measure(trial: Trial) -> dict[str, float | None]:
     if trial.is_measured:
         seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
         rate = tokens / seconds if seconds else None
-        found = {"measured": 1.0, "tokens_per_second": rate, **_time_split(trial), **_on_the_wire(trial)}
+        found = {"measured": 1.0, "tokens_per_second": rate, **_time_split(trial)}
     if trial.state == TrialState.DONE:
         losses = validations(trial)["loss"]
         found["final_loss"] = losses.iloc[-1] if len(losses) else trial.summary.get("final_eval_loss")
         found["bytes_sent"] = trial.last("comm/bytes_total").get("comm/bytes_total")
+        found |= _on_the_wire(trial) if trial.is_measured else {}
         found["training_seconds"] = trial.lines[-1]["seconds"] if trial.lines else None
     return found
 

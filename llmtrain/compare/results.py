@@ -140,7 +140,14 @@ def _load(path: Path) -> Trial:
         }
         lines = [line for line in read_lines(path / "metrics.jsonl") if line.keys() >= LINE]
         return Trial.model_validate(
-            found | record | {"path": path, "summary": summary, "lines": lines, "benchmarks": benchmarks_of(path)}
+            found
+            | record
+            | {
+                "path": path,
+                "summary": summary,
+                "lines": lines,
+                "benchmarks": benchmarks_of(path, summary.get("steps")),
+            }
         )
     except (AttributeError, TypeError, ValueError) as error:
         why = str(error).partition(" [type=")[0] if isinstance(error, ValueError) else reason(error)
@@ -149,11 +156,13 @@ def _load(path: Path) -> Trial:
         ) from error
 
 
-def benchmarks_of(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of a run's last checkpoint on every suite on which it has been evaluated, by suite."""
-    found = {path: read_mapping(path) for path in sorted((directory / "eval").glob("*.json"))}
+def benchmarks_of(directory: Path, steps: int | None) -> dict[str, dict[str, Any]]:
+    """Return the results of the checkpoint at the end of a run of `steps`, on every suite on which it has been evaluated, by
+    suite. Those of an evaluation of the newest checkpoint (SUITE.json) count before those of one by step."""
+    found = {path: read_mapping(path) for path in sorted((directory / "eval").glob("*.json"))}  # "-" before "."
     return {
         str(result["suite"]): result
         for path, result in found.items()
-        if "-step-" not in path.stem and {"suite", "results", "tasks", "shown"} <= result.keys()
+        if {"suite", "results", "tasks", "shown"} <= result.keys()
+        and (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
     }

@@ -18,7 +18,7 @@ from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, sco
 from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
 from llmtrain.export.request import Step
-from llmtrain.suites import load_suite
+from llmtrain.suites import load_suite, suite_digest
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
 
@@ -68,11 +68,11 @@ def evaluate(
     if not is_main_process():
         return []
     reference = None if baseline is None else evaluated[_same(baseline, everything)][-1]
-    show = {unit.name: unit.show for unit in units}
+    show, digest = {unit.name: unit.show for unit in units}, suite_digest(chosen, task_folders)
     results = []
     for path, of_path in zip(everything, evaluated, strict=True):
         for each in of_path:
-            result = _result(name, each, limit, reference, show)
+            result = _result(name, each, limit, reference, show) | {"suite_digest": digest}
             results.append(result)
             if path in paths and each is of_path[-1]:
                 file = f"{name}.json" if step is None else f"{name}-step-{each.checkpoint.step:08d}.json"

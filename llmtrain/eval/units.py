@@ -99,7 +99,7 @@ def units_of(options: Options) -> list[EvalUnit]:
         of_files: Key = {}
         if task:
             data = digests(options.data_dir, task.files, f"task {task.name}")
-            of_files = {"task_files": digest_of(task.folder), "data": data}
+            of_files = {"task_files": digest_of(options.task_folders), "data": data}
         found.append(_task_unit(section, options, of_files, with_defaults=task is None))
     for section in suite.texts:
         found.append(_text_unit(section, options))

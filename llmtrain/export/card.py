@@ -28,9 +28,10 @@ from llmtrain.train.stored_weights import validates_anchor
 def model_card(source: Source, manifest: Manifest) -> str:
     """Return the text of the model card, metadata header first.
 
-    The evaluation results are those in the run's `eval/` for this step.
+    The evaluation results are those in the run's `eval/` for this step, which are of the weights that are exported by default.
     """
-    scores = read_scores(source.run / "eval", source.step)
+    is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
+    scores = read_scores(source.run / "eval", source.step) if is_default else []
     name, start = source.recipe.run.name, source.state.get("from_weights")
     how = "pretrained from scratch" if start is None else f"trained further from `{start['path']}`"
     parts = [

@@ -107,7 +107,7 @@ def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: 
             splits={NAMES[split]: _write_split(prepared, split, kind, folder) for split in SPLITS},
         )
         shutil.copytree(prepared.directory / TOKENIZER, folder / TOKENIZER)
-        (folder / CARD).write_text(_card(manifest, final))
+        (folder / CARD).write_text(_card(manifest, final, prepared.index.ready_made is not None))
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
     return manifest
 
@@ -232,8 +232,14 @@ WRITERS: dict[Kind, Writer] = {
 }
 
 
-def _card(manifest: TokenManifest, final: Path) -> str:
-    rows = []
+def _card(manifest: TokenManifest, final: Path, is_ready_made: bool) -> str:
+    """Return the text of the folder's README. With `is_ready_made`, another tool has written the tokens."""
+    eos, rows = f"`{manifest.eos}` ({manifest.eos_id})", []
+    separators = (
+        f"Documents are separated as in the token files that were read; the tokenizer's eos token is {eos}."
+        if is_ready_made
+        else f"Every document ends with {eos}; no other special tokens were added."
+    )
     for split in manifest.splits.values():
         first_and_last = dict.fromkeys([*split.files[:1], *split.files[-1:]])
         rows.append(f"| {', '.join(first_and_last)} | {split.tokens:,} | {split.documents:,} |")
@@ -241,8 +247,8 @@ def _card(manifest: TokenManifest, final: Path) -> str:
         [
             f"# Tokens of {manifest.source}\n",
             f"Tokenized with {manifest.tokenizer} (folder `{TOKENIZER}`), a vocabulary of {manifest.vocab_size:,}; written by "
-            f"llmtrain as {manifest.dtype} in the format {manifest.format}. Every document ends with `{manifest.eos}` "
-            f"({manifest.eos_id}); no other special tokens were added. `{MANIFEST}` says the same for programs.\n",
+            f"llmtrain as {manifest.dtype} in the format {manifest.format}. {separators} `{MANIFEST}` "
+            "says the same for programs.\n",
             "| files | tokens | documents |",
             "| --- | --- | --- |",
             *rows,

@@ -163,6 +163,11 @@ def find_conflict(sync: SyncSection) -> str | None:
             ]
             instead = _as_override(rule.choice, others[0]) if len(others) == 1 else f"another sync.{rule.choice}"
             return f"{given}: {rule.why}; use {_alternatives(other, allowed)}, or {instead}"
+    if sync.period.averages_gradients and sync.wire.kind != "fp32" and not sync.wire.gradients:
+        return (
+            f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
+            "rounded; add sync.wire.gradients=true, or use fp32"
+        )
     return None
 
 

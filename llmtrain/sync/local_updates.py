@@ -145,6 +145,7 @@ class LocalUpdates:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
+        self._method.keep_warmup(self.step)
         if "traffic" in state:  # earlier versions did not store it
             self._replicas.traffic.load(**state["traffic"])
 

@@ -141,14 +141,16 @@ class Method:
         return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
 
     def total_steps_changed(self, step: int) -> None:
-        """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's.
+        """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's."""
+        self.keep_warmup(step)
+        self.period.total_steps_changed(self.is_synchronized)
 
-        A synchronous warm-up is never shorter than `step`. Once local steps have begun, the run does not return to a
-        synchronous warm-up: equal gradients cannot make replicas equal again once their moments differ.
-        """
+    def keep_warmup(self, step: int) -> None:
+        """Let the first round begin after global step `step`, of which the state was just loaded, or later, if it was in the
+        synchronous warm-up. Once local steps have begun, the run does not return to a synchronous warm-up: equal gradients
+        cannot make replicas equal again once their moments differ."""
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))
-        self.period.total_steps_changed(self.is_synchronized)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the method's remaining state, as plain values."""

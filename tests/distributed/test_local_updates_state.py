@@ -38,6 +38,34 @@ def test_a_state_is_not_loaded_while_groups_average(ranks: RankPool) -> None:
         assert message.startswith("a state of wait-avoiding groups can be loaded before the first step only")
 
 
+def resume_with_a_shorter_warmup(method: str) -> list[int]:
+    """The steps after which replicas were synchronized, of a loop that had 10 synchronous steps and now has 2."""
+    synchronized, state = [], None
+    for warmup, until in ((10, 4), (2, 9)):
+        model = Layered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"store": shared_store(), "timeout_seconds": 20} if method == "wagma" else {}
+        updates = LocalUpdates(model, optimizer, method, period=5, warmup_steps=warmup, **options)
+        if state is not None:
+            updates.load_state_dict(state)
+        while updates.step < until:
+            backward(model, updates.step + 1)
+            optimizer.step()
+            if updates.is_synchronized:
+                synchronized.append(updates.step)
+        state = updates.state_dict()
+        updates.finish()
+        updates.close()
+    return synchronized
+
+
+@pytest.mark.parametrize("method", ["diloco", "wagma"])
+def test_the_first_round_begins_where_synchronous_steps_ended(ranks: RankPool, method: str) -> None:
+    """Even if the loop that continues has fewer of them: all parts of a method count rounds from the same step."""
+    for steps in ranks.run(resume_with_a_shorter_warmup, method, world_size=2):
+        assert steps == [1, 2, 3, 4, 9]
+
+
 def evaluate_around_the_end() -> tuple[torch.Tensor, torch.Tensor]:
     """The output of a sharded replica after the last synchronization, and that of a plain model with its parameters."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

@@ -29,15 +29,15 @@ MUTANTS = [
     Mutant(
         "compare: a trial without its test against the baseline is not evaluated again",
         "llmtrain/compare/benchmarks.py",
-        "if not is_whole or (base is not None and not _is_against(result, one.directory, base.directory)):",
-        "if not is_whole:",
+        "if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):",
+        "if not is_wanted:",
         ("tests/unit/test_compare_benchmarks.py",),
     ),
     Mutant(
         "compare: scores of earlier checkpoints are the last one's",
         "llmtrain/compare/results.py",
-        '"-step-" not in path.stem and ',
-        "",
+        '(result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)',
+        "True",
         ("tests/unit/test_compare_benchmarks.py",),
     ),
     Mutant(

@@ -138,9 +138,23 @@ def test_the_report_shows_it(tmp_path: Path) -> None:
 def test_results_of_an_earlier_checkpoint_are_not_the_runs(tmp_path: Path) -> None:
     write_result(tmp_path, result(0.3, 2.0, 3.0), "tinystories-step-00000010")
     write_result(tmp_path, {"suite": "tinystories", "checkpoints": []}, "tinystories-over-time")
-    assert benchmarks_of(tmp_path) == {}
+    assert benchmarks_of(tmp_path, 20) == {}
     write_result(tmp_path, result(0.4, 2.0, 3.0))
-    assert benchmarks_of(tmp_path)["tinystories"]["results"]["arc_easy"]["acc"] == 0.4
+    assert benchmarks_of(tmp_path, 20)["tinystories"]["results"]["arc_easy"]["acc"] == 0.4
+    write_result(tmp_path, result(0.4, 2.0, 3.0) | {"checkpoint_step": 10})
+    assert benchmarks_of(tmp_path, 20) == {}, "the run was continued"
+    write_result(tmp_path, result(0.5, 2.0, 3.0) | {"checkpoint_step": 20}, "tinystories-step-00000020")
+    assert benchmarks_of(tmp_path, 20)["tinystories"]["results"]["arc_easy"]["acc"] == 0.5
+
+
+def test_tests_against_an_earlier_checkpoint_of_the_baseline_do_not_count(tmp_path: Path) -> None:
+    base = write_trial(tmp_path, "plain", "synchronous", 1, straight(60, 4.0))
+    trial = write_trial(tmp_path, "plain", "diloco", 1, straight(60, 4.0))
+    write_result(base, result(0.2, 2.0, 3.5, model=base))
+    write_result(trial, result(0.3, 2.0, 3.5, {"acc": (0.1, 0.001)}, model=trial, baseline=base))
+    assert cells(tmp_path, "synchronous")["diloco"] == "0.300 better in 1 of 1"
+    write_result(base, result(0.2, 2.0, 3.5, model=base) | {"model": f"{base}/export/step-00000020"})
+    assert cells(tmp_path, "synchronous")["diloco"] == "0.300"
 
 
 def planned(folder: Path, *names: tuple[str, str, int]) -> list[TrialSpec]:
@@ -209,6 +223,10 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
         begun = len(commands)
         assert evaluate_trials(everything, "a", SUITE, said.append)
         assert [name for name, _ in commands[begun:]] == names, "a result of as many documents stays"
+    elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"suite_digest": "of another suite"}))
+    begun = len(commands)
+    assert evaluate_trials(everything, "a", SUITE, said.append)
+    assert [name for name, _ in commands[begun:]] == ["fast-base-2"]
 
 
 def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:

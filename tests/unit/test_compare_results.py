@@ -215,6 +215,8 @@ def test_interface_counters_are_set_beside_what_was_counted(tmp_path: Path) -> N
     assert [found[name] for name in WIRE] == [4000.0, 0.0, 4200, 4001, 1.05]
     others = [line | {"comm/other_bytes_total": 200.0} for line in CURVE if "comm/bytes_total" in line]
     assert measure(one(tmp_path / "others", others, hosts=hosts))["wire_ratio"] == 1.0
+    stopped = measure(one(tmp_path / "stopped", CURVE, hosts=hosts, state="stopped"))
+    assert not set(WIRE) & set(stopped), "the counters went on after its last line"
     hosts[1]["sent"] = None
     assert not set(WIRE) & set(measure(one(tmp_path / "loopback", CURVE, hosts=hosts)))
 

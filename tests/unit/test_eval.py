@@ -31,7 +31,14 @@ from llmtrain.eval.scores import (
 )
 from llmtrain.eval.table import Evaluated, Row, cell, draw_curves, lines_of, scores_on_one_line, table_of
 from llmtrain.eval.units import Options, units_of
-from llmtrain.suites import FILES, digests, harness_version, load_suite, local_tasks, suite_names
+from llmtrain.suites import (
+    FILES,
+    digests,
+    harness_version,
+    load_suite,
+    local_tasks,
+    suite_names,
+)
 
 TASKS = (FILES / "tasks",)
 
@@ -329,20 +336,6 @@ def test_curves_are_in_the_order_of_training(tmp_path: Path) -> None:
     assert [(place, value) for place, value, _ in lines["a"]] == [(1000, 0.5), (3000, 0.75)]
     draw_curves(points, {"quiz": ["acc"]}, "quiz", tmp_path / "new/curves.png")
     assert (tmp_path / "new/curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:
-    (tmp_path / "tasks").mkdir()
-    shutil.copy(FILES / "tasks/local_jsonl.py", tmp_path / "tasks")
-    text = (FILES / "tasks/piqa.yaml").read_text().replace("offline_piqa", "mine")
-    (tmp_path / "tasks/mine.yaml").write_text(text)
-    (tmp_path / "piqa").mkdir()
-    (tmp_path / "piqa/validation.jsonl").write_text("{}\n")
-    unit = units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
-    assert unit.name == "mine" and list(unit.key["data"]) == ["piqa/validation.jsonl"]
-    (tmp_path / "tasks/mine.yaml").write_text(text + "description: 'Think.'\n")
-    again = units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: mine}]"), tmp_path))[0]
-    assert again.key["task_files"] != unit.key["task_files"]
 
 
 @pytest.mark.parametrize(

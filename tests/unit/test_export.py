@@ -183,6 +183,10 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     assert "| suite1000 | piqa | acc | 0.5300 ± 0.0116 |" in text and "suite500" not in text
     [entry] = header_of(text)["model-index"]
     assert entry["name"] == "mine"
+    for other in ({"weights": "replica:0"}, {"weights": "anchor"}, {"dtype": "bf16"}):
+        assert "suite1000" not in card.model_card(source, MANIFEST.model_copy(update=other)), (
+            "the scores are the mean's"
+        )
     assert {(r["dataset"]["type"], r["metrics"][0]["type"], r["metrics"][0]["value"]) for r in entry["results"]} == {
         ("piqa", "acc", 0.53),
         ("blimp", "acc", 1.0),

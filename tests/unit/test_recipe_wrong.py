@@ -257,10 +257,8 @@ WRONG_FILES = [
         "train: {steps: 10}\noptim: {nonfinite: skip}\nparallel: {engine: zero}\nsync: {method: synchronous}",
         ["optim.nonfinite is skip", "use stop, or engine=fsdp2"],
     ),
-    (
-        "train: {steps: 100}\nparallel: {engine: zero}\nsync: {method: palsgd}",
-        ["sync.pull does not go with zero_stage=3", "use zero_stage=2, or engine=fsdp2"],
-    ),
+    ("train: {steps: 99}\nparallel: {engine: zero}\nsync: {method: palsgd}", ["sync.pull does not", "zero_stage=3"]),
+    ("train: {steps: 2000}\nparallel: {engine: zero}\nsync: {method: a_edit}", ["period=seconds", "zero_stage=3"]),
     ("train: {steps: 9}\nparallel: {engine: zero}\nsync: {method: muloco}", ["optim.kind is muon", "kind=adamw"]),
     (
         "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: local_sgd}",

@@ -5,7 +5,7 @@ Rule      each replica trains until T seconds have passed since the last exchang
           synchronization. Learning rates follow the steps of the replica itself. The run ends when all replicas together
           have trained on its tokens.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one block at a time, plus one scalar per
-          block; within a replica one number per step.
+          block; within a replica two numbers per step.
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  T = 600 s and at least 100 steps over all replicas, from the published code; all others are EDiT's.
 Differs   like EDiT. In addition, time is kept in float64 (the published code's float32 ticks every 128 s), weights by steps
