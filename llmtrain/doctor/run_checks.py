@@ -212,12 +212,13 @@ def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Fin
             "set sync.offload=false (or parallel.zero_offload=false)",
         ),
         (needed.host_models, "taken by newest models, for group averages", "use another sync.schedule"),
+        (needed.host_validation, "copied while the replicas' mean is validated", ""),
     ]
     taken = " or ".join(text for size, text, _ in uses if size)
     changes = ", ".join(change for size, _, change in uses if size and change)
     total = ranks * needed.host_total
     what = f"CPU memory: about {total / GIB:.1f} GiB a node are {taken}, this one has {there / GIB:.1f} GiB"
-    return _if_it_fits(total, there, what, f"{changes}, or use a larger parallel.shards")
+    return _if_it_fits(total, there, what, f"{changes}{', or ' * bool(changes)}use a larger parallel.shards")
 
 
 def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
-from llmtrain.config import Recipe
+from llmtrain.config import PrimalAverageSection, Recipe
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
@@ -69,6 +69,8 @@ class Memory:
     host_checkpoint: int
     """Bytes of the copy from which a checkpoint is written. On GPUs it is pinned. torch rounds each tensor up to a
     power of two, so it may really take up to twice as many."""
+    host_validation: int
+    """Bytes of the copy of a replica's own parameters while other ones are validated. On GPUs it is pinned, block by block."""
 
     @property
     def device_total(self) -> int:
@@ -83,11 +85,11 @@ class Memory:
     @property
     def host_total(self) -> int:
         """Return the bytes of CPU memory that a rank with a GPU takes."""
-        return self.pinned_total + self.host_models + self.host_checkpoint
+        return self.pinned_total + self.host_models + self.host_checkpoint + self.host_validation
 
     def total(self, on_gpu: bool) -> int:
-        """Return the peak bytes on the GPU or, without GPUs, of all parts but a checkpoint's copy, which are then in the same
-        memory."""
+        """Return the peak bytes on the GPU or, without GPUs, of all parts but the copies for checkpoints and validation, which
+        are then in the same memory."""
         return self.device_total + (0 if on_gpu else self.host + self.host_models)
 
 
@@ -131,6 +133,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
     host_checkpoint  With `checkpoint.background`, masters, optimizer state, anchors and the messages that stay. Without it,
                  offloaded anchors.
+    host_validation  w P / M if the replicas' mean, or with GPA the anchor, is validated in the place of a replica's parameters.
 
     These parts do not all peak at the same time. In addition to the parts that stay (weights, optimizer, anchors, means
     in flight and rounding errors), memory holds at most
@@ -199,6 +202,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     activations = backward + forward_of_others
     gathered = own.gathered + own.reduced
     sum_of_these = gradients + activations + gathered + loss + in_flight
+    is_apart = replicas > 1 and not sync.period.averages_gradients
+    validates_others = is_apart or isinstance(sync.outer, PrimalAverageSection)
     return Memory(
         weights=in_turns * own.weights,
         gradients=gradients,
@@ -213,6 +218,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         host_rounding=in_turns * _rounding(recipe, size, shards, anchors) if sync.offload else 0,
         host_models=sync.schedule.models_in_cpu_memory * shard_of_all if replicas > 1 else 0,
         host_checkpoint=_checkpoint_copy(recipe, in_turns * (shard_of_all + moments_of_all) + stay, in_turns * anchors),
+        host_validation=in_turns * shard_of_all if validates_others else 0,
     )
 
 

@@ -299,7 +299,7 @@ class CheckpointWriter:
             raise TrainingError(
                 f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); "
                 f"{'is the disk' if self._comms.size == 1 else 'are the disk and all other ranks'} there? Start the same command "
-                "again to continue from the last checkpoint"
+                "again to continue from the last checkpoint; if the disk is only slow, with a longer run.timeout_seconds"
             )
         self.check()
 

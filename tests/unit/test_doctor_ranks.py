@@ -241,7 +241,7 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     given = recipe("sync.offload=true", "checkpoint.background=false", *large)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     needed = estimate(given, size_of(given), 2, 2)
-    pinned = 2 * (needed.pinned_total + needed.host_checkpoint)
+    pinned = 2 * needed.host_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: pinned / share)
     found, _ = fit(given, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
@@ -251,18 +251,18 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
         and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
     )
     wagma = recipe("sync.method=wagma", "checkpoint.background=false", *large)
-    newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_models
+    newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: newest / share)
     found, _ = fit(wagma, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
     assert one.level == level and f"about {newest / GIB:.1f} GiB a node are taken by newest models" in one.what
     copied = recipe("sync.offload=false", *large)
-    state = 2 * estimate(copied, size_of(copied), 2, 2).host_checkpoint
+    state = 2 * estimate(copied, size_of(copied), 2, 2).host_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: state / share)
     found, _ = fit(copied, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
     assert one.level == level and f"about {state / GIB:.1f} GiB a node are copied for a checkpoint" in one.what
-    found, _ = fit(recipe("sync.offload=false", "checkpoint.background=false", *large), nodes, [4 * GIB] * 4)
+    found, _ = fit(recipe("sync.method=synchronous", "checkpoint.background=false", *large), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 
 

@@ -274,10 +274,16 @@ def test_wagma_keeps_its_newest_model_and_a_sum_in_flight_in_cpu_memory(tmp_path
         wagma = ["sync.method=wagma", f"parallel.precision={precision}", "checkpoint.background=false"]
         alone, two = (planned(tmp_path, *wagma, f"train.global_batch={8 * n}", replicas=n, shard=2) for n in (1, 2))
         assert (alone.host_models, two.host_models) == (0, 2 * master * 3864 / 2)
-        assert two.pinned_total == 0 and two.host_total == two.host_models
+        assert two.pinned_total == 0 and two.host_total == two.host_models + two.host_validation
         assert two.device_total == alone.device_total, "a GPU holds neither"
         assert two.total(on_gpu=False) == two.device_total + two.host_models
     assert planned(tmp_path, "sync.method=local_sgd", replicas=2).host_models == 0
+
+
+def test_a_replicas_own_parameters_are_copied_while_others_are_validated(tmp_path) -> None:
+    for method, replicas, copies in (("diloco", 1, 0), ("diloco", 2, 1), ("synchronous", 2, 0), ("gpa", 1, 1)):
+        found = planned(tmp_path, f"sync.method={method}", replicas=replicas, shard=2)
+        assert found.host_validation == copies * 4 * 3864 / 2
 
 
 def test_runs_that_average_rounded_gradients_in_every_step_have_no_anchor(tmp_path) -> None:

@@ -186,16 +186,18 @@ def test_traffic_without_rounds_or_replicas() -> None:
 
 
 def test_offloaded_anchors_have_a_row() -> None:
-    at_once = "checkpoint.background=false"
-    assert "in CPU memory" not in shown(STDLIB, at_once, hardware=GPUS)
-    assert "in CPU memory" in shown(STDLIB, at_once, "sync.offload=true", hardware=GPUS)
+    alone = ["checkpoint.background=false", "parallel.replicas=1"]
+    assert "in CPU memory" not in shown(STDLIB, *alone, hardware=GPUS)
+    assert "in CPU memory" in shown(STDLIB, *alone, "sync.offload=true", hardware=GPUS)
 
 
 def test_models_in_cpu_memory_have_a_row() -> None:
     wagma = ["sync.method=wagma", "parallel.replicas=2", "parallel.shards=1", "checkpoint.background=false"]
     newest = 2 * 4 * int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", "")) / 2**20
     on_cpu, on_gpus = (shown(STDLIB, *wagma, hardware=hardware) for hardware in (CPU, GPUS))
-    assert float(row(on_cpu, "newest models")[0]) == float(row(on_gpus, "in CPU memory")[0]) == round(newest, 2)
+    assert float(row(on_cpu, "newest models")[0]) == round(newest, 2)
+    own = newest / 2  # a copy of the replica's own while their mean is validated
+    assert float(row(on_gpus, "in CPU memory")[0]) == pytest.approx(newest + own, abs=0.02)
     assert "newest models" not in shown(STDLIB)
     assert float(row(on_cpu, "total")[0]) - float(row(on_gpus, "total")[0]) == pytest.approx(newest, abs=0.02)
 
