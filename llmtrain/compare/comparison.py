@@ -184,6 +184,10 @@ class TrialSpec:
         """Return all overrides of the recipe for a stage."""
         return (*self.overrides, f"parallel.replicas={stage.replicas}")
 
+    def changes(self) -> list[str]:
+        """Return the changes of the number of hosts within the trial, in words."""
+        return [f"after step {one.until} with {other.replicas} hosts" for one, other in itertools.pairwise(self.stages)]
+
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     """Return the comparison in a YAML file, with `overrides` (`key=value`) laid over all its runs.

@@ -175,6 +175,7 @@ def recipes_table(results: Results) -> pd.DataFrame:
     for trial in results.trials["trial"].dropna():
         recipe = f"`{trial.recipe}`" if trial.recipe else "`recipe.yaml` in its folder"
         overrides = " ".join(f"`{one}`" for one in trial.overrides if not one.startswith("run.")) or NOTHING
+        overrides = ", ".join((overrides, *trial.stages))
         makings.append((literal(trial.run), trial.method, literal(trial.condition), trial.seed, recipe, overrides))
     table = pd.DataFrame(makings, columns=["run", "method", "conditions", "seeds", "recipe", "overrides"])
     groups = table.groupby(["run", "recipe", "overrides"], sort=False)

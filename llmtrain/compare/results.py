@@ -49,6 +49,8 @@ class TrialRecord(BaseModel, frozen=True):
     wall_seconds: float | None = None
     recipe: str | None = None
     overrides: list[str] = []
+    stages: list[str] = []
+    """Changes of the number of hosts within the trial, in words."""
     condition_in_words: str | None = None
     """Limits and faults of the condition."""
     commit: str | None = None

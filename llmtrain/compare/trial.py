@@ -65,6 +65,7 @@ class TrialRun:
             wall_seconds=round(time.monotonic() - started, 2),
             recipe=os.path.relpath(planned.recipe),
             overrides=list(planned.overrides),
+            stages=planned.changes(),
             condition_in_words=self.words,
             commit=_commit(),
             hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],

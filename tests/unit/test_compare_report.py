@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from llmtrain.compare import report
+from llmtrain.compare.comparison import ComparedRunSection, TrialSpec
 from llmtrain.compare.measures import Results, gather
 from llmtrain.compare.plots import styles, synchronizations, window_seconds, window_start
 from llmtrain.compare.report import html_body, write_report
@@ -301,3 +302,17 @@ def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> Non
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (10 s to 20 s in 2 of 3) | 5.0 (5.0 to 10) |"
     assert f"| edit | 3 done | {cells}" in text
+
+
+def test_a_report_tells_a_run_whose_hosts_changed_from_one_whose_hosts_did_not(tmp_path: Path) -> None:
+    """Both begin with the same overrides."""
+    keys = {"recipe": "a.yaml", "overrides": ["parallel.replicas=2"]}
+    section = ComparedRunSection(replicas=2, restarts=[{"after_step": 60, "replicas": 4}])
+    spec = TrialSpec("plain", "grows", 1, Path("a.yaml"), (), tmp_path, section.stages(4))
+    write_trial(tmp_path, "plain", "stays", 1, straight(60, 4.0), **keys)
+    write_trial(tmp_path, "plain", "grows", 1, straight(60, 4.0), stages=spec.changes(), **keys)
+    table = report.recipes_table(gather(load_trials([tmp_path]), "stays"))
+    assert dict(zip(table["run"], table["overrides"], strict=True)) == {
+        "stays": "`parallel.replicas=2`",
+        "grows": "`parallel.replicas=2`, after step 60 with 4 hosts",
+    }
