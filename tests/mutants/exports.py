@@ -315,4 +315,25 @@ MUTANTS = [
         "        pass",
         ("tests/unit/test_export.py",),
     ),
+    Mutant(
+        "export: the tokenizer adds its own special tokens",
+        "llmtrain/export/folder.py",
+        '            content["post_processor"] = _without_templates(content.get("post_processor"))\n',
+        "",
+        ("tests/unit/test_export_tokenizer.py",),
+    ),
+    Mutant(
+        "export: the card of one replica has the scores of the mean",
+        "llmtrain/export/card.py",
+        'is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")',
+        "is_default = True",
+        ("tests/unit/test_export.py",),
+    ),
+    Mutant(
+        "eval: files that a task includes from elsewhere may change",
+        "llmtrain/suites.py",
+        '        paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]\n',
+        "",
+        ("tests/unit/test_eval_task_files.py",),
+    ),
 ]

@@ -77,4 +77,18 @@ MUTANTS = [
         "pass",
         ("tests/distributed/test_zero.py",),
     ),
+    Mutant(
+        "library: synchronous steps may become fewer than were made",
+        "llmtrain/sync/local_updates.py",
+        "        self._method.keep_warmup(self.step)\n",
+        "",
+        ("tests/distributed/test_local_updates_state.py",),
+    ),
+    Mutant(
+        "plan: validation copies nothing to CPU memory",
+        "llmtrain/plan/memory.py",
+        "in_turns * shard_of_all if validates_others else 0",
+        "0",
+        ("tests/unit/test_plan_memory.py",),
+    ),
 ]

@@ -352,4 +352,18 @@ MUTANTS = [
         "pass",
         ("tests/unit/test_network_time.py",),
     ),
+    Mutant(
+        "compare: tests against an earlier checkpoint of the baseline count",
+        "llmtrain/compare/benchmarks.py",
+        "if of_base is not None and Path(other).name",
+        "if False and Path(other).name",
+        ("tests/unit/test_compare_benchmarks.py",),
+    ),
+    Mutant(
+        "compare: an edited suite is not evaluated again",
+        "llmtrain/compare/benchmarks.py",
+        'result.get("suite_digest", wanted[1])) == wanted',
+        "wanted[1]) == wanted",
+        ("tests/unit/test_compare_benchmarks.py",),
+    ),
 ]
