@@ -139,7 +139,8 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     label = f"{cell.label}, M = {cell.replicas}{every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
-    chosen = " ".join(key.removeprefix("sync.") for key in done[best.id]["keys"])
+    keys = {key.partition("=")[0]: key.removeprefix("sync.") for key in done[best.id]["keys"]}  # the last of each counts
+    chosen = " ".join(keys.values())
     return label, trial, *figures_of(cell, done), chosen
 
 
