@@ -36,6 +36,13 @@ def find_recipe(given: Path) -> Path:
     return packaged if os.path.isfile(packaged) else given
 
 
+def recipe_beside(file: Path, given: str) -> Path:
+    """Return the recipe that a file names: relative to its folder, or else the package's recipe of that name."""
+    beside, packaged = file.parent / given, PACKAGED / f"{given}.yaml"
+    is_packaged = not Path(given).suffix and ".." not in Path(given).parts and os.path.isfile(packaged)
+    return packaged if is_packaged and not os.path.isfile(beside) else beside
+
+
 def usable_paths(given: T) -> T:
     """Return the value of an argument or option for paths unchanged, after checking the paths in it: none, one or several.
     Raises UserError if one is too long for a file system, or leads through a folder that may not be read."""

@@ -27,6 +27,7 @@ from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
+from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.run_list import is_number
@@ -64,6 +65,9 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     progress = ComparisonProgress(len(planned), len(missing))
     try:
         with progress, _interruptions() as signals:
+            for run, recipe in {one.run: recipe for one, recipe in zip(planned, recipes, strict=True)}.items():
+                for line in recipe_warnings(recipe, {}, None):
+                    progress.print(f"warning: runs.{run}: {line}")
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial

@@ -228,13 +228,26 @@ def _create(directory: Path, data: DataSection) -> None:
 
 def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
     """Delete the folder and raise DataError if the source has ended and a split has no documents."""
-    for split, entry in prepared.index.splits.items():
+    entries = prepared.index.splits
+    is_one = sum(entry.documents for entry in entries.values()) == 1 and all(entry.exhausted for entry in entries.values())
+    if is_one and data.validation is None:
+        shutil.rmtree(prepared.directory)
+        raise one_document(data)
+    for split, entry in entries.items():
         if entry.exhausted and not entry.documents:
             shutil.rmtree(prepared.directory)
             raise DataError(
                 f"{data.source}: no {split} documents; give more of them (data.separator={data.separator!r} cuts a .txt), "
                 f"change data.validation_fraction (now {data.validation_fraction:g}), or data.validation"
             )
+
+
+def one_document(data: DataSection) -> DataError:
+    """Return the error of a source that is one document, which can't be divided into training and validation text."""
+    return DataError(
+        f"{data.source} is one document, so it leaves no text to train or to validate on; cut it with "
+        """'data.separator="\\n\\n"' (a document per paragraph), or give data.validation=FILE"""
+    )
 
 
 def _fsync(path: Path) -> None:

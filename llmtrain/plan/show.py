@@ -23,7 +23,7 @@ from llmtrain.plan.time_estimate import estimate_time, pull_share, traffic
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
-MESHES = ((1, 1), (1, 8), (8, 8))
+MESHES = ((1, 1), (1, 8), (8, 1), (8, 8))
 """(replicas, shards) of the meshes shown for a recipe that leaves its mesh open."""
 
 

@@ -55,6 +55,11 @@ RESUMABLE_KEYS = (
     "parallel.zero_stage",
     "parallel.zero_offload",
     "parallel.deepspeed",
+    "parallel.activation_checkpointing",
+    "parallel.compile",
+    "parallel.loss_chunk",
+    "parallel.loss_kernel",
+    "sync.offload",
 )
 """Keys that may differ when a run is continued. They change nothing in training but the order of additions. The exceptions
 are the number of replicas (`reshard`), their texts (`_other_sites`) and the length (`run_length`), which have rules."""

@@ -58,7 +58,9 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
     monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
     before = signal.getsignal(number)
     assert runner.run_comparison(file, (), shaping=False, retry=False) == STOPPED_EARLY
-    assert made == ["synchronous"] and "start the same command again" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert made == ["synchronous"] and "start the same command again" in said
+    assert said.count("warning: runs.diloco: sync.outer.momentum is 0.9") == 1, "as a run of its own says"
     assert signal.getsignal(number) is before
 
 

@@ -78,7 +78,7 @@ def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
     for hardware in (CPU, GPUS):
         assert meshes("parallel.replicas=4", "parallel.shards=1", hardware=hardware) == ["4 x 1"]
     assert meshes() == ["2 x 2"]
-    assert meshes("parallel.on_cpu=null") == meshes(hardware=GPUS) == ["1 x 1", "1 x 8", "8 x 8"]
+    assert meshes("parallel.on_cpu=null") == meshes(hardware=GPUS) == ["1 x 1", "1 x 8", "8 x 1", "8 x 8"]
     assert meshes("parallel.replicas=2", hardware=GPUS) == ["2 x 1", "2 x 8"]
     assert "from each of 2 replicas" in shown(STDLIB)
 

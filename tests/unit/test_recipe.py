@@ -136,6 +136,16 @@ def test_numbers_as_people_write_them(write: Write) -> None:
     assert (recipe.checkpoint.every, recipe.sync.warmup_steps) == (10_000, 0)
 
 
+def test_a_base_file_may_be_a_recipe_of_the_package(write: Write) -> None:
+    """Unless the folder has a file of that name."""
+    above = write("mine.yaml", "base: quickstart\nrun: {name: mine}")
+    assert load_recipe(above).train == load_recipe(Path("recipes/quickstart.yaml")).train
+    write("quickstart", "train: {steps: 7}")
+    assert load_recipe(above).train.steps == 7
+    with pytest.raises(RecipeError, match="there is no such file"):
+        load_recipe(write("other.yaml", "base: quikstart"))
+
+
 def test_length_in_tokens_is_rounded_down_to_steps(write: Write) -> None:
     path = write("r.yaml", "train: {tokens: 1000, sequence_length: 16, global_batch: 4}")
     assert load_recipe(path).train.total_steps == 1000 // 64

@@ -1,0 +1,43 @@
+"""An ordinary text file, which is one document unless a separator cuts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmtrain.data.prepare import cache_path, prepare
+from llmtrain.errors import DataError
+from llmtrain.launch.preflight import check_here
+from llmtrain.recipe_loader import load_recipe
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+REFUSED = r"""book\.txt is one document, .*'data\.separator="\\n\\n"' .*or give data\.validation=FILE"""
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    book = tmp_path / "book.txt"
+    book.write_text("\n\n".join(f"Paragraph {number}." for number in range(50)))
+    return [f"data.source={book}", f"data.cache_dir={tmp_path}", f"run.out_dir={tmp_path}", "data.tokenizer=train:300"]
+
+
+def test_it_is_refused_before_a_run_and_by_prepare(keys: list[str]) -> None:
+    recipe = load_recipe(RECIPE, keys)
+    with pytest.raises(DataError, match=REFUSED):
+        check_here(recipe)
+    with pytest.raises(DataError, match=REFUSED):
+        prepare(recipe.data, 100, 10)
+    assert not cache_path(recipe.data).exists()
+
+
+def test_the_separator_that_is_named_cuts_it(keys: list[str]) -> None:
+    recipe = load_recipe(RECIPE, [*keys, 'data.separator="\\n\\n"', "data.validation_fraction=0.2"])
+    splits = prepare(recipe.data, 100_000, 100_000).index.splits
+    assert sum(entry.documents for entry in splits.values()) == 50
+
+
+def test_with_a_validation_text_of_its_own_it_is_fine(keys: list[str], tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another text.")
+    recipe = load_recipe(RECIPE, [*keys, f"data.validation={tmp_path}/other.txt"])
+    assert prepare(recipe.data, 100_000, 100_000).index.splits["train"].documents == 1
