@@ -35,11 +35,17 @@ from llmtrain.seeding import derive_seed
 
 LOGIT_CHANGING_KEYS = (
     *("final_logit_softcapping", "logits_soft_cap"),
-    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_logit_soft_cap", "logits_mup_width_multiplier"),
 )
 """Config keys that make a model change the logits after the head. The loss of this package does not apply such changes."""
-IGNORE_POSITIONS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
-"""Model types for which transformers builds masks without looking at positions, so that packed documents see each other."""
+IGNORE_POSITIONS = (
+    *("biogpt", "bloom", "falcon", "mpt", "openai-gpt", "xglm"),
+    *("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+)
+"""Model types in which packed documents see each other: transformers builds their masks without looking at positions, or
+a state passes from token to token."""
+MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Values of `layer_types` in a config for layers whose masks separate documents."""
 SCALED_RESIDUALS = ("gpt2", "gpt_bigcode")
 """Model types whose projections onto the residual stream, `c_proj`, start smaller by sqrt(2 x layers)."""
 PREFIX = "causal_lm."
@@ -151,7 +157,8 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             raise ModelError(
                 f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
             )
-    if separator is not None and config.model_type in IGNORE_POSITIONS:
+    is_masked = config.model_type not in IGNORE_POSITIONS and {*(getattr(config, "layer_types", None) or ())} <= MASKED_LAYERS
+    if separator is not None and not is_masked:
         raise ModelError(
             f"train.document_mask: transformers does not separate documents in models of type {config.model_type}; leave it out, or "
             "give data.packing=none"
@@ -175,7 +182,7 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     """Return the blocks: embedding, each layer, and final norm with head.
 
     If head and embedding share their weight, the head and the final norm are in the embedding's block. Raises ModelError if the
-    list of layers is not found.
+    list of layers is not found, or if a parameter is in none of these.
     """
     base = model.causal_lm.base_model
     config = model.causal_lm.config
@@ -192,8 +199,16 @@ def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     head = model.causal_lm.get_output_embeddings()
     named_layers = [ModelBlock(f"layer {i}", [layer]) for i, layer in enumerate(layers)]
     if head.weight is model.causal_lm.get_input_embeddings().weight:
-        return [ModelBlock("embedding and head", [*before, *after, head]), *named_layers]
-    return [ModelBlock("embedding", before), *named_layers, ModelBlock("head", [*after, head])]
+        blocks = [ModelBlock("embedding and head", [*before, *after, head]), *named_layers]
+    else:
+        blocks = [ModelBlock("embedding", before), *named_layers, ModelBlock("head", [*after, head])]
+    inside = {id(parameter) for block in blocks for module in block.modules for parameter in module.parameters()}
+    outside = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
+    if outside is not None:
+        raise ModelError(
+            f"model: {outside.removeprefix(PREFIX)} is not in the base model, nor in its output head; choose another model"
+        )
+    return blocks
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -251,6 +266,12 @@ def _initial_value(
             value[owner.padding_idx] = 0
         return value
     return _norm_weight(owner, shape, name)
+
+
+def placeholders(model: LanguageModel) -> ReadWeight:
+    """Return a function that returns zeros for each weight, for a model whose weights a checkpoint is about to replace."""
+    shapes = {name.removeprefix(PREFIX): parameter.shape for name, _, _, parameter in named_weights(model)}
+    return lambda name: torch.zeros(shapes[name])
 
 
 def check_initial_values(model: LanguageModel) -> None:

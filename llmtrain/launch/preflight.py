@@ -181,7 +181,8 @@ def check_model(recipe: Recipe) -> None:
     config = model_config(recipe.model, size_or_assumed(recipe).vocabulary)
     model = build(config, recipe.parallel.loss_chunk, separator)
     blocks_of(model)
-    check_initial_values(model)
+    if recipe.model.from_weights is None:
+        check_initial_values(model)
 
 
 def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) -> dict[str, TokenDataset]:

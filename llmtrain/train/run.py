@@ -20,7 +20,7 @@ from llmtrain.data.text_list import sets_of
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, one_line
 from llmtrain.lr import LRSchedule
 from llmtrain.machine_check import check_machine
-from llmtrain.model import build, count_parameters, flops_per_token, model_config
+from llmtrain.model import build, count_parameters, flops_per_token, model_config, placeholders
 from llmtrain.parallel.build_engine import build_engine, replica_backend
 from llmtrain.parallel.comms import MESSAGE_LENGTH, is_lost_peer
 from llmtrain.parallel.device_time import clock_of
@@ -320,13 +320,16 @@ def build_trainer(
     parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None
+    read = None if weights is None else weights.read
+    if read is None and recipe.model.from_weights is not None:  # continued; there may be no initial values but the weights
+        read = placeholders(model)
     engine = build_engine(
         model,
         mesh,
         with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
         recipe.optim,
         seed=recipe.run.seed,
-        read=None if weights is None else weights.read,
+        read=read,
         gradient_wire=gradient_wire,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
         lengths_vary=not is_packed,

@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "model: packed documents of Bloom see each other",
         "llmtrain/model.py",
-        "if separator is not None and config.model_type in IGNORE_POSITIONS:",
+        "if separator is not None and not is_masked:",
         "if False:",
         ("tests/unit/test_model.py",),
     ),

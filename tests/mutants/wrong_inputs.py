@@ -206,4 +206,32 @@ MUTANTS = [
         "False, ",
         ("tests/unit/test_recipe_wrong.py",),
     ),
+    Mutant(
+        'launch: a text of one document is tokenized before it is refused',
+        'llmtrain/launch/preflight.py',
+        '"data.source"), 2))) == 1:',
+        '"data.source"), 2))) == 0:',
+        ('tests/unit/test_one_document.py',),
+    ),
+    Mutant(
+        "recipe: a base file is never the package's",
+        'llmtrain/recipe_files.py',
+        'return packaged if is_packaged and not os.path.isfile(beside) else beside',
+        'return beside',
+        ('tests/unit/test_recipe.py',),
+    ),
+    Mutant(
+        "compare: the recipes' warnings are not shown",
+        'llmtrain/compare/runner.py',
+        '                    progress.print(f"warning: runs.{run}: {line}")\n',
+        '                    pass\n',
+        ('tests/unit/test_compare_interrupted.py',),
+    ),
+    Mutant(
+        'model: parameters outside of all blocks are left out',
+        'llmtrain/model.py',
+        '    if outside is not None:\n',
+        '    if False:\n',
+        ('tests/unit/test_model.py',),
+    ),
 ]

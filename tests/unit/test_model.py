@@ -19,6 +19,7 @@ from llmtrain.model import (
     initialize,
     model_config,
     named_weights,
+    placeholders,
 )
 from llmtrain.parallel import wrapping
 from llmtrain.parallel.wrapping import wrap_layers
@@ -225,6 +226,26 @@ def test_documents_that_a_model_type_cannot_separate_are_refused():
     build(config, loss_chunk=7)
     with pytest.raises(ModelError, match=r"train\.document_mask: transformers does not separate documents in .* bloom"):
         build(config, loss_chunk=7, separator=0)
+    with_a_state = LlamaConfig(**LLAMA, vocab_size=97)
+    with_a_state.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match=r"train\.document_mask: .* type llama"):
+        build(with_a_state, loss_chunk=7, separator=0)
+
+
+def test_a_parameter_outside_of_all_blocks_is_refused():
+    """It would neither be trained nor stored."""
+    model = build(model_config(ModelSection(config=LLAMA), 97), 64)
+    model.causal_lm.between = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"between\.weight is not in the base model, nor in its output head"):
+        blocks_of(model)
+
+
+def test_a_run_that_continues_needs_no_initial_values():
+    section = ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2})
+    model = build(model_config(section, 97), 64)
+    for block in blocks_of(model):
+        initialize(model, block, 0, torch.device("cpu"), torch.float32, placeholders(model))
+    assert not any(parameter.is_meta or parameter.any() for parameter in model.parameters())
 
 
 def test_selective_checkpointing_computes_attention_with_dropout_again():
