@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_losses import finals_of, losses_by_seed, losses_by_share, mean_loss, synchronous_beside, worth
-from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Records, loss_of, runs_of
-from study_times import step_speed, timed_cells
+from study_losses import (
+    losses_by_seed,
+    losses_by_share,
+    mean_loss,
+    mean_of,
+    name_of,
+    synchronous_beside,
+    worth,
+)
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Cell, Records, loss_of, runs_of
+from study_times import MEASURED, rounded_speed, step_speed, timed_cells
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
 """Times of a message, in steps, that are drawn."""
@@ -23,7 +31,7 @@ def draw_losses(done: Records, path: Path) -> None:
     figure, axes = _subplots(figsize=(7, 0.6 + 0.35 * len(cells)))
     for height, cell in enumerate(cells):
         losses = losses_by_seed(cell, done)
-        axes.plot(losses, [height] * len(losses), "o", color="C0", alpha=0.6)
+        axes.plot(losses, [height] * len(losses), "o", color=_color(cell), alpha=0.6)
         axes.plot([statistics.mean(losses)], [height], "|", color="black", markersize=14)
     by_share = losses_by_share(synchronous_beside(cells[0]), done) if cells else {}
     for share, losses in by_share.items():
@@ -33,7 +41,7 @@ def draw_losses(done: Records, path: Path) -> None:
             axes.annotate(
                 what, (statistics.mean(losses), len(cells) - 0.4), ha="right", va="bottom", fontsize=8, color="gray"
             )
-    axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
+    axes.set_yticks(range(len(cells)), [name_of(cell) for cell in cells])
     axes.set_ylim(-0.6, len(cells) - 0.4)
     axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
     axes.grid(axis="x", alpha=0.3)
@@ -41,27 +49,33 @@ def draw_losses(done: Records, path: Path) -> None:
 
 
 def draw_speeds(done: Records, path: Path) -> None:
-    """Draw how many times as fast as synchronous training each method reaches its loss, over the time of a message."""
+    """Draw how many times as fast as synchronous training each method with AdamW inside reaches its own final loss, over the time
+    of a message."""
     figure, axes = _subplots(figsize=(8, 4.6))
+    own = [cell for cell in timed_cells(done) if not cell.together and not synchronous_beside(cell).inner]
     curves = {
         cell: [worth(mean_loss(cell, done), cell, done) * step_speed(cell, done, steps) for steps in DRAWN]
-        for cell in timed_cells(done)
-        if not cell.together
+        for cell in own
     }
     cells = sorted(curves, key=lambda cell: -curves[cell][-1])
     for cell, style in zip(cells, _styles(len(cells)), strict=True):
-        axes.plot(DRAWN, curves[cell], label=cell.label, **style)
+        axes.plot(DRAWN, curves[cell], label=f"{name_of(cell)}: {mean_loss(cell, done):.2f}", **style)
+    if mean_loss(STAGES["gradients"][0], done) is None:
+        rounded = [rounded_speed(STAGES["main"][0], done, steps) for steps in DRAWN]
+        axes.plot(DRAWN, rounded, color="gray", linewidth=1, label="synchronous, int8 gradients\n(if they cost no loss)")
     axes.axhline(1, color="black", linewidth=1)
+    axes.axvspan(MEASURED, DRAWN[-1], color="black", alpha=0.05, linewidth=0)
+    axes.annotate("extrapolated", (MEASURED, 0.3), xytext=(3, 0), textcoords="offset points", fontsize=8, color="gray")
     axes.annotate("synchronous training", (DRAWN[0], 1), xytext=(2, 3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_yticks([0.25, 0.5, 1, 2, 5, 10, 20, 50], ["¼", "½", "1", "2", "5", "10", "20", "50"])
     axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     axes.minorticks_off()
-    axes.set_xlabel("time to send the model's gradients once, in steps (slower networks to the right)")
+    axes.set_xlabel("time of one all-reduce of the gradients in fp32, in steps (slower networks to the right)")
     axes.set_ylabel("speed to the method's final loss, synchronous = 1")
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, title="final loss")
     _save(figure, path)
 
 
@@ -73,19 +87,16 @@ def draw_bytes(done: Records, path: Path) -> None:
     for cell in cells:
         if (loss := mean_loss(cell, done)) is None or cell == synchronous_beside(cell):
             continue
-        sent = statistics.mean(record["bytes"] for record in finals_of(cell, done))
-        inner = "muon" if synchronous_beside(cell).inner else "adamw"
-        axes.plot([sent], [loss], "o" if inner == "adamw" else "s", color="C0" if inner == "adamw" else "C1")
-        label = (
-            cell.label if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f"{cell.label}, H = {cell.every}"
-        )
-        axes.annotate(label, (sent, loss), xytext=(5, 3), textcoords="offset points", fontsize=8)
+        sent = mean_of(cell, "bytes", done)
+        axes.plot([sent], [loss], "o", color=_color(cell))
+        rounds = "" if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
+        axes.annotate(f"{name_of(cell)}{rounds}", (sent, loss), xytext=(5, 3), textcoords="offset points", fontsize=8)
     for cell in (cell for cell in SHORTENED if cell.length == 1):
         lengths = [
             [
                 record
                 for run in runs_of(cell, done)
-                if run.kind != "trial" and run.share_of_tokens == share and (record := done.get(run.id))
+                if run.kind in ("final", "shorter") and run.share_of_tokens == share and (record := done.get(run.id))
             ]
             for share in losses_by_share(cell, done)
         ]
@@ -95,8 +106,7 @@ def draw_bytes(done: Records, path: Path) -> None:
             if len(runs) == len(FINAL_SEEDS)
         )
         if points:
-            color = "C1" if cell.inner else "C0"
-            axes.plot(*zip(*points, strict=True), ":.", color=color)
+            axes.plot(*zip(*points, strict=True), ":.", color=_color(cell))
             axes.annotate(
                 f"{cell.label}, fewer tokens to the left",
                 points[-1],
@@ -110,6 +120,11 @@ def draw_bytes(done: Records, path: Path) -> None:
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)
     _save(figure, path)
+
+
+def _color(cell: Cell) -> str:
+    """Return the color of the inner optimizer."""
+    return "C1" if synchronous_beside(cell).inner else "C0"
 
 
 def _styles(count: int) -> Sequence[dict[str, object]]:

@@ -39,9 +39,7 @@ def figures_of(cell: Cell, done: Records) -> Row:
         return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 6
     other = mean_loss(synchronous_beside(cell), done)
     gap = "" if other is None or cell == synchronous_beside(cell) else f"{loss / other - 1:+.1%}"
-    bits, rounds, sent = (
-        statistics.mean(record[key] for record in finals) for key in ("bits_per_byte", "rounds", "bytes")
-    )
+    bits, rounds, sent = (mean_of(cell, key, done) for key in ("bits_per_byte", "rounds", "bytes"))
     spread = (max(losses) - min(losses)) / 2
     return (
         f"{loss:.4f}",
@@ -60,11 +58,22 @@ def synchronous_beside(cell: Cell) -> Cell:
     return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length)
 
 
+def name_of(cell: Cell) -> str:
+    """Return the cell's name in figures: its label, with the inner optimizer in any case if it is not AdamW."""
+    is_hidden = synchronous_beside(cell).inner and not cell.inner
+    return f"{cell.label} ({synchronous_beside(cell).inner} inside)" if is_hidden else cell.label
+
+
+def mean_of(cell: Cell, key: str, done: Records) -> float:
+    """Return the mean of a number in the records of a cell's final runs."""
+    return statistics.mean(record[key] for record in finals_of(cell, done))
+
+
 def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
     """Return the losses of a cell's final and shorter runs so far, by the share of the tokens that they have."""
     losses: dict[float, list[float]] = {}
     for run in runs_of(cell, done):
-        if run.kind != "trial" and run.id in done:
+        if run.kind in ("final", "shorter") and run.id in done:
             losses.setdefault(run.share_of_tokens, []).append(loss_of(done[run.id]))
     return losses
 

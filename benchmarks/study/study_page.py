@@ -19,6 +19,7 @@ from study_losses import (
     finals_of,
     losses_by_seed,
     mean_loss,
+    mean_of,
     synchronous_beside,
     worth,
 )
@@ -30,7 +31,6 @@ from study_plan import (
     ROUNDS_OF_ITS_OWN,
     SHORTENED,
     STAGES,
-    TOKENS,
     TRIALS,
     Cell,
     Records,
@@ -42,7 +42,7 @@ from study_plan import (
     trials,
 )
 from study_runs import RECORDS, read_records
-from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells
+from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells, token_speed
 from table import ROOT, Row, markdown, parser, show
 
 COLUMNS = (
@@ -81,7 +81,7 @@ BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 GAPS = "Gap against the number of rounds"
 STEPS = "Tokens per second, by network"
-SPEEDS = "Speed to the same loss, by network"
+SPEEDS = "Speed to its own final loss, by network"
 HEATS = "DiLoCo with other outer steps"
 BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
@@ -91,6 +91,7 @@ RESULTS_PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
 TITLES = {
     "main": "All methods, 4 replicas, H = 30",
+    "gradients": "Synchronous training with rounded gradients",
     "together": "The first 8 % of the steps synchronous, 4 replicas, H = 30",
     "replicas": "Numbers of replicas, H = 30",
     "rounds": "Lengths of rounds, 4 replicas",
@@ -108,17 +109,19 @@ tokens and that trial's setting, and `± seeds` half of the distance between the
 out the luck of tuning, because trials compare settings with one seed. `to synchronous` compares
 with the synchronous runs of the same number of replicas, batch and inner optimizer. `worth` is the share of the tokens with
 which synchronous training, annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the
-tokens, all with the full run's warm-up; the range is that of the method's seeds). `sent` is the sum of what all replicas send. Cells
-without a loss are not complete; if a seed diverged, there is no mean."""
+tokens, all with the full run's warm-up; the range is that of the method's seeds. The losses fall ever more slowly, so straight lines
+between three shares are up to 3 points too high: by a parabola, QSR's 65 % is 62 %). `sent` is the sum of what all replicas send.
+Cells without a loss are not complete; if a seed diverged, there is no mean."""
 STEPS_TEXT = """\
 How many times as many tokens per second as synchronous training a method makes, if a message of the whole model in fp32 takes
 so many steps' time. Predicted as by `llmtrain recipe show`, whose error was at most 3.5 points of utilization in
 [measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of 2.5 M parameters and messages of up to 21
 steps; the last column is extrapolated. Muon's own computation is included."""
 SPEEDS_TEXT = """\
-How many times as fast as synchronous training a method reaches the loss that it ends with: the tokens per second above times
-`worth`, with the range over its seeds. Above 1, the method pays. Cells whose `worth` is not known or below the smallest measured
-share have no row. In the figure, cells with a synchronous start are left out."""
+How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
+predicted duration of synchronous training divided by that of the method, times `worth`, with the range over its seeds. Above 1, the
+method pays. Each method has its own loss, so these numbers do not rank methods. Cells of the first three stages have a row if their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts. Its gray line is
+synchronous training with int8 gradients, if they cost no loss, which was not measured."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
 by them."""
@@ -139,7 +142,9 @@ def row_of(cell: Cell, done: Records) -> Row | None:
     label = f"{cell.label}, M = {cell.replicas}{every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
     trial = f"{loss_of(done[best.id]):.4f}{count}"
-    keys = {key.partition("=")[0]: key.removeprefix("sync.") for key in done[best.id]["keys"]}  # the last of each counts
+    keys = {
+        key.partition("=")[0]: key.removeprefix("sync.") for key in done[best.id]["keys"]
+    }  # the last of each counts
     chosen = " ".join(keys.values())
     return label, trial, *figures_of(cell, done), chosen
 
@@ -172,9 +177,10 @@ def heat_rows(done: Records) -> list[Row]:
 
 
 def summary_rows(done: Records) -> list[Row]:
-    """Return the rows of the table in docs/results.md: complete cells of the first two stages by inner optimizer, the lowest loss
-    first. Speeds are given where the loss is worth a known share of the tokens."""
-    cells = [cell for cell in (*STAGES["main"], *STAGES["together"]) if mean_loss(cell, done) is not None]
+    """Return the rows of the table in docs/results.md: complete cells of the first three stages by inner optimizer, the lowest
+    loss first. Speeds are given where the loss is worth a known share of the tokens."""
+    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
+    cells = [cell for cell in cells if mean_loss(cell, done) is not None]
     cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
     timed = timed_cells(done)
     rows = []
@@ -191,7 +197,7 @@ def summary_rows(done: Records) -> list[Row]:
                 gap,
                 share,
                 "1" if cell == synchronous_beside(cell) else of_bytes,
-                " / ".join(f"{speed:.2g}" for speed in speeds),
+                " / ".join(f"{token_speed(cell, done, steps):.2g}" for steps in MESSAGES if speeds),
                 " / ".join(f"{worths * speed:.2g}" for speed in speeds),
             )
         )
@@ -235,7 +241,7 @@ def change_rows(done: Records) -> list[Row]:
         if gap:
             start = f", first {cell.together:.0%} synchronous" if cell.together else ""
             what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}"
-            tokens = f"{TOKENS * cell.length / 1e6:.1f} M"
+            tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
             beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
             fit = published_gap(cell.replicas) if cell.every == 30 and not start else ""
             rows.append((what, str(cell.batch), tokens, rounds, f"{loss} ± {spread}", beside, gap, fit))

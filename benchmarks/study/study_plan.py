@@ -148,14 +148,16 @@ class Cell:
     """Share of the steps that are synchronous, before the first round."""
     length: int = 1
     """Tokens of a final run, in units of TOKENS."""
+    gradients: str = ""
+    """Wire format of the gradients in synchronous steps; empty: fp32."""
 
     @property
     def label(self) -> str:
-        """Return the method's name, with the inner optimizer if it is not its own, the percentage of synchronous steps, and how
-        many times as many tokens it has."""
+        """Return the method's name, with the inner optimizer if it is not its own, the gradients' format, the percentage of
+        synchronous steps, and how many times as many tokens it has."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
         length = f"x{self.length}" if self.length > 1 else ""
-        return "-".join(part for part in (self.method, self.inner, together, length) if part)
+        return "-".join(part for part in (self.method, self.inner, self.gradients, together, length) if part)
 
     @property
     def name(self) -> str:
@@ -237,6 +239,7 @@ class Run:
             *INNER[cell.inner],
             *([] if cell.method in ROUNDS_OF_ITS_OWN else [f"sync.period.every={cell.every}"]),
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
+            *([f"sync.wire={{kind: {cell.gradients}, gradients: true}}"] if cell.gradients else []),
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
             f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
@@ -324,6 +327,7 @@ STAGES = {
         *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
         Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
     ),
+    "gradients": (Cell("synchronous", 4, 30, BATCH[4], gradients="int8"),),
     "together": tuple(Cell(method, 4, 30, BATCH[4], together=0.08) for method in ("diloco", "local_sgd", "edit")),
     "replicas": (
         *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),

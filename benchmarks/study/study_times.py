@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from study_losses import losses_by_seed, mean_loss, synchronous_beside, worth
+from study_losses import losses_by_seed, mean_loss, mean_of, synchronous_beside, worth
 from study_plan import STAGES, Cell, Records, runs_of
 from study_runs import RECIPE
 from table import ROOT, Row
@@ -15,19 +15,31 @@ from llmtrain.recipe_loader import load_recipe
 
 MESSAGES = (0.1, 1.0, 10.0, 100.0)
 """Time of one message of the model in fp32, in steps: the networks of the tables."""
+MEASURED = 21.0
+"""Longest message for which predictions were compared with measurements, in steps (docs/network.md)."""
+ROUNDED = "sync.wire={kind: int8, gradients: true}"
+"""Key of synchronous training whose gradients are rounded. Its loss was not measured."""
 VOCABULARY = 1024
 
 
 def timed_cells(done: Records) -> list[Cell]:
     """Return the complete cells of several replicas and full batch whose loss is worth a known share of the tokens."""
-    cells = [*STAGES["main"], *STAGES["together"]]
-    losses = {cell: mean_loss(cell, done) for cell in cells if cell.method != "synchronous"}
+    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
+    losses = {cell: mean_loss(cell, done) for cell in cells if cell != synchronous_beside(cell)}
     return [cell for cell, loss in losses.items() if loss is not None and worth(loss, cell, done)]
 
 
 def step_rows(done: Records) -> list[Row]:
     """Return, for each cell, its tokens per second divided by those of synchronous training, by the time of a message."""
-    return [(cell.label, *(f"{step_speed(cell, done, steps):.2f}" for steps in MESSAGES)) for cell in timed_cells(done)]
+    return [
+        (cell.label, *(f"{token_speed(cell, done, steps):.2f}" for steps in MESSAGES)) for cell in timed_cells(done)
+    ]
+
+
+def token_speed(cell: Cell, done: Records, message_steps: float) -> float:
+    """Return a cell's tokens per second divided by those of synchronous training."""
+    share = mean_of(cell, "tokens", done) / mean_of(synchronous_beside(cell), "tokens", done)
+    return share * step_speed(cell, done, message_steps)
 
 
 def speed_rows(done: Records) -> list[Row]:
@@ -39,14 +51,15 @@ def speed_rows(done: Records) -> list[Row]:
         shares = [worth(loss, cell, done) for loss in (mean_loss(cell, done), max(losses), min(losses))]
         texts = []
         for steps in MESSAGES:
-            middle, low, high = (f"{(share or 0.0) * step_speed(cell, done, steps):.2f}" for share in shares)
+            speed = step_speed(cell, done, steps)
+            middle, low, high = (f"{share * speed:.2f}" if share else "less" for share in shares)
             texts.append(f"{middle} ({low} to {high})")
         rows.append((cell.label, *texts))
     return rows
 
 
 def step_speed(cell: Cell, done: Records, message_steps: float) -> float:
-    """Return how many times as fast as synchronous training a cell's run makes its tokens, if a message of the model in fp32 takes
+    """Return the duration of synchronous training divided by that of a cell's run, if a message of the model in fp32 takes
     `message_steps` synchronous steps without communication."""
     beside = time_of(synchronous_beside(cell), done, message_steps).run
     return beside / time_of(cell, done, message_steps).run
@@ -57,6 +70,13 @@ def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
     in fp32 takes `message_steps` of them, with a process per replica."""
     final = next(run for run in runs_of(cell, done) if run.kind == "final")
     return _time_of(tuple(final.overrides()), message_steps)
+
+
+def rounded_speed(cell: Cell, done: Records, message_steps: float) -> float:
+    """Return the duration of a synchronous cell divided by what it would be with gradients in int8."""
+    final = next(run for run in runs_of(cell, done) if run.kind == "final")
+    rounded = _time_of((*final.overrides(), ROUNDED), message_steps)
+    return time_of(cell, done, message_steps).run / rounded.run
 
 
 @cache

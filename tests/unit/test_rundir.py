@@ -206,7 +206,9 @@ def fill(path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("key", ["parallel.activation_checkpointing=true", "parallel.loss_chunk=64", "sync.offload=true"])
+@pytest.mark.parametrize(
+    "key", ["parallel.activation_checkpointing=true", "parallel.loss_chunk=64", "sync.offload=true"]
+)
 def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: str) -> None:
     """As the advice after an out-of-memory error says."""
     keys = [f"run.out_dir={tmp_path}", "run.name=a"]
