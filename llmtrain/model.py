@@ -157,7 +157,9 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             raise ModelError(
                 f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
             )
-    is_masked = config.model_type not in IGNORE_POSITIONS and {*(getattr(config, "layer_types", None) or ())} <= MASKED_LAYERS
+    is_masked = (
+        config.model_type not in IGNORE_POSITIONS and {*(getattr(config, "layer_types", None) or ())} <= MASKED_LAYERS
+    )
     if separator is not None and not is_masked:
         raise ModelError(
             f"train.document_mask: transformers does not separate documents in models of type {config.model_type}; leave it out, or "

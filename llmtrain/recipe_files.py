@@ -36,11 +36,11 @@ def find_recipe(given: Path) -> Path:
     return packaged if os.path.isfile(packaged) else given
 
 
-def recipe_beside(file: Path, given: str) -> Path:
+def recipe_named_in(file: Path, given: str) -> Path:
     """Return the recipe that a file names: relative to its folder, or else the package's recipe of that name."""
-    beside, packaged = file.parent / given, PACKAGED / f"{given}.yaml"
+    near, packaged = file.parent / given, PACKAGED / f"{given}.yaml"
     is_packaged = not Path(given).suffix and ".." not in Path(given).parts and os.path.isfile(packaged)
-    return packaged if is_packaged and not os.path.isfile(beside) else beside
+    return packaged if is_packaged and not os.path.isfile(near) else near
 
 
 def usable_paths(given: T) -> T:

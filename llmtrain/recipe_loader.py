@@ -27,7 +27,7 @@ from llmtrain.config import Recipe, SyncSection
 from llmtrain.config.data import LISTS
 from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
-from llmtrain.recipe_files import recipe_beside, recipe_names
+from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.sync.methods import METHODS, inner_preset
 
@@ -172,7 +172,7 @@ def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise RecipeError(f"{path}: base is {bases!r}, expected a file name or a list of file names")
-    below = [layer for base in bases for layer in _read_with_bases(recipe_beside(path, base), (*chain, here))]
+    below = [layer for base in bases for layer in _read_with_bases(recipe_named_in(path, base), (*chain, here))]
     return [*below, Overlay(str(path), data)]
 
 

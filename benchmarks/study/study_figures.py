@@ -62,7 +62,9 @@ def draw_speeds(done: Records, path: Path) -> None:
         axes.plot(DRAWN, curves[cell], label=f"{name_of(cell)}: {mean_loss(cell, done):.2f}", **style)
     if mean_loss(STAGES["gradients"][0], done) is None:
         rounded = [rounded_speed(STAGES["main"][0], done, steps) for steps in DRAWN]
-        axes.plot(DRAWN, rounded, color="gray", linewidth=1, label="synchronous, int8 gradients\n(if they cost no loss)")
+        axes.plot(
+            DRAWN, rounded, color="gray", linewidth=1, label="synchronous, int8 gradients\n(if they cost no loss)"
+        )
     axes.axhline(1, color="black", linewidth=1)
     axes.axvspan(MEASURED, DRAWN[-1], color="black", alpha=0.05, linewidth=0)
     axes.annotate("extrapolated", (MEASURED, 0.3), xytext=(3, 0), textcoords="offset points", fontsize=8, color="gray")

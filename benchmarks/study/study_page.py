@@ -120,8 +120,9 @@ steps; the last column is extrapolated. Muon's own computation is included."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `worth`, with the range over its seeds. Above 1, the
-method pays. Each method has its own loss, so these numbers do not rank methods. Cells of the first three stages have a row if their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts. Its gray line is
-synchronous training with int8 gradients, if they cost no loss, which was not measured."""
+method pays. Each method has its own loss, so these numbers do not rank methods. Cells of the first three stages have a row if
+their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts. A gray line
+is synchronous training with int8 gradients, if they cost no loss, as long as that is not measured."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
 by them."""

@@ -19,7 +19,7 @@ from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_files import recipe_beside
+from llmtrain.recipe_files import recipe_named_in
 from llmtrain.recipe_messages import explain_in
 
 
@@ -241,7 +241,7 @@ def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
             f"run.seed={seed}",
             *([f"log.trace={{first: {trace.first}, steps: {trace.steps}}}"] if trace else []),
         )
-        recipe = recipe_beside(file, section.recipe or comparison.recipe)
+        recipe = recipe_named_in(file, section.recipe or comparison.recipe)
         planned.append(TrialSpec(condition, run, seed, recipe, overrides, folder / f"seed-{seed}", stages))
     return planned
 

@@ -293,6 +293,8 @@ def read_index(directory: Path) -> Index:
         index = Index.model_validate_json((directory / INDEX).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{directory / INDEX}: no such file; expected a folder made by prepare; {remedy}") from None
+    except IsADirectoryError as error:
+        raise DataError(f"{directory / INDEX}: can't be read ({error.strerror}); {remedy}") from None
     except OSError as error:
         raise _unavailable(f"{directory / INDEX}: can't be read", error) from None
     except ValidationError as error:
@@ -353,9 +355,8 @@ def _unavailable(what: str, error: Exception) -> UnavailableError:
 def _find_damage(prepared: TokenDataset, shard: Shard) -> DataError | None:
     """Return the error of a shard that is damaged or can't be read, or None if it is as prepared. Another tool's file has no
     checksum; its shard is damaged if a token id is not of the vocabulary."""
-    path, host = prepared.directory / shard.name, socket.gethostname()
+    path, host, problem = prepared.directory / shard.name, socket.gethostname(), None
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
-    problem = None
     try:
         if shard.offset is not None:
             remedy, dtype = "copy it again", shard.dtype or prepared.index.dtype

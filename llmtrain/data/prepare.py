@@ -229,7 +229,9 @@ def _create(directory: Path, data: DataSection) -> None:
 def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
     """Delete the folder and raise DataError if the source has ended and a split has no documents."""
     entries = prepared.index.splits
-    is_one = sum(entry.documents for entry in entries.values()) == 1 and all(entry.exhausted for entry in entries.values())
+    is_one = sum(entry.documents for entry in entries.values()) == 1 and all(
+        entry.exhausted for entry in entries.values()
+    )
     if is_one and data.validation is None:
         shutil.rmtree(prepared.directory)
         raise one_document(data)

@@ -321,7 +321,9 @@ def build_trainer(
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None
     read = None if weights is None else weights.read
-    if read is None and recipe.model.from_weights is not None:  # continued; there may be no initial values but the weights
+    if (
+        read is None and recipe.model.from_weights is not None
+    ):  # continued; there may be no initial values but the weights
         read = placeholders(model)
     engine = build_engine(
         model,

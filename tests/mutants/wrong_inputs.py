@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         "recipe: a base file is never the package's",
         "llmtrain/recipe_files.py",
-        "return packaged if is_packaged and not os.path.isfile(beside) else beside",
-        "return beside",
+        "return packaged if is_packaged and not os.path.isfile(near) else near",
+        "return near",
         ("tests/unit/test_recipe.py",),
     ),
     Mutant(

@@ -317,7 +317,7 @@ def test_a_lost_tokenizer_is_named(data: DataSection, tokens: int) -> None:
 
 def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no validation documents; .*data\.validation"):
-        prepare(data.model_copy(update={"separator": None, "validation_fraction": 1e-9}), 10, 10)
+        prepare(data.model_copy(update={"validation_fraction": 1e-9}), 10, 10)
     assert cached(data) == []
 
 

@@ -19,6 +19,7 @@ from llmtrain.config import (
     Recipe,
     SgdSection,
 )
+from llmtrain.errors import RecipeError
 from llmtrain.recipe_loader import differences, load_recipe, parse_overrides, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
@@ -139,7 +140,7 @@ def test_numbers_as_people_write_them(write: Write) -> None:
 def test_a_base_file_may_be_a_recipe_of_the_package(write: Write) -> None:
     """Unless the folder has a file of that name."""
     above = write("mine.yaml", "base: quickstart\nrun: {name: mine}")
-    assert load_recipe(above).train == load_recipe(Path("recipes/quickstart.yaml")).train
+    assert load_recipe(above).train == load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").train
     write("quickstart", "train: {steps: 7}")
     assert load_recipe(above).train.steps == 7
     with pytest.raises(RecipeError, match="there is no such file"):
