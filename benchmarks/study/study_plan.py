@@ -351,8 +351,15 @@ HEAT_STEPS = tuple(
 """Outer learning rates, momenta and rounds of warm-up of the heat map."""
 HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
 """Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
-URGENT = (*STAGES["main"][:4], STAGES["together"][0], *STAGES["replicas"][:2], STAGES["rounds"][0])
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, and what changes DiLoCo's gap."""
+URGENT = (
+    *STAGES["main"][:4],
+    STAGES["together"][0],
+    *STAGES["replicas"][:2],
+    STAGES["rounds"][0],
+    *STAGES["gradients"],
+)
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
+what synchronous training with fewer bytes loses."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:

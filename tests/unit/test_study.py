@@ -207,9 +207,10 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
         "synchronous-m8-b96",
         "diloco-m8-h30-b96",
         "diloco-m4-h3-b64",
+        "synchronous-int8-m4-b64",
         MAIN[4].name,
     )
-    assert [cell.name for cell in cells[:9]] == [*(cell.name for cell in MAIN[:4]), *first]
+    assert [cell.name for cell in cells[:10]] == [*(cell.name for cell in MAIN[:4]), *first]
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
