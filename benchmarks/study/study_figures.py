@@ -13,11 +13,12 @@ from study_losses import (
     mean_loss,
     mean_of,
     name_of,
+    records_by_share,
     synchronous_beside,
     worth,
 )
-from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Cell, Records, loss_of, runs_of
-from study_times import MEASURED, rounded_speed, step_speed, timed_cells
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Cell, Records, loss_of
+from study_times import MEASURED, step_speed, timed_cells
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
 """Times of a message, in steps, that are drawn."""
@@ -60,11 +61,6 @@ def draw_speeds(done: Records, path: Path) -> None:
     cells = sorted(curves, key=lambda cell: -curves[cell][-1])
     for cell, style in zip(cells, _styles(len(cells)), strict=True):
         axes.plot(DRAWN, curves[cell], label=f"{name_of(cell)}: {mean_loss(cell, done):.2f}", **style)
-    if mean_loss(STAGES["gradients"][0], done) is None:
-        rounded = [rounded_speed(STAGES["main"][0], done, steps) for steps in DRAWN]
-        axes.plot(
-            DRAWN, rounded, color="gray", linewidth=1, label="synchronous, int8 gradients\n(if they cost no loss)"
-        )
     axes.axhline(1, color="black", linewidth=1)
     axes.axvspan(MEASURED, DRAWN[-1], color="black", alpha=0.05, linewidth=0)
     axes.annotate("extrapolated", (MEASURED, 0.3), xytext=(3, 0), textcoords="offset points", fontsize=8, color="gray")
@@ -94,18 +90,10 @@ def draw_bytes(done: Records, path: Path) -> None:
         rounds = "" if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
         axes.annotate(f"{name_of(cell)}{rounds}", (sent, loss), xytext=(5, 3), textcoords="offset points", fontsize=8)
     for cell in (cell for cell in SHORTENED if cell.length == 1):
-        lengths = [
-            [
-                record
-                for run in runs_of(cell, done)
-                if run.kind in ("final", "shorter") and run.share_of_tokens == share and (record := done.get(run.id))
-            ]
-            for share in losses_by_share(cell, done)
-        ]
         points = sorted(
-            (statistics.mean(one["bytes"] for one in runs), statistics.mean(map(loss_of, runs)))
-            for runs in lengths
-            if len(runs) == len(FINAL_SEEDS)
+            (statistics.mean(one["bytes"] for one in records), statistics.mean(map(loss_of, records)))
+            for records in records_by_share(cell, done).values()
+            if len(records) == len(FINAL_SEEDS)
         )
         if points:
             axes.plot(*zip(*points, strict=True), ":.", color=_color(cell))

@@ -32,8 +32,7 @@ def mean_loss(cell: Cell, done: Records) -> float | None:
 def figures_of(cell: Cell, done: Records) -> Row:
     """Return loss, spread, gap to synchronous training, bits per byte, rounds and traffic of a cell's final runs. They are empty
     unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
-    finals = finals_of(cell, done)
-    losses = [loss_of(record) for record in finals]
+    losses = losses_by_seed(cell, done)
     if (loss := mean_loss(cell, done)) is None:
         is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
         return f"{diverged} of {len(losses)} diverged" if is_complete else "", *[""] * 6
@@ -69,13 +68,18 @@ def mean_of(cell: Cell, key: str, done: Records) -> float:
     return statistics.mean(record[key] for record in finals_of(cell, done))
 
 
-def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
-    """Return the losses of a cell's final and shorter runs so far, by the share of the tokens that they have."""
-    losses: dict[float, list[float]] = {}
+def records_by_share(cell: Cell, done: Records) -> dict[float, list[Mapping[str, Any]]]:
+    """Return the records of a cell's final and shorter runs so far, by the share of the tokens that they have."""
+    found: dict[float, list[Mapping[str, Any]]] = {}
     for run in runs_of(cell, done):
         if run.kind in ("final", "shorter") and run.id in done:
-            losses.setdefault(run.share_of_tokens, []).append(loss_of(done[run.id]))
-    return losses
+            found.setdefault(run.share_of_tokens, []).append(done[run.id])
+    return found
+
+
+def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
+    """Return the losses of `records_by_share`."""
+    return {share: [*map(loss_of, records)] for share, records in records_by_share(cell, done).items()}
 
 
 def worth(loss: float, cell: Cell, done: Records) -> float | None:

@@ -121,8 +121,7 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `worth`, with the range over its seeds. Above 1, the
 method pays. Each method has its own loss, so these numbers do not rank methods. Cells of the first three stages have a row if
-their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts. A gray line
-is synchronous training with int8 gradients, if they cost no loss, as long as that is not measured."""
+their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
 by them."""
@@ -297,7 +296,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
 
 
 def page(done: Records, tables: Sequence[tuple[str, str, Sequence[str], list[Row]]]) -> str:
-    """Return the page."""
+    """Return the Markdown of the page: where its records come from, what its columns mean, and the tables."""
     sections = [
         "\n\n".join(filter(None, (f"## {title}", text, markdown(columns, rows))))
         for title, text, columns, rows in tables
@@ -313,7 +312,7 @@ def with_summary(text: str, done: Records) -> str:
     """Return the text of docs/results.md with the study's tables of today."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    tables = markdown(SUMMARY, summary_rows(done)), f"{CHANGES_TEXT}", markdown(CHANGES, change_rows(done))
+    tables = markdown(SUMMARY, summary_rows(done)), CHANGES_TEXT, markdown(CHANGES, change_rows(done))
     return "\n\n".join((f"{before}{BEGIN}", *tables, f"{END}{after}"))
 
 

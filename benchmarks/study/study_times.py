@@ -17,8 +17,6 @@ MESSAGES = (0.1, 1.0, 10.0, 100.0)
 """Time of one message of the model in fp32, in steps: the networks of the tables."""
 MEASURED = 21.0
 """Longest message for which predictions were compared with measurements, in steps (docs/network.md)."""
-ROUNDED = "sync.wire={kind: int8, gradients: true}"
-"""Key of synchronous training whose gradients are rounded. Its loss was not measured."""
 VOCABULARY = 1024
 
 
@@ -70,13 +68,6 @@ def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
     in fp32 takes `message_steps` of them, with a process per replica."""
     final = next(run for run in runs_of(cell, done) if run.kind == "final")
     return _time_of(tuple(final.overrides()), message_steps)
-
-
-def rounded_speed(cell: Cell, done: Records, message_steps: float) -> float:
-    """Return the duration of a synchronous cell divided by what it would be with gradients in int8."""
-    final = next(run for run in runs_of(cell, done) if run.kind == "final")
-    rounded = _time_of((*final.overrides(), ROUNDED), message_steps)
-    return time_of(cell, done, message_steps).run / rounded.run
 
 
 @cache

@@ -46,11 +46,14 @@ def evaluate_trials(
     done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
     _, suite, folders = load_suite(section.name, "suite.name")
-    wanted, missing = (section.limit, suite_digest(suite, folders)), []
+    digest, missing = suite_digest(suite, folders), []
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
         result = read_mapping(_result(one.directory, section))
-        is_wanted = result and (result.get("limit", section.limit), result.get("suite_digest", wanted[1])) == wanted
+        is_of_suite = (
+            result.get("limit", section.limit) == section.limit and result.get("suite_digest", digest) == digest
+        )
+        is_wanted = result and is_of_suite
         if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
             missing.append((one, base))
     succeeded = True

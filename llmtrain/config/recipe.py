@@ -245,7 +245,7 @@ class CheckpointSection(Section):
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""
 
-    def most(self, steps: int) -> int:
+    def max_on_disk(self, steps: int) -> int:
         """Return the largest number of checkpoints on disk at a time in a run of `steps`: those that are kept, and one more,
         because the oldest is deleted only when the newest is complete."""
         for_good = steps // self.keep_every if self.keep_every is not None and self.every is not None else 0

@@ -186,7 +186,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
             findings.append(_cpu_memory(recipe, needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
-        written = recipe.checkpoint.most(recipe.train.total_steps) * checkpoint_bytes(recipe, size, replicas)
+        written = recipe.checkpoint.max_on_disk(recipe.train.total_steps) * checkpoint_bytes(recipe, size, replicas)
     findings.append(disk("run.out_dir", recipe.run.out_dir, written))
     findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
     return findings, Plan(replicas, shards, size)

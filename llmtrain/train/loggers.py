@@ -156,9 +156,8 @@ class WandbLogger(Logger):
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
-            kind = (
-                TrainingError if type(error) is wandb.errors.CommError else RecipeError
-            )  # the server may answer again
+            # A server that cannot be reached now may answer the next time.
+            kind = TrainingError if type(error) is wandb.errors.CommError else RecipeError
             raise kind(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
         self._run.define_metric("tokens")
         for group in ("train/*", "eval/*"):  # drawn over tokens by default; the user can choose steps for any chart

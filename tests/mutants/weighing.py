@@ -362,8 +362,8 @@ MUTANTS = [
     Mutant(
         "compare: an edited suite is not evaluated again",
         "llmtrain/compare/benchmarks.py",
-        'result.get("suite_digest", wanted[1])) == wanted',
-        "wanted[1]) == wanted",
+        ' and result.get("suite_digest", digest) == digest',
+        "",
         ("tests/unit/test_compare_benchmarks.py",),
     ),
 ]

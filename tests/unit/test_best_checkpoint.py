@@ -111,6 +111,6 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
 
 
 def test_a_disk_needs_room_for_those_that_are_kept_for_good_and_one_more() -> None:
-    assert CheckpointSection(keep=3, keep_best=True).most(23_842) == 5
-    assert CheckpointSection(keep=3, keep_best=False, keep_every=10_000).most(23_842) == 6
-    assert CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000).most(23_842) == 4
+    assert CheckpointSection(keep=3, keep_best=True).max_on_disk(23_842) == 5
+    assert CheckpointSection(keep=3, keep_best=False, keep_every=10_000).max_on_disk(23_842) == 6
+    assert CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000).max_on_disk(23_842) == 4

@@ -25,7 +25,7 @@ def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_that_a_task_includes_from_elsewhere_is_another_task(tmp_path: Path) -> None:
-    """As is one with its functions."""
+    """Count a file with its functions, too."""
     (tmp_path / "tasks").mkdir()
     shutil.copy(FILES / "tasks/local_jsonl.py", tmp_path)
     text = (FILES / "tasks/piqa.yaml").read_text().replace("offline_piqa", "mine")

@@ -29,7 +29,7 @@ def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_byte_level", [False, True])
 def test_no_special_tokens_are_added_by_default(tmp_path: Path, is_byte_level: bool) -> None:
-    """As in training, where the tokenizer's own template does not count: lm-evaluation-harness encodes by default."""
+    """Encode as in training, without the tokenizer's own template, also by default, as lm-evaluation-harness does."""
     trained_with = byte_tokenizer(bos_token="<s>")
     ids = {token: trained_with.convert_tokens_to_ids(token) for token in ("<s>", "<|endoftext|>")}
     template = processors.TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=list(ids.items()))

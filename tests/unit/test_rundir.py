@@ -210,7 +210,7 @@ def fill(path: Path) -> None:
     "key", ["parallel.activation_checkpointing=true", "parallel.loss_chunk=64", "sync.offload=true"]
 )
 def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: str) -> None:
-    """As the advice after an out-of-memory error says."""
+    """Follow the advice after an out-of-memory error."""
     keys = [f"run.out_dir={tmp_path}", "run.name=a"]
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).open()
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, key])).check_recipe()

@@ -70,7 +70,7 @@ def test_the_page_compares_with_synchronous_runs(
 
 
 def test_the_documentation_has_the_table_of_the_records() -> None:
-    """As `study_page.py --write` writes it."""
+    """Compare with what `study_page.py --write` writes."""
     text = page.RESULTS_PAGE.read_text()
     assert page.with_summary(text, runs.read_records()) == text, "run python benchmarks/study/study_page.py --write"
 
