@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from study_times import MEASURED, step_speed, timed_cells
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
 """Times of a message, in steps, that are drawn."""
+HIGHEST, LABEL_DISTANCE = 3.8, 0.026
+"""Highest loss in the figure over bytes, and the least distance of its labels."""
 
 
 def draw_losses(done: Records, path: Path) -> None:
@@ -42,6 +45,12 @@ def draw_losses(done: Records, path: Path) -> None:
             axes.annotate(
                 what, (statistics.mean(losses), len(cells) - 0.4), ha="right", va="bottom", fontsize=8, color="gray"
             )
+    if any(share < 1 for share in by_share):  # losses far above those of the shortest runs would squeeze the others
+        least, most = min(map(min, by_share.values())), max(map(max, by_share.values())) + 0.05
+        axes.set_xlim(min([least, *(mean_loss(cell, done) for cell in cells)]) - 0.1, most)
+        for height, cell in enumerate(cells):
+            if (loss := mean_loss(cell, done)) > most:
+                axes.annotate(f"{loss:.2f} →", (most, height), ha="right", va="center")
     axes.set_yticks(range(len(cells)), [name_of(cell) for cell in cells])
     axes.set_ylim(-0.6, len(cells) - 0.4)
     axes.set_xlabel("validation loss (nats per token), three seeds and their mean")
@@ -81,14 +90,16 @@ def draw_bytes(done: Records, path: Path) -> None:
     """Draw the mean loss of each complete cell with 4 replicas over the bytes that it sent, with a line through synchronous
     runs of fewer tokens."""
     figure, axes = _subplots(figsize=(8, 4.6))
-    cells = [cell for stage in ("main", "together", "rounds") for cell in STAGES[stage]]
-    for cell in cells:
-        if (loss := mean_loss(cell, done)) is None or cell == synchronous_beside(cell):
-            continue
-        sent = mean_of(cell, "bytes", done)
+    cells = [cell for stage in ("main", "gradients", "together", "rounds") for cell in STAGES[stage]]
+    cells = [cell for cell in cells if mean_loss(cell, done) is not None and cell != synchronous_beside(cell)]
+    labels: dict[int, float] = {}
+    for cell in sorted(cells, key=lambda cell: mean_loss(cell, done)):
+        sent, loss = mean_of(cell, "bytes", done), mean_loss(cell, done)
         axes.plot([sent], [loss], "o", color=_color(cell))
         rounds = "" if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
-        axes.annotate(f"{name_of(cell)}{rounds}", (sent, loss), xytext=(5, 3), textcoords="offset points", fontsize=8)
+        column = round(4 * math.log10(sent))  # labels of about as many bytes stand above one another
+        labels[column] = max(loss, labels.get(column, 0.0) + LABEL_DISTANCE)
+        axes.annotate(f"{name_of(cell)}{rounds}", (1.06 * sent, labels[column]), va="center", fontsize=8)
     for cell in (cell for cell in SHORTENED if cell.length == 1):
         points = sorted(
             (statistics.mean(one["bytes"] for one in records), statistics.mean(map(loss_of, records)))
@@ -105,8 +116,9 @@ def draw_bytes(done: Records, path: Path) -> None:
                 fontsize=8,
                 ha="right",
             )
+    axes.set_ylim(top=min(axes.get_ylim()[1], HIGHEST))
     axes.set_xscale("log")
-    axes.set_xlabel("bytes sent by all replicas")
+    axes.set_xlabel("bytes sent by all replicas (losses above the figure are in the table)")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)
     _save(figure, path)
