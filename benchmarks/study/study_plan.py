@@ -363,12 +363,10 @@ what synchronous training with fewer bytes loses."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
-    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first, and heat
-    maps after all cells."""
+    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     cells.sort(key=lambda cell: URGENT.index(cell) if cell in URGENT else len(URGENT))
-    runs = [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
-    return sorted(runs, key=lambda run: run.kind == "heat")
+    return [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
 
 
 def total(stages: Sequence[str]) -> int:
