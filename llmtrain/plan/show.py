@@ -120,8 +120,10 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
     """Return the table of times: one row per part, one column per mesh."""
     paces = [estimate_time(recipe, size, *mesh, hardware.rates) for mesh in meshes]
     table = _by_mesh(meshes)
-    for name in ("step", "message", "waiting"):
-        table.add_row(name, *(format_duration(getattr(one, name)) for one in paces))
+    table.add_row("step", *(format_duration(one.step) for one in paces))
+    table.add_row("message", *(format_duration(one.message) for one in paces))
+    table.add_row("message in steps", *(f"{one.message / one.step:.2g}" for one in paces))
+    table.add_row("waiting", *(format_duration(one.waiting) for one in paces))
     table.add_section()
     is_too_long = hardware.is_this_cpu and any(one.run > YEAR for one in paces)
     advice = " on this machine; give --gpu or --tflops" if is_too_long else ""
