@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from study_losses import (
+    equal_loss_share,
     losses_by_seed,
     losses_by_share,
     mean_loss,
@@ -16,7 +17,6 @@ from study_losses import (
     name_of,
     records_by_share,
     synchronous_beside,
-    worth,
 )
 from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Cell, Records, loss_of
 from study_times import MEASURED, step_speed, timed_cells
@@ -64,7 +64,7 @@ def draw_speeds(done: Records, path: Path) -> None:
     figure, axes = _subplots(figsize=(8, 4.6))
     own = [cell for cell in timed_cells(done) if not cell.together and not synchronous_beside(cell).inner]
     curves = {
-        cell: [worth(mean_loss(cell, done), cell, done) * step_speed(cell, done, steps) for steps in DRAWN]
+        cell: [equal_loss_share(mean_loss(cell, done), cell, done) * step_speed(cell, done, steps) for steps in DRAWN]
         for cell in own
     }
     cells = sorted(curves, key=lambda cell: -curves[cell][-1])

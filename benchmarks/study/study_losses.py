@@ -44,7 +44,7 @@ def figures_of(cell: Cell, done: Records) -> Row:
         f"{loss:.4f}",
         f"{spread:.4f}",
         gap,
-        worth_text(cell, done),
+        share_text(cell, done),
         f"{bits:.4f}",
         f"{rounds:.0f}",
         f"{sent / 1e6:.0f} MB",
@@ -82,7 +82,7 @@ def losses_by_share(cell: Cell, done: Records) -> dict[float, list[float]]:
     return {share: [*map(loss_of, records)] for share, records in records_by_share(cell, done).items()}
 
 
-def worth(loss: float, cell: Cell, done: Records) -> float | None:
+def equal_loss_share(loss: float, cell: Cell, done: Records) -> float | None:
     """Return the share of the tokens with which synchronous training reaches `loss`: interpolated in the logarithm of the share,
     at most 1, and 0 if it is below the smallest measured share. None unless all shorter synchronous runs beside the cell are
     done and finite."""
@@ -103,10 +103,10 @@ def worth(loss: float, cell: Cell, done: Records) -> float | None:
     raise AssertionError("points are sorted")
 
 
-def worth_text(cell: Cell, done: Records) -> str:
-    """Return a cell's worth with its range over the seeds, or nothing if it is the measure itself or not known."""
+def share_text(cell: Cell, done: Records) -> str:
+    """Return a cell's `equal_loss_share` with its range over the seeds, or nothing if it is the measure itself or not known."""
     losses = losses_by_seed(cell, done)
-    found = [worth(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
+    found = [equal_loss_share(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
     if cell == synchronous_beside(cell) or None in found:
         return ""
     smallest = f"{100 * min(losses_by_share(synchronous_beside(cell), done)):.0f}"

@@ -15,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_figures import draw_bytes, draw_losses, draw_speeds
 from study_losses import (
+    equal_loss_share,
     figures_of,
     finals_of,
     losses_by_seed,
     mean_loss,
     mean_of,
     synchronous_beside,
-    worth,
 )
 from study_plan import (
     BATCH,
@@ -51,7 +51,7 @@ COLUMNS = (
     "loss",
     "± seeds",
     "to synchronous",
-    "worth",
+    "tokens to equal loss",
     "bits per byte",
     "rounds",
     "sent",
@@ -61,7 +61,7 @@ SUMMARY = (
     "method",
     "loss ± seeds",
     "above synchronous",
-    "worth",
+    "tokens to equal loss",
     "bytes",
     "tokens/s at 0.1 / 1 / 10 / 100",
     "speed to its loss at 0.1 / 1 / 10 / 100",
@@ -105,13 +105,13 @@ TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
 `best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
-tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it leaves
-out the luck of tuning, because trials compare settings with one seed. `to synchronous` compares
-with the synchronous runs of the same number of replicas, batch and inner optimizer. `worth` is the share of the tokens with
-which synchronous training, annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the
-tokens, all with the full run's warm-up; the range is that of the method's seeds. The losses fall ever more slowly, so straight lines
-between three shares are up to 3 points too high: by a parabola, QSR's 65 % is 62 %). `sent` is the sum of what all replicas send.
-Cells without a loss are not complete; if a seed diverged, there is no mean."""
+tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it leaves out the luck of
+tuning, because trials compare settings with one seed. `to synchronous` compares with the synchronous runs of the same number of
+replicas, batch and inner optimizer. `tokens to equal loss` is the share of the tokens with which synchronous training, annealed
+on them, reaches the same loss (interpolated between the means of runs with {shares} of the tokens, all with the full run's
+warm-up; the range is that of the method's seeds. The losses fall ever more slowly, so straight lines between three shares are up
+to 3 points too high: by a parabola, QSR's 65 % is 62 %). `sent` is the sum of what all replicas send. Cells without a loss are
+not complete; if a seed diverged, there is no mean."""
 STEPS_TEXT = """\
 How many times as many tokens per second as synchronous training a method makes, if a message of the whole model in fp32 takes
 so many steps' time. Predicted as by `llmtrain recipe show`, whose error was at most 3.5 points of utilization in
@@ -119,9 +119,10 @@ so many steps' time. Predicted as by `llmtrain recipe show`, whose error was at 
 steps; the last column is extrapolated. Muon's own computation is included."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
-predicted duration of synchronous training divided by that of the method, times `worth`, with the range over its seeds. Above 1, the
-method pays. Each method has its own loss, so these numbers do not rank methods. Cells of the first three stages have a row if
-their `worth` is known and not below the smallest measured share. The figure leaves out Muon and synchronous starts."""
+predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
+seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the first three
+stages have a row if their `tokens to equal loss` is known and not below the smallest measured share. The figure leaves out Muon
+and synchronous starts."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
 by them."""
@@ -178,27 +179,27 @@ def heat_rows(done: Records) -> list[Row]:
 
 def summary_rows(done: Records) -> list[Row]:
     """Return the rows of the table in docs/results.md: complete cells of the first three stages by inner optimizer, the lowest
-    loss first. Speeds are given where the loss is worth a known share of the tokens."""
+    loss first. Speeds are given where it is known with which share of the tokens synchronous training reaches the loss."""
     cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
     cells = [cell for cell in cells if mean_loss(cell, done) is not None]
     cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
     timed = timed_cells(done)
     rows = []
     for cell in cells:
-        loss, spread, gap, share, *_, sent = figures_of(cell, done)
+        loss, spread, gap, tokens, *_, sent = figures_of(cell, done)
         beside = figures_of(synchronous_beside(cell), done)[-1]
         of_bytes = f"{float(sent.split()[0]) / float(beside.split()[0]):.3f}" if beside else ""
         speeds = [step_speed(cell, done, steps) for steps in MESSAGES] if cell in timed else []
-        worths = worth(mean_loss(cell, done), cell, done) if speeds else None
+        share = equal_loss_share(mean_loss(cell, done), cell, done) if speeds else None
         rows.append(
             (
                 cell.label,
                 f"{loss} ± {spread}",
                 gap,
-                share,
+                tokens,
                 "1" if cell == synchronous_beside(cell) else of_bytes,
                 " / ".join(f"{token_speed(cell, done, steps):.2g}" for steps in MESSAGES if speeds),
-                " / ".join(f"{worths * speed:.2g}" for speed in speeds),
+                " / ".join(f"{share * speed:.2g}" for speed in speeds),
             )
         )
     return rows

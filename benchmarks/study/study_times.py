@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from study_losses import losses_by_seed, mean_loss, mean_of, synchronous_beside, worth
+from study_losses import equal_loss_share, losses_by_seed, mean_loss, mean_of, synchronous_beside
 from study_plan import STAGES, Cell, Records, runs_of
 from study_runs import RECIPE
 from table import ROOT, Row
@@ -21,10 +21,10 @@ VOCABULARY = 1024
 
 
 def timed_cells(done: Records) -> list[Cell]:
-    """Return the complete cells of several replicas and full batch whose loss is worth a known share of the tokens."""
+    """Return the complete cells of several replicas and full batch whose `equal_loss_share` is known."""
     cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
     losses = {cell: mean_loss(cell, done) for cell in cells if cell != synchronous_beside(cell)}
-    return [cell for cell, loss in losses.items() if loss is not None and worth(loss, cell, done)]
+    return [cell for cell, loss in losses.items() if loss is not None and equal_loss_share(loss, cell, done)]
 
 
 def step_rows(done: Records) -> list[Row]:
@@ -46,7 +46,7 @@ def speed_rows(done: Records) -> list[Row]:
     rows = []
     for cell in timed_cells(done):
         losses = losses_by_seed(cell, done)
-        shares = [worth(loss, cell, done) for loss in (mean_loss(cell, done), max(losses), min(losses))]
+        shares = [equal_loss_share(loss, cell, done) for loss in (mean_loss(cell, done), max(losses), min(losses))]
         texts = []
         for steps in MESSAGES:
             speed = step_speed(cell, done, steps)

@@ -60,9 +60,9 @@ class DataSection(Section):
     is the mean by weight."""
     per_replica: tuple[SiteSection, ...] = ()
     """A text for each replica, `[{source}, ...]`: replica r reads entry r, and a node prepares only the texts of its own replicas.
-    Replicas with equal entries form a site, which reads its text in equal parts. A continued run may have other entries, in any
-    order: a site, known by its name, goes on where it stopped, also after an absence, and a new one begins. Entries beyond the
-    number of replicas are not read."""
+    Replicas with equal entries form a site and divide its text equally. A continued run may have other entries, in any order. A
+    site is known by its name: it continues where it stopped, also after an absence, and a new site starts at the beginning. Entries
+    beyond the number of replicas are not read."""
     subset: str | None = None
     """Configuration name of a hub dataset (`sample-100BT`)."""
     split: str = "train"
@@ -91,11 +91,11 @@ class DataSection(Section):
     is one document, or the next part of a longer one. Sequences of similar length share a micro-batch and are padded to its
     longest. Padding does not count in the loss, and steps differ in their number of tokens."""
     shuffle: Literal["auto", "all", "blocks"] = "auto"
-    """Samples that are shuffled with one another in the first epoch. `all`: all, so the first step waits for the last token.
-    `blocks`: those of consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a run begins
-    with the first block and tokenizes the others while it trains; the order depends on the seed and the source alone, not on
-    how much text is tokenized at which time; only for one text, `packed`. `auto`: `blocks` for a hub dataset, `all` for files,
-    without packing, and for mixtures and texts per replica. Later epochs always shuffle all."""
+    """Scope of the shuffle in the first epoch. `all`: all samples are shuffled together, so the first step waits for the last token.
+    `blocks`: samples are shuffled within consecutive blocks of the source (2 M tokens, then twice as many each, at most 64 M), so a
+    run begins with the first block and tokenizes the others while it trains. The order depends on the seed and the source alone, not
+    on the progress of the tokenization. `blocks` works only for one text, `packed`. `auto`: `blocks` for a hub dataset; `all` for
+    files, without packing, and for mixtures and texts per replica. Later epochs always shuffle all."""
     num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
     """Number of processes that tokenize on a node, beside the one that reads the text, which share its cores; `null`: one for
     every 4 cores, so none on a small machine. The tokens do not depend on it, nor does a continued run."""

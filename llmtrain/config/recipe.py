@@ -23,9 +23,9 @@ class RunSection(Section):
     seed: NonNegativeInt = 1234
     """The one seed. Initialization, data order and every other random choice derive theirs from it by name."""
     timeout_seconds: PositiveFloat = 600
-    """Maximum wait of a collective for its peers, after which the run fails. It must exceed the lead of the fastest replica over
-    the slowest at the end of a round. With NCCL between replicas, add the time of a whole synchronization, because NCCL counts
-    from when the host starts a message, and all blocks' are started at once."""
+    """Maximum time that a collective waits for its peers; after that, the run fails. It must exceed the time between the arrival of
+    the fastest and of the slowest replica at the end of a round. With NCCL between replicas, add the duration of a whole
+    synchronization: the host starts the messages of all blocks at once, and NCCL's clock starts then."""
     restarts: CountOrZero = 2
     """Maximum number of restarts by `launch/train.sh` after a rank fails: of all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"

@@ -116,8 +116,8 @@ class OuterLrSection(Section):
 
 
 class OuterRoundsSection(OuterLrSection):
-    """Outer learning rate and momentum over the rounds of a run. Momentum that is there from the start overshoots in short runs:
-    the first rounds move the parameters in much the same direction."""
+    """Outer learning rate and momentum over the rounds of a run. Full momentum from the first round on overshoots in short runs,
+    because the first rounds move the parameters in much the same direction."""
 
     momentum_warmup: CountOrZero = 0
     """Rounds before the first one with the whole momentum: round r of n has r / (n + 1) of it."""
@@ -228,7 +228,7 @@ class WireSection(Section):
     error_feedback: bool = False
     """Error feedback: add what rounding has left out of a rank's messages to its next message. Costs 4 bytes per parameter."""
     feedback_decay: Fraction = 1.0
-    """Factor of what earlier messages left out, per message."""
+    """Decay factor of the error-feedback buffer, per message."""
     gradients: bool = False
     """Round the gradients that synchronous steps average, too (`bf16`, `int8`, `int4`, `fp4`). They are sent in fp32 otherwise."""
 
@@ -257,7 +257,7 @@ class SyncSection(Section):
     """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
     begins; `null`: `warmup_steps` alone decides."""
     period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(steps_or_kind)] = Field(default_factory=EveryStepsSection)
-    """Time of synchronizations: `{kind: steps, every: H}`, for which `H` is short, `{kind: qsr, base, alpha}`,
+    """When replicas synchronize: `{kind: steps, every: H}`, for which `H` is short, `{kind: qsr, base, alpha}`,
     `{kind: seconds, every, min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
     """Combination of the pseudo-gradients: `mean`, `token_weighted`, `radial`, `median_norm`, or EDiT's `{kind: edit_penalty, z, ema,
@@ -279,7 +279,7 @@ class SyncSection(Section):
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""
     verify_every: Count | None = 10
-    """Synchronizations after which the next log line compares the replicas' anchors by a sum of their bits; `null`: never."""
+    """Interval, in synchronizations, at which a log line compares checksums of the replicas' anchors; `null`: never."""
 
     @property
     def needs_anchor(self) -> bool:

@@ -16,7 +16,7 @@ Differs   the paper's exact L was not available to us: ours follows from the lea
 """
 
 PAPER = "arXiv 2401.16265"
-CHOOSE_WHEN = "a message takes up to one round"
+CHOOSE_WHEN = "messages take up to one round, in fp32"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},

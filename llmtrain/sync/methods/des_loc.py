@@ -1,4 +1,4 @@
-"""DES-LOC (arXiv 2505.22549): Local SGD that also averages the inner optimizer's moments, more rarely the slower they change.
+"""DES-LOC (arXiv 2505.22549): Local SGD that also averages the inner optimizer's moments, slowly changing ones less often.
 
 Rule      theta <- mean theta_n after every H local steps; v <- mean v_n, the second moments, after every sixth such round; and
           m <- mean m_n, the first moments, after every third.
@@ -13,7 +13,7 @@ Differs   moments that are due are averaged at the end of a round, while trainin
 """
 
 PAPER = "arXiv 2505.22549"
-CHOOSE_WHEN = "AdamW's moments drift apart in long rounds"
+CHOOSE_WHEN = "AdamW's moments diverge in long rounds"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 32},

@@ -7,7 +7,7 @@ Differs   the paper's inner optimizer is SGD; here it is the recipe's.
 """
 
 PAPER = "arXiv 1805.09767"
-CHOOSE_WHEN = "it must be simple, or memory is short"
+CHOOSE_WHEN = "you want simplicity, or memory is short"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 32},

@@ -14,7 +14,7 @@ Differs   all tensors are pulled (the published code pulls the first one only), 
 """
 
 PAPER = "arXiv 2504.18454"
-CHOOSE_WHEN = "compute is as scarce as bandwidth"
+CHOOSE_WHEN = "compute and bandwidth are both limited"
 PRESET = {
     "warmup_steps": 32,
     "period": {"kind": "steps", "every": 32},

@@ -14,7 +14,7 @@ Differs   the warm-up follows the paper's rule (from memory); the published code
 """
 
 PAPER = "arXiv 2310.14423"
-CHOOSE_WHEN = "the run is long and its rate falls"
+CHOOSE_WHEN = "the run is long, with learning-rate decay"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "qsr", "base": 4},

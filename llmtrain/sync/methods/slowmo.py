@@ -10,7 +10,7 @@ Differs   g is the learning rate of the round's last step: the paper holds it co
 """
 
 PAPER = "arXiv 1910.00643"
-CHOOSE_WHEN = "round lengths or learning rates change much"
+CHOOSE_WHEN = "round length or learning rate varies a lot"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},

@@ -1,4 +1,4 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706): after local steps, sends only a pseudo-gradient's largest values, and the rest later.
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706): DiLoCo that sends only the largest values of the pseudo-gradient, with error feedback.
 
 Rule      e_n <- decay e_n + (anchor - theta_n) after H local steps; s_n = the largest values of e_n in each chunk, rounded to
           2 bits; e_n <- e_n - s_n; anchor <- anchor - lr (1/N) sum_n s_n; theta_n <- anchor. There is no outer momentum: what
@@ -16,7 +16,7 @@ Differs   chunks are of consecutive values of a rank's part of a block (in the p
 """
 
 PAPER = "arXiv 2508.15706"
-CHOOSE_WHEN = "every byte counts, and replicas are few"
+CHOOSE_WHEN = "every byte counts and replicas are few"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 15},

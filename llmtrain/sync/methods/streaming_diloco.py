@@ -12,7 +12,7 @@ Differs   the paper's 4-bit numbers are E3M0; here they are integers, of which 1
 """
 
 PAPER = "arXiv 2501.18512"
-CHOOSE_WHEN = "a slow link should be evenly busy"
+CHOOSE_WHEN = "the link is slow: start here"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 100},

@@ -17,7 +17,7 @@ Differs   the group formula is that of the paper's text, because its printed alg
 """
 
 PAPER = "arXiv 2005.00124"
-CHOOSE_WHEN = "the network is fast, the replicas uneven"
+CHOOSE_WHEN = "the network is fast, but replicas are uneven"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 10},
