@@ -127,8 +127,9 @@ RULES = (
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
             "reduction": ("radial", "median_norm", "edit_penalty"),
             "pull": ("pull",),
+            "wire": ("bf16", "int8", "int4", "fp4", "2bit", "topk"),
         },
-        "replicas do not continue from the anchor, but from a point between it and where they were",
+        "replicas do not continue from the anchor, but from a point between it and where they were, so what they send is not small",
     ),
     Rule(
         *("error_feedback", "on"),

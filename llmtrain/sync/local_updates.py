@@ -16,9 +16,16 @@ from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.world import environment_number
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
+from llmtrain.sync.loop_checks import (
+    check_choices,
+    check_equal_rates,
+    check_equal_start,
+    check_order,
+    check_wrapping,
+    needs_equal_rates,
+)
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.module_replica import ModuleReplica, layers_of, local_part
 from llmtrain.sync.sync_stats import SyncStats
@@ -64,7 +71,8 @@ class LocalUpdates:
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        _check(self.sync, sharded, replicas, shards, lr, store)
+        check_choices(self.sync, sharded, replicas, shards, lr, store)
+        check_wrapping(model, replicas)
         self.replica = ModuleReplica(model, layers_of(model) if layers is None else layers, optimizer)
         device = self.replica.blocks[0].shards[0].device
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
@@ -72,7 +80,7 @@ class LocalUpdates:
         self._shards = Comms(shards, device, "shard")
         if store is not None and self.sync.schedule.needs_threads:
             # Each loop has keys of its own, because one store may serve several loops, one after the other.
-            _check_order(self._replicas, self._shards)
+            check_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         rates = lr or LRSchedule(float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
@@ -171,9 +179,14 @@ class LocalUpdates:
             self._has_stepped = True
             self.replica.check_storage()
         if self.step == 1:
-            _check_equal_start(self._replicas, self._shards, self.replica)
+            check_equal_start(self._replicas, self._shards, self.replica)
+        rate = float(optimizer.param_groups[0]["lr"])
+        if self.step & (self.step - 1) == 0 and needs_equal_rates(
+            self.sync
+        ):  # at steps 1, 2, 4, 8, ...: it costs a message
+            check_equal_rates(self._replicas, self.step, rate)
         with torch.no_grad():
-            plan = self._method.begin_step(self.step, float(optimizer.param_groups[0]["lr"]))
+            plan = self._method.begin_step(self.step, rate)
             if plan.phase != "local":
                 # The first of torch's arguments is the optimizer itself.
                 has_closure = any(argument is not None for argument in (*arguments[1:], named.get("closure")))
@@ -212,31 +225,6 @@ class LocalUpdates:
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
 
 
-def _check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
-    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of all ranks."""
-    sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
-    differs_here = (sums != sums[0]).any(0).long().to(shards.device)
-    differs = shards.all_gather(differs_here, "comparing the shards' parameters").any(0)
-    if differ := differs.nonzero().flatten().tolist():
-        raise RecipeError(
-            f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "
-            "weights"
-        )
-
-
-def _check_order(replicas: Comms, shards: Comms) -> None:
-    """Raise RecipeError unless the ranks of a replica are consecutive, as the groups of the wait-avoiding schedule require."""
-    for comms, expected in (
-        (replicas, [r * shards.size + shards.rank for r in range(replicas.size)]),
-        (shards, [replicas.rank * shards.size + s for s in range(shards.size)]),
-    ):
-        if comms.group is not None and (found := dist.get_process_group_ranks(comms.group)) != expected:
-            raise RecipeError(
-                f"the {comms.axis} group of rank {dist.get_rank()} has ranks {found}, expected {expected}: with this schedule, the ranks "
-                "of a replica must follow each other; make the mesh with replicas as its first dimension"
-            )
-
-
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
     """Return a method's preset, changed by `choices`. A mapping changes single keys of a preset of the same kind. Raises
     RecipeError for a choice that is unknown, invalid or in conflict with another."""
@@ -258,50 +246,3 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
     if (reason := find_conflict(section)) is not None:
         raise RecipeError(reason)
     return section
-
-
-def _check(
-    sync: SyncSection,
-    is_sharded: bool,
-    replicas: dist.ProcessGroup | None,
-    shards: dist.ProcessGroup | None,
-    lr: LRSchedule | None,
-    store: dist.Store | None,
-) -> None:
-    """Raise RecipeError for choices that hooks around an optimizer's steps cannot support, or that lack an argument."""
-    if sync.pull is not None or sync.period.is_timed:
-        what = (
-            "sync.pull decides before a step whether there is a gradient"
-            if sync.pull
-            else "rounds of seconds end a run"
-        )
-        raise RecipeError(f"{what}, which needs llmtrain's own loop; use another method, or a recipe")
-    if sync.reduction.counts_tokens:
-        raise RecipeError(
-            f"sync.reduction={sync.reduction.kind} counts the tokens of a step, which needs llmtrain's own loop; use another "
-            "reduction, or a recipe"
-        )
-    if replicas is None and not dist.is_initialized() and environment_number("WORLD_SIZE", 1) > 1:
-        raise RecipeError(
-            "this is one of several processes: call torch.distributed.init_process_group before LocalUpdates"
-        )
-    if is_sharded and shards is None:
-        raise RecipeError("the module is sharded: give the process group of this replica's ranks as shards")
-    if is_sharded and replicas is None:
-        raise RecipeError("the module is sharded: give the process group of the ranks with the same shard as replicas")
-    if is_sharded and sync.schedule.syncs_in_forward:
-        raise RecipeError(
-            f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
-            "use schedule='blocking'"
-        )
-    if lr is None and (sync.period.follows_lr or sync.warmup_until_lr is not None):
-        raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
-    if store is None and sync.schedule.needs_threads:
-        raise RecipeError(
-            f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
-        )
-    if sync.schedule.needs_threads and sync.period.min_length == 1:
-        raise RecipeError(
-            f"sync.period.{sync.period.shortest_round} is 1, but with sync.schedule={sync.schedule.kind} a loop needs rounds of at "
-            "least 2; give more, or use local_sgd"
-        )

@@ -49,15 +49,20 @@ class MomentAverages:
         """Raise RecipeError, on every rank, unless all replicas have the moments to average, and for the same parameters. torch
         creates a parameter's moments with its first gradient. A collective of all ranks."""
         blocks, device = self.replica.blocks, self.replica_comms.device
-        values = [
+        # By order and block, the values of each parameter's moment here.
+        sizes = [
             [
-                sum(m.numel() for m in self.replica.moments(index, order) if m is not None)
+                [0 if m is None else m.numel() for m in self.replica.moments(index, order)]
                 for index in range(len(blocks))
             ]
             for order in (1, 2)
         ]
-        of_all = self.replica_comms.all_gather(torch.tensor(values, device=device), "comparing the replicas' moments")
-        found = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0))).long().to(self.shard_comms.device)
+        flat = torch.tensor([[size for block in of_order for size in block] for of_order in sizes], device=device)
+        of_all = self.replica_comms.all_gather(flat, "comparing the replicas' moments")
+        by_parameter = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0)))
+        # By block, because the ranks of a sharded replica may have different numbers of tensors.
+        by_block = [part.any(-1) for part in by_parameter.split([len(block) for block in sizes[0]], dim=-1)]
+        found = torch.stack(by_block, dim=-1).long().to(self.shard_comms.device)
         exist, differ = self.shard_comms.all_gather(found, "comparing the shards' moments").any(0).tolist()
         for order, every in enumerate((self.section.first, self.section.second)):
             name = ("first", "second")[order]

@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.errors import RecipeError
 from llmtrain.sync import LocalUpdates
@@ -145,6 +149,34 @@ def load_another_state() -> None:
     LocalUpdates(model, sgd(model), "diloco", period=3, warmup_steps=0).load_state_dict(state)
 
 
+def give_shards_of_an_unsharded_module() -> None:
+    group = dist.new_group([0, 1])
+    LocalUpdates(Layered(), sgd(Layered()), "diloco", shards=group, **CHOICES)
+
+
+def wrap_in_ddp() -> None:
+    model = DistributedDataParallel(Layered())
+    LocalUpdates(model, sgd(model), "diloco", **CHOICES)
+
+
+def shard_over_replicas_too() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=mesh)
+    groups = {"replicas": mesh.get_group("replica"), "shards": mesh.get_group("shard")}
+    LocalUpdates(model, sgd(model), "diloco", **groups, **CHOICES)
+
+
+def train_at_own_rates() -> None:
+    """With CO2's gap penalty, which divides a late mean by a ratio of learning rates."""
+    model = Layered()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "co2", period=2, warmup_steps=0)
+    for number in range(1, 5):
+        optimizer.param_groups[0]["lr"] = LR / (1 + dist.get_rank() * (number > 2))
+        step(model, optimizer, number)
+
+
 MISTAKES = {
     unfreeze: "the optimizer has a trainable parameter that is not synchronized",
     move: "the parameters of rest have moved since LocalUpdates was constructed",
@@ -156,6 +188,10 @@ MISTAKES = {
     give_another_optimizer: "the optimizer has no trainable parameters of the module",
     reorder: "layer 1 runs before layer 0 in this forward pass",
     train_in_evaluation_mode: "the last round was not synchronized, because not all blocks ran in a training forward",
+    give_shards_of_an_unsharded_module: "shards has 2 ranks, but the module is not sharded with FSDP2",
+    wrap_in_ddp: "the module averages the replicas' gradients in every backward pass; leave out DistributedDataParallel",
+    shard_over_replicas_too: "the module averages the replicas' gradients in every backward pass",
+    train_at_own_rates: "replicas have different learning rates in step 4 (0.05, 0.025), but these outer steps depend on them",
     load_another_state: "the state is of another loop: method is local_sgd there, and diloco here",
 }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
@@ -139,24 +140,31 @@ def test_moments_of_an_optimizer_are_averaged(ranks: RankPool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ours, strict=True))
 
 
-def train_in_part(steps: int) -> None:
-    """One replica never uses its last layer, so its optimizer has no moments there."""
+def train_in_part(steps: int, unused: dict[int, int]) -> None:
+    """A replica never uses the parameter in its place of `unused`, so its optimizer has no moments there."""
     model = Layered()
     updates = LocalUpdates(
-        model, optimizer := adamw_of(model), "des_loc", period=2, moments={"first": 1, "second": None}
+        model,
+        optimizer := adamw_of(model),
+        "des_loc",
+        layers=[model],
+        period=2,
+        moments={"first": 1, "second": None},
     )
     for step in range(1, steps + 1):
         backward(model, step)
-        if dist.get_rank() == 1:
-            list(model.parameters())[-1].grad = None
+        if (place := unused.get(dist.get_rank())) is not None:
+            model.layers[place].weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
     updates.finish()
 
 
-def test_moments_of_different_parameters_are_refused(ranks: RankPool) -> None:
+@pytest.mark.parametrize("unused", [{1: 0}, {0: 0, 1: 1}], ids=["one", "of-equal-size"])
+def test_moments_of_different_parameters_are_refused(ranks: RankPool, unused: dict[int, int]) -> None:
+    """Also if the block has as many values on each replica."""
     with pytest.raises(Exception, match=r"replicas have first moments of different parameters of "):
-        ranks.run(train_in_part, 4, world_size=2)
+        ranks.run(train_in_part, 4, unused, world_size=2)
 
 
 def test_an_optimizer_without_moments_is_named(ranks: RankPool) -> None:
@@ -204,8 +212,8 @@ def test_a_stopped_loop_continues_to_the_same_bits(ranks: RankPool, method: str)
         assert torch.equal(first, again)
 
 
-def refused(method: str, choices: dict[str, Any]) -> str:
-    model = Layered()
+def refused(method: str, choices: dict[str, Any], model: nn.Module | None = None) -> str:
+    model = model or Layered()
     try:
         LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=LR), method, **choices)
     except RecipeError as error:
@@ -315,8 +323,10 @@ def test_loops_follow_each_other_on_one_store(ranks: RankPool) -> None:
 
 def refused_for_groups() -> list[str]:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))
+    sharded = fully_shard(nn.Linear(4, 2), mesh=mesh["shard"])
     transposed = {"replicas": mesh.get_group("replica"), "shards": mesh.get_group("shard")}
-    return [refused("wagma", {**choices, "store": dist.HashStore()}) for choices in (transposed, {"period": 1})]
+    cases = ((sharded, transposed), (Layered(), {"period": 1}))
+    return [refused("wagma", {**choices, "store": dist.HashStore()}, model) for model, choices in cases]
 
 
 def test_what_groups_of_replicas_cannot_do_is_refused(ranks: RankPool) -> None:

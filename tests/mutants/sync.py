@@ -20,6 +20,27 @@ MUTANTS = [
         ("tests/distributed/test_local_updates.py",),
     ),
     Mutant(
+        "a loop of one's own: moments of other parameters with as many values are averaged",
+        "llmtrain/sync/moments.py",
+        "[0 if m is None else m.numel() for m in self.replica.moments(index, order)]",
+        "[sum(0 if m is None else m.numel() for m in self.replica.moments(index, order))]",
+        ("tests/distributed/test_local_updates.py",),
+    ),
+    Mutant(
+        "a loop of one's own: replicas with learning rates of their own apply CO2's means differently",
+        "llmtrain/sync/loop_checks.py",
+        "if (rates != rates[0]).any():",
+        "if False:",
+        ("tests/distributed/test_library_mistakes.py",),
+    ),
+    Mutant(
+        "a loop of one's own: FSDP2 may average gradients over the replicas",
+        "llmtrain/sync/loop_checks.py",
+        "if placement.is_replicate()]",
+        "if not placement]",
+        ("tests/distributed/test_library_mistakes.py",),
+    ),
+    Mutant(
         "a loop of one's own: a second one hears the first one's end",
         "llmtrain/sync/local_updates.py",
         'f"llmtrain/loop{next(_LOOPS)}"',

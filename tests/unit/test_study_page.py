@@ -122,7 +122,9 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     lowest = page.mean_loss(MAIN[0], done)
     for share in (0.9, 0.5, 0.3):
         assert page.equal_loss_share(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
-    assert page.equal_loss_share(lowest - 1, MAIN[1], done) == 1 and page.equal_loss_share(lowest + 9, MAIN[1], done) == 0
+    assert (
+        page.equal_loss_share(lowest - 1, MAIN[1], done) == 1 and page.equal_loss_share(lowest + 9, MAIN[1], done) == 0
+    )
     assert page.equal_loss_share(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
     assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""

@@ -1,0 +1,129 @@
+"""What `LocalUpdates` refuses: loops, modules and choices that hooks around an optimizer's steps cannot synchronize."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from llmtrain.config import SyncSection
+from llmtrain.errors import RecipeError
+from llmtrain.lr import LRSchedule
+from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.world import environment_number
+from llmtrain.sync.module_replica import ModuleReplica
+
+
+def check_choices(
+    sync: SyncSection,
+    is_sharded: bool,
+    replicas: dist.ProcessGroup | None,
+    shards: dist.ProcessGroup | None,
+    lr: LRSchedule | None,
+    store: dist.Store | None,
+) -> None:
+    """Raise RecipeError for choices that hooks around an optimizer's steps cannot support, or that lack an argument."""
+    if sync.pull is not None or sync.period.is_timed:
+        what = (
+            "sync.pull decides before a step whether there is a gradient"
+            if sync.pull
+            else "rounds of seconds end a run"
+        )
+        raise RecipeError(f"{what}, which needs llmtrain's own loop; use another method, or a recipe")
+    if sync.reduction.counts_tokens:
+        raise RecipeError(
+            f"sync.reduction={sync.reduction.kind} counts the tokens of a step, which needs llmtrain's own loop; use another "
+            "reduction, or a recipe"
+        )
+    if replicas is None and not dist.is_initialized() and environment_number("WORLD_SIZE", 1) > 1:
+        raise RecipeError(
+            "this is one of several processes: call torch.distributed.init_process_group before LocalUpdates"
+        )
+    if is_sharded and shards is None:
+        raise RecipeError("the module is sharded: give the process group of this replica's ranks as shards")
+    if not is_sharded and shards is not None and dist.get_world_size(shards) > 1:
+        raise RecipeError(
+            f"shards has {dist.get_world_size(shards)} ranks, but the module is not sharded with FSDP2; leave out shards, and give the "
+            "ranks with the same place in their replicas as replicas"
+        )
+    if is_sharded and replicas is None:
+        raise RecipeError("the module is sharded: give the process group of the ranks with the same shard as replicas")
+    if is_sharded and sync.schedule.syncs_in_forward:
+        raise RecipeError(
+            f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
+            "use schedule='blocking'"
+        )
+    if lr is None and (sync.period.follows_lr or sync.warmup_until_lr is not None):
+        raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
+    if store is None and sync.schedule.needs_threads:
+        raise RecipeError(
+            f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
+        )
+    if sync.schedule.needs_threads and sync.period.min_length == 1:
+        raise RecipeError(
+            f"sync.period.{sync.period.shortest_round} is 1, but with sync.schedule={sync.schedule.kind} a loop needs rounds of at "
+            "least 2; give more, or use local_sgd"
+        )
+
+
+def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
+    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of all ranks."""
+    sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
+    differs_here = (sums != sums[0]).any(0).long().to(shards.device)
+    differs = shards.all_gather(differs_here, "comparing the shards' parameters").any(0)
+    if differ := differs.nonzero().flatten().tolist():
+        raise RecipeError(
+            f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "
+            "weights"
+        )
+
+
+def needs_equal_rates(sync: SyncSection) -> bool:
+    """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own."""
+    follows_rates = getattr(sync.outer, "normalize", "none") != "none" or getattr(sync.schedule, "gap_penalty", False)
+    return follows_rates and sync.schedule.kind in ("overlapped", "delayed", "wait_avoiding")
+
+
+def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:
+    """Raise RecipeError, on every rank, if replicas have different learning rates. A collective of the replica group."""
+    rates = replicas.all_gather(
+        torch.tensor(rate, dtype=torch.float64, device=replicas.device), "comparing the replicas' learning rates"
+    )
+    if (rates != rates[0]).any():
+        listed = ", ".join(f"{rate:g}" for rate in rates.tolist())
+        raise RecipeError(
+            f"replicas have different learning rates in step {step} ({listed}), but these outer steps "
+            "depend on them; set the same one on all replicas"
+        )
+
+
+def check_wrapping(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Raise RecipeError if the module itself averages gradients over the replicas, in every step."""
+    if not dist.is_initialized():
+        return
+    ours = set(dist.get_process_group_ranks(dist.group.WORLD if replicas is None else replicas))
+    averaging = [model.process_group] if isinstance(model, DistributedDataParallel) else []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate()]
+            averaging += [parameter.device_mesh.get_group(axis) for axis in axes]
+    if any(len(ours & set(dist.get_process_group_ranks(group))) > 1 for group in averaging):
+        raise RecipeError(
+            "the module averages the replicas' gradients in every backward pass; leave out DistributedDataParallel, or give fully_shard "
+            "the mesh of one replica (mesh['shard'])"
+        )
+
+
+def check_order(replicas: Comms, shards: Comms) -> None:
+    """Raise RecipeError unless the ranks of a replica are consecutive, as the groups of the wait-avoiding schedule require."""
+    for comms, expected in (
+        (replicas, [r * shards.size + shards.rank for r in range(replicas.size)]),
+        (shards, [replicas.rank * shards.size + s for s in range(shards.size)]),
+    ):
+        if comms.group is not None and (found := dist.get_process_group_ranks(comms.group)) != expected:
+            raise RecipeError(
+                f"the {comms.axis} group of rank {dist.get_rank()} has ranks {found}, expected {expected}: with this schedule, the ranks "
+                "of a replica must follow each other; make the mesh with replicas as its first dimension"
+            )
