@@ -153,7 +153,7 @@ class BlockSync:
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
         # The round's number is the count of complete rounds. At the end of a run, it may be one too low for a fragment that
-        # takes its step early or a second time.
+        # takes its step early.
         outer = self.outer.in_round(self.report.count)
         flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
         distances, squares = [], []
@@ -197,8 +197,7 @@ class BlockSync:
     def sync_all_blocks(self, local_steps: RoundStats) -> None:
         """Synchronize all blocks at once, with equal weights. Afterwards all replicas are equal. Requires anchors.
 
-        Schedules use it where their own order does not apply: at the end of a run, and for the wait-avoiding schedule's
-        averages over all replicas.
+        For the wait-avoiding schedule's averages over all replicas.
         """
         in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
         for index in self.anchors.iter_prefetched(self.blocks, momentum=True):

@@ -134,12 +134,16 @@ class OverlappedOracle(FragmentOracle):
         for part, turns in enumerate(self.turns):
             if turns and turns[-1] + self.sync.schedule.steps > self.last:
                 self.use(part, self.sync.schedule.alpha)
-        newest = [turns[-1] if turns else min(self.warmup, self.last) for turns in self.turns]
-        has_turned = any(self.turns)
-        if min(newest) == self.last and not (has_turned and self.sync.schedule.alpha > 0):
-            return
-        lrs = [self.rates.at(step) for step in range(min(newest) + 1, self.last + 1)]
-        for part in range(len(self.turns)):
+        rounds, has_short_round = self.count, False
+        for part, turns in enumerate(self.turns):
+            newest = turns[-1] if turns else min(self.warmup, self.last)
+            lrs = [self.rates.at(step) for step in range(newest + 1, self.last + 1)]
             for block in self.of(part):
-                self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
-            self.use(part, 0.0)
+                if lrs:
+                    self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
+                elif turns:  # nothing was trained since its last turn
+                    self.theta[block][:] = self.anchor[block]
+            if lrs:
+                has_short_round = True
+                self.use(part, 0.0)
+        self.count = rounds + has_short_round

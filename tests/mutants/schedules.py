@@ -90,10 +90,17 @@ MUTANTS = [
         RESUMED,
     ),
     Mutant(
-        "overlapped: ends with the shortest round",
+        "overlapped: at the end, fragments without local steps take an outer step, too",
         "llmtrain/sync/schedules/overlapped.py",
-        "longest = max(self._local_steps",
-        "longest = min(self._local_steps",
+        "if local_steps.steps > 0:",
+        "if True:",
+        SCENARIOS,
+    ),
+    Mutant(
+        "overlapped: at the end, fragments without local steps stay mixed",
+        "llmtrain/sync/schedules/overlapped.py",
+        "elif self._is_mixed:",
+        "elif False:",
         SCENARIOS,
     ),
     Mutant(

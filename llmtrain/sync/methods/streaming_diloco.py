@@ -8,7 +8,8 @@ Memory    anchor, outer momentum and one fragment's mean: 8 bytes per parameter 
 Defaults  H = 100, d = 5, alpha = 0.5 and outer lr 0.4 are the paper's; momentum 0.9 is DiLoCo's. The
           paper's fragments have 3 layers; with 12 layers that is 4 fragments.
 Differs   the paper's 4-bit numbers are E3M0; here they are integers, of which 128 share a scale, and the mean is rounded
-          once more when it is sent back.
+          once more when it is sent back. At the end of a run, fragments that were trained since their last turn take a last
+          outer step, and the others end at their anchors. What the paper does there was not available to us.
 """
 
 PAPER = "arXiv 2501.18512"

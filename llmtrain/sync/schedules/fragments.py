@@ -142,11 +142,9 @@ class FragmentSchedule(Schedule):
             return Message(self.block_sync, self.fragments[fragment], local_steps)
         return WeighedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
 
-    def _take_message(self, fragment: int, local_steps: RoundStats | None = None) -> Message:
-        """Return a message with a fragment's present pseudo-gradients, which `local_steps` led to. By default, these
-        are the steps since the fragment's last turn, whose count restarts from 0."""
-        if local_steps is None:
-            local_steps, self._local_steps[fragment] = self._local_steps[fragment], RoundStats()
+    def _take_message(self, fragment: int) -> Message:
+        """Return a message with a fragment's present pseudo-gradients, and begin to count its local steps anew."""
+        local_steps, self._local_steps[fragment] = self._local_steps[fragment], RoundStats()
         message = self._new_message(fragment, local_steps)
         message.take()
         return message

@@ -10,7 +10,6 @@ from llmtrain.sync.message import Message
 from llmtrain.sync.period import Period
 from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts, build_schedule
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.sync_stats import RoundStats
 from llmtrain.sync.weighing import Weighing
 
 
@@ -31,16 +30,15 @@ class OverlappedSchedule(FragmentSchedule):
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._apply(fragment)
-            if not self.is_synchronized:
-                longest = max(self._local_steps, key=lambda local_steps: local_steps.steps)
-                if self.weighing is None:
-                    # Few blocks are in flight at once, which takes less memory than a fragment.
-                    self.block_sync.sync_all_blocks(longest)
-                else:
-                    for fragment in range(len(self.fragments)):
-                        self._take_message(fragment, longest).apply()
-                self.block_sync.report.count += 1
-        self._local_steps = [RoundStats()] * len(self.fragments)
+            has_short_round = False
+            for fragment, local_steps in enumerate(self._local_steps):
+                if local_steps.steps > 0:
+                    has_short_round = True
+                    self._take_message(fragment).apply()
+                elif self._is_mixed:
+                    # Nothing was trained since its turn: another outer step would be of the mixing, and of momentum alone.
+                    self.block_sync.reset_to_anchor(self.fragments[fragment])
+            self.block_sync.report.count += has_short_round
         self._is_mixed = False
 
     @property
