@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -158,7 +158,17 @@ class SparseAllReduce(PendingCollective):
         return self._error.view(-1)
 
 
-def results_in_order(started: Iterator[tuple[T, PendingCollective]]) -> Iterator[tuple[T, torch.Tensor]]:
+class PendingResult(Protocol):
+    """A result in flight, of one or two exchanges."""
+
+    def start_second_phase(self) -> None:
+        """Start the second exchange, if there are two."""
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the result and return it."""
+
+
+def results_in_order(started: Iterator[tuple[T, PendingResult]]) -> Iterator[tuple[T, torch.Tensor]]:
     """Yield each (item, result) of the collectives that `started` starts when it is asked for the next one. While one is waited
     for, the next PREFETCH are in flight, and the next one's second exchange has started, too."""
     in_flight = deque(islice(started, PREFETCH + 1))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from llmtrain.config import PREFETCH
-from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.parallel.collectives import PendingCollective, results_in_order
 from llmtrain.parallel.comms import AnyFormat, Comms
 from llmtrain.parallel.engine import Replica
 from llmtrain.pieces import exact_norms
@@ -199,16 +198,9 @@ class BlockSync:
 
         For the wait-avoiding schedule's averages over all replicas.
         """
-        in_flight = [self.start_reduce(index) for index in self.blocks[: PREFETCH + 1]]
-        for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
-            # Also the next block's second exchange, because its first one arrives before this block's second.
-            for near in in_flight[index : index + 2]:
-                near.start_second_phase()
-            mean = in_flight[index].wait()
-            if len(in_flight) < len(self.blocks):
-                in_flight.append(self.start_reduce(len(in_flight)))
+        means = results_in_order((index, self.start_reduce(index)) for index in self.blocks)
+        for _, (index, mean) in zip(self.anchors.iter_prefetched(self.blocks, momentum=True), means, strict=True):
             self.outer_step(index, mean, local_steps)
-            in_flight[index] = None  # frees the message
 
 
 def _dot(part: torch.Tensor) -> torch.Tensor:
