@@ -242,6 +242,11 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
         shutil.copyfile(file, folder / file.name)
     path, backend = folder / TOKENIZER_CONFIG, folder / TOKENIZER_FILE
     settings = {**json.loads(path.read_text()), "split_special_tokens": True}
+    # transformers 4 knows neither this class, which 5 finds by its older name, too, nor lists under this key.
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if tokenizer.bos_token not in (None, tokenizer.eos_token):
         settings["bos_token"] = tokenizer.eos_token
     if tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]:

@@ -323,6 +323,13 @@ MUTANTS = [
         ("tests/unit/test_export_tokenizer.py",),
     ),
     Mutant(
+        "export: only transformers 5 knows the tokenizer's class",
+        "llmtrain/export/folder.py",
+        '        settings["tokenizer_class"] = "PreTrainedTokenizerFast"',
+        "        pass",
+        ("tests/unit/test_export_tokenizer.py",),
+    ),
+    Mutant(
         "export: the card of one replica has the scores of the mean",
         "llmtrain/export/card.py",
         'is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,16 @@ def test_no_special_tokens_are_added_by_default(tmp_path: Path, is_byte_level: b
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("a")["input_ids"] == [ord("a") - 33]
     with pytest.raises(TrainingError, match="the exported tokenizer is not the one of training"):
         parity.check_tokenizer(trained_with, tmp_path / "of training")
+
+
+def test_settings_have_names_that_transformers_4_knows(tmp_path: Path) -> None:
+    """Write the class and the other special tokens as transformers 4 reads them, and 5 reads them back."""
+    trained_with = byte_tokenizer(additional_special_tokens=["<x>", "<y>"])
+    trained_with.save_pretrained(tmp_path / "of training")
+    (tmp_path / "exported").mkdir()
+    copy_tokenizer(trained_with, tmp_path / "of training", tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<x>", "<y>"] and "extra_special_tokens" not in settings
+    parity.check_tokenizer(trained_with, tmp_path / "exported")
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").extra_special_tokens == ["<x>", "<y>"]
