@@ -226,11 +226,19 @@ def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_
 def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json; `config` is changed in place.
 
-    Training put an eos token between texts and nothing else, so eos also begins a text.
+    Training put an eos token between texts and nothing else, so eos also begins a text. Rotary positions are also written under
+    the keys of transformers 4, because other readers silently take their defaults if these are missing.
     """
     config.architectures, config.dtype = [architecture], dtype
     config.bos_token_id = config.eos_token_id = eos
     config.save_pretrained(folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    rope = written.get("rope_parameters") or {}
+    written |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if "rope_theta" in rope and rope.get("rope_type", "default") != "default":
+        written["rope_scaling"] = rope
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
 
 

@@ -330,6 +330,13 @@ MUTANTS = [
         ("tests/unit/test_export_tokenizer.py",),
     ),
     Mutant(
+        "export: readers of older configs take another rotary base",
+        "llmtrain/export/folder.py",
+        'for key in ("rope_theta", "partial_rotary_factor") if key in rope}',
+        'for key in ("partial_rotary_factor",) if key in rope}',
+        ("tests/unit/test_export_folder.py",),
+    ),
+    Mutant(
         "export: the card of one replica has the scores of the mean",
         "llmtrain/export/card.py",
         'is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")',

@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from safetensors import SafetensorError
+from transformers import AutoConfig
 
 from llmtrain.errors import UserError
 from llmtrain.export import folder
@@ -20,6 +22,7 @@ from llmtrain.export.folder import (
     locked,
     read_manifest,
     replacing,
+    write_configs,
     write_manifest,
     written_files,
 )
@@ -212,3 +215,26 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         message = rf"{place} can't be written \(.*\); make room, or choose another folder: export RUN --out FOLDER"
         with pytest.raises(UserError, match=message), locked(place):
             pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "older"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
+        ("llama", {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": ...}),
+        (
+            "phi",
+            {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.4},
+            {"partial_rotary_factor": 0.4},
+        ),
+    ],
+)
+def test_rotary_positions_have_the_older_keys_too(tmp_path: Path, kind: str, rope: dict, older: dict) -> None:
+    """Write them as transformers 4 reads them, and so that 5 reads back what it has written."""
+    config = AutoConfig.for_model(kind, hidden_size=32, rope_parameters=dict(rope))
+    write_configs(config, "Model", 7, tmp_path, torch.float32)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert {key: written[key] for key in older} == {k: rope if v is ... else v for k, v in older.items()}
+    assert ("rope_scaling" in written) is ("rope_scaling" in older)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.rope_parameters == rope and read.to_dict().keys() == config.to_dict().keys()
