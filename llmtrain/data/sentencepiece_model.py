@@ -69,6 +69,16 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     )
 
 
+def adds_space(path: Path) -> bool:
+    """Return whether the SentencePiece model at `path` puts a space before a text. Raises DataError if it is damaged."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        return sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes()).normalizer_spec.add_dummy_prefix
+    except Exception:  # of protobuf
+        raise DataError(f"{path}: not a SentencePiece model, or damaged; copy it again") from None
+
+
 def convert(model: Any) -> Tokenizer:
     """Return the tokenizer of a parsed ModelProto."""
     from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from llmtrain.data.sentencepiece_model import MODEL_FILE, adds_space
 from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
 from llmtrain.export.request import DTYPES
@@ -255,6 +256,9 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    # llama.cpp takes tokenizer.model, does not look there, and puts a space before each text unless this key is false.
+    if (files / MODEL_FILE).exists() and not adds_space(files / MODEL_FILE):
+        settings["add_prefix_space"] = False
     if tokenizer.bos_token not in (None, tokenizer.eos_token):
         settings["bos_token"] = tokenizer.eos_token
     if tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]:

@@ -337,6 +337,13 @@ MUTANTS = [
         ("tests/unit/test_export_folder.py",),
     ),
     Mutant(
+        "export: llama.cpp puts a space before each text",
+        "llmtrain/export/folder.py",
+        '        settings["add_prefix_space"] = False',
+        "        pass",
+        ("tests/unit/test_export_tokenizer.py",),
+    ),
+    Mutant(
         "export: the card of one replica has the scores of the mean",
         "llmtrain/export/card.py",
         'is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")',

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from llmtrain.errors import TrainingError
+from llmtrain.errors import DataError, TrainingError
 from llmtrain.export import parity
 from llmtrain.export.folder import copy_tokenizer
 from tests.unit.test_export import byte_tokenizer
@@ -57,3 +57,22 @@ def test_settings_have_names_that_transformers_4_knows(tmp_path: Path) -> None:
     assert settings["additional_special_tokens"] == ["<x>", "<y>"] and "extra_special_tokens" not in settings
     parity.check_tokenizer(trained_with, tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").extra_special_tokens == ["<x>", "<y>"]
+
+
+def test_other_tools_put_no_space_before_a_text_either(tmp_path: Path) -> None:
+    """Tell llama.cpp what the exported tokenizer.model does, because it does not read that there."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    trained_with, files, model = byte_tokenizer(), tmp_path / "of training", sentencepiece_model_pb2.ModelProto()
+    trained_with.save_pretrained(files)
+    for adds_space in (False, True):
+        model.normalizer_spec.add_dummy_prefix = adds_space
+        (files / "tokenizer.model").write_bytes(model.SerializeToString())
+        (tmp_path / f"exported {adds_space}").mkdir()
+        copy_tokenizer(trained_with, files, tmp_path / f"exported {adds_space}")
+        parity.check_tokenizer(trained_with, tmp_path / f"exported {adds_space}")
+        settings = json.loads((tmp_path / f"exported {adds_space}/tokenizer_config.json").read_text())
+        assert settings.get("add_prefix_space") is (None if adds_space else False)
+    (files / "tokenizer.model").write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model, or damaged; copy it again"):
+        copy_tokenizer(trained_with, files, tmp_path / "exported True")
