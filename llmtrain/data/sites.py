@@ -149,10 +149,11 @@ def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
 
 
 def tokenizer_digest(prepared: TokenDataset) -> str:
-    """Return a digest of the tokenizer that has produced the tokens. It does not depend on how its file is formatted."""
+    """Return a digest of the tokenizer that has produced the tokens. It does not depend on how its file is formatted. It covers
+    the eos token, which base and chat versions of a tokenizer may choose differently with the same tokenizer.json."""
     folder = prepared.directory / TOKENIZER
     try:
         content = json.dumps(json.loads((folder / "tokenizer.json").read_text()), sort_keys=True)
     except (OSError, ValueError):  # another kind of tokenizer
         content = json.dumps(prepared.load_tokenizer().get_vocab(), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{prepared.vocab_size} {prepared.eos_id} {content}".encode()).hexdigest()[:8]

@@ -238,6 +238,13 @@ MUTANTS = [
         ("tests/unit/test_preflight_again.py",),
     ),
     Mutant(
+        "sites: tokenizers with another eos token are the same",
+        "llmtrain/data/sites.py",
+        'f"{prepared.vocab_size} {prepared.eos_id} {content}"',
+        'f"{prepared.vocab_size} {content}"',
+        SITES,
+    ),
+    Mutant(
         "eval: windows are longer than training sequences",
         "llmtrain/eval/texts.py",
         "(positions, self.trained_length, LONGEST_WINDOW)",

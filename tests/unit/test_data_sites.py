@@ -6,13 +6,15 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader
-from llmtrain.data.sites import SiteLoader
+from llmtrain.data.sites import SiteLoader, tokenizer_digest
 from llmtrain.errors import DataError
 from llmtrain.reshard import MeshChange
 
@@ -146,3 +148,15 @@ def test_a_longer_run_asks_for_its_site_s_samples() -> None:
     asked = []
     state = one.grown({"position": 0}, lambda name, samples, of_text: asked.append((name, of_text(5))) or samples - 80)
     assert asked == [("A", 5)] and state == {"position": 0, "sizes": [400, 480]}
+
+
+def test_tokenizers_are_the_same_if_they_separate_documents_alike(tmp_path: Path) -> None:
+    """Tell a base model's tokenizer from that of its chat version, which has the same tokenizer.json and another eos token."""
+    (tmp_path / "tokenizer").mkdir()
+
+    def digest(eos: int = 5, size: int = 8, indent: int | None = None) -> str:
+        (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps({"model": {"a": 0}}, indent=indent))
+        return tokenizer_digest(SimpleNamespace(directory=tmp_path, eos_id=eos, vocab_size=size))
+
+    assert digest() == digest(indent=2)
+    assert len({digest(), digest(eos=6), digest(size=9)}) == 3
