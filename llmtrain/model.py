@@ -112,6 +112,14 @@ class LanguageModel(nn.Module):
         ).last_hidden_state
 
 
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in the model's table of learned positions. Return None if it has no such table, because it
+    computes positions (rotary ones, for example) or has no limit."""
+    limit, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not words)
+    return limit if limit is not None and any(table.num_embeddings >= limit for table in tables) else None
+
+
 def model_config(section: ModelSection, vocab_size: int | None = None) -> PretrainedConfig:
     """Return the transformers config that a recipe's `model` section describes.
 

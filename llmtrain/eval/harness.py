@@ -49,7 +49,8 @@ def quiet() -> Iterator[None]:
 
 
 def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
-    """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`.
+    """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`, and with `max_length` if
+    it has learned positions that training has not reached.
 
     Raises ModelError if transformers can't load it.
     """
@@ -57,9 +58,12 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
         import torch
         from lm_eval.models.huggingface import HFLM
 
+        from llmtrain.export.folder import recorded
+
+        longest = None if (known := recorded(folder)) is None else known.trained_positions
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device)
+            model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device, max_length=longest)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
@@ -180,7 +184,7 @@ def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
         if longest > model.max_length:
             raise ModelError(
                 f"task {name}: an answer has {longest} tokens and the model sees {model.max_length} at once, so it can't be "
-                "scored; leave the task out in a suite of your own, or give the model more positions when you train it"
+                "scored; leave the task out in a suite of your own, or train a model with more positions on longer sequences"
             )
 
 

@@ -24,9 +24,10 @@ from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, 
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import Entry, bits_per_byte, ratio
 from llmtrain.export.export import exported
-from llmtrain.export.folder import check_export, trained_length
+from llmtrain.export.folder import check_export, recorded
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.export.request import Step
+from llmtrain.model import learned_positions
 from llmtrain.suites import SamplesSection, TextSection
 
 PROTOCOL = 2
@@ -46,12 +47,26 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     trained_length: int | None = None
     """Tokens per training sequence, or None if it is not known."""
+    trained_positions: int | None = None
+    """Number of learned positions that training has reached, or None if all of them are usable or it is not known."""
 
     @property
     def window(self) -> int:
         """Return the default number of tokens per window: no more than the model has positions and was trained on."""
         positions = getattr(self.model.config, "max_position_embeddings", None)
         return min(limit for limit in (positions, self.trained_length, LONGEST_WINDOW) if limit is not None)
+
+    @property
+    def room(self) -> int | None:
+        """Return how many tokens the model can read: as many as it has positions or, of learned ones, as training has reached.
+        None means no limit."""
+        limits = (getattr(self.model.config, "max_position_embeddings", None), self.trained_positions)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def positions(self) -> int | None:
+        """Return `room` if the model has learned its positions, or None if it computes them or has no limit."""
+        return None if learned_positions(self.model) is None else self.room
 
     @property
     def first_token(self) -> int:
@@ -97,7 +112,8 @@ def load(folder: Path, device: str | None = None) -> Loaded:
             f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
         )
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Loaded(model, tokenizer, trained_length(folder))
+    known = recorded(folder)
+    return Loaded(model, tokenizer, *(() if known is None else (known.sequence_length, known.trained_positions)))
 
 
 def documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
@@ -123,10 +139,10 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     if not texts:
         raise DataError(f"{path} has no text between its separators ({section.separator!r}); give another file")
     window = section.window or loaded.window
-    if (positions := learned_positions(loaded.model)) is not None and window > positions:
+    if (positions := loaded.positions) is not None and window > positions:
         raise ModelError(
-            f"{section.name}: window is {window}, but {loaded.model.name_or_path} has {positions} positions; give at most as many in "
-            "the suite, or leave window out"
+            f"{section.name}: window is {window}, but {loaded.model.name_or_path} has learned {positions} positions; give at most as "
+            "many in the suite, or leave window out"
         )
     nll, tokens = losses(texts, loaded, window, batch_size)
     sizes = [len(text.encode()) for text in texts]
@@ -150,14 +166,6 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
         shown=[section.name],
         answers={section.name: {"doc": list(range(len(texts))), "nll": nll, "tokens": tokens, "bytes": sizes}},
     )
-
-
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in the model's table of learned positions. Return None if it has no such table, because it
-    computes positions (rotary ones, for example) or has no limit."""
-    limit, words = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings()
-    tables = (module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not words)
-    return limit if limit is not None and any(table.num_embeddings >= limit for table in tables) else None
 
 
 @torch.inference_mode()
@@ -192,13 +200,12 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
     written = []
     for prompt in section.prompts:
         ids = [loaded.first_token, *loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-        positions = learned_positions(loaded.model)
-        if positions is not None and len(ids) >= positions:
+        if loaded.positions is not None and len(ids) >= loaded.positions:
             raise ModelError(
-                f"samples: a prompt has {len(ids)} tokens, but {loaded.model.name_or_path} has {positions} positions and has to write "
-                "one more; shorten it in the suite"
+                f"samples: a prompt has {len(ids)} tokens, but {loaded.model.name_or_path} has learned {loaded.positions} positions and "
+                "has to write one more; shorten it in the suite"
             )
-        room = getattr(loaded.model.config, "max_position_embeddings", LONGEST_WINDOW) - len(ids)
+        room = (loaded.room or LONGEST_WINDOW) - len(ids)
         new = _continuation(
             loaded.model,
             ids,
@@ -242,12 +249,11 @@ def generate(
     UserError if the prompt does not fit, or if it is empty and the model has no begin-of-sequence token.
     """
     loaded = load(folder_to_load(run_or_export, step))
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer, room = loaded.model, loaded.tokenizer, loaded.room
     # Of the folder's generation config, only the special tokens are used: other keys would change what the options ask for.
     model.generation_config = GenerationConfig(**_special_tokens(model, run_or_export))
     begin = model.generation_config.bos_token_id
     ids = [*([] if begin is None else [begin]), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    room = getattr(model.config, "max_position_embeddings", None)
     if room is not None and len(ids) >= room:
         raise UserError(
             f"--prompt has {len(ids)} tokens, the model has room for {room} and has to write one; shorten it"

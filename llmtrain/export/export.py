@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from llmtrain.data.tokenizer import vocab_size
 from llmtrain.export.card import model_card
 from llmtrain.export.folder import (
@@ -26,7 +28,7 @@ from llmtrain.export.folder import (
 from llmtrain.export.parity import check_logits, check_tokenizer
 from llmtrain.export.request import Request, Step
 from llmtrain.export.source import ChosenWeights, Source, find_source
-from llmtrain.model import build, model_config
+from llmtrain.model import build, learned_positions, model_config
 from llmtrain.train.loggers import format_si
 
 MAX_SHARD_SIZE = "5GB"
@@ -75,6 +77,15 @@ def describe(folder: Path, manifest: Manifest) -> str:
     )
 
 
+def trained_positions(source: Source, model: PreTrainedModel) -> int | None:
+    """Return the number of learned positions that the run has trained if `model` has more; the vectors of the others are as they
+    were drawn. Return None if all are trained, if the model computes positions, or if the run began with weights that another run
+    may have trained on longer sequences."""
+    learned, length = learned_positions(model), source.recipe.train.sequence_length
+    is_fresh = source.state.get("from_weights") is None
+    return length if learned is not None and learned > length and is_fresh else None
+
+
 def _write(source: Source, request: Request, folder: Path) -> Manifest:
     source.check_digests()
     tokenizer = source.load_tokenizer()
@@ -98,6 +109,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
         max_shard_size=size,
         parameters=sum(shape.numel() for shape in weights.shapes.values()),
         sequence_length=source.recipe.train.sequence_length,
+        trained_positions=trained_positions(source, model.causal_lm),
         parity=parity,
         files=written_files(folder),
     )

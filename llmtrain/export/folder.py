@@ -46,6 +46,8 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     parameters: int
     sequence_length: int | None = None
     """Tokens per training sequence; None in exports of earlier versions."""
+    trained_positions: int | None = None
+    """Number of learned positions that training has reached if the model has more; see `export.trained_positions`."""
     parity: Parity
     files: dict[str, Digest]
     """Size and digest of every file except this one and the model card, which every export command rewrites."""
@@ -53,18 +55,14 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of `folder`, or None if it is no export or one of its files is not as it was written."""
-    try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return manifest if find_corruption(folder, manifest.files) is None else None
+    manifest = recorded(folder)
+    return None if manifest is None or find_corruption(folder, manifest.files) is not None else manifest
 
 
-def trained_length(folder: Path) -> int | None:
-    """Return the number of tokens per training sequence of an exported model, or None if it is not known. The folder's files are
-    not checked."""
+def recorded(folder: Path) -> Manifest | None:
+    """Return the manifest of an exported model, or None if `folder` is no export. The folder's files are not checked."""
     try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_bytes()).sequence_length
+        return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 

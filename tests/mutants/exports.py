@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "export: a damaged export is reused",
         "llmtrain/export/folder.py",
-        "return manifest if find_corruption(folder, manifest.files) is None else None",
+        "return None if manifest is None or find_corruption(folder, manifest.files) is not None else manifest",
         "return manifest",
         (
             "tests/unit/test_export_folder.py",
@@ -342,6 +342,27 @@ MUTANTS = [
         '        settings["add_prefix_space"] = False',
         "        pass",
         ("tests/unit/test_export_tokenizer.py",),
+    ),
+    Mutant(
+        "eval: questions reach learned positions that are random",
+        "llmtrain/eval/harness.py",
+        "device=device, max_length=longest)",
+        "device=device)",
+        ("tests/unit/test_eval_texts.py",),
+    ),
+    Mutant(
+        "generate: texts reach learned positions that are random",
+        "llmtrain/eval/texts.py",
+        'max_position_embeddings", None), self.trained_positions)',
+        'max_position_embeddings", None),)',
+        ("tests/unit/test_eval_texts.py",),
+    ),
+    Mutant(
+        "export: positions of the weights that began a run count as random",
+        "llmtrain/export/export.py",
+        "learned > length and is_fresh else None",
+        "learned > length else None",
+        ("tests/unit/test_eval_texts.py",),
     ),
     Mutant(
         "export: the card of one replica has the scores of the mean",

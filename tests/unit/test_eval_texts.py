@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -14,11 +15,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from llmtrain.errors import ModelError
-from llmtrain.eval import texts
-from llmtrain.eval.texts import LONGEST_WINDOW, Loaded, documents, evaluate_text, generate, losses
+from llmtrain.errors import ModelError, UserError
+from llmtrain.eval import harness, texts
+from llmtrain.eval.texts import LONGEST_WINDOW, Loaded, documents, evaluate_text, generate, load, losses, write_samples
+from llmtrain.export.export import trained_positions
+from llmtrain.export.folder import write_manifest, written_files
 from llmtrain.export.parity import without_progress_bars
-from llmtrain.suites import TextSection
+from llmtrain.suites import SamplesSection, TextSection
+from tests.unit.test_export import byte_tokenizer
+from tests.unit.test_export_folder import MANIFEST
 
 
 def test_documents_are_what_lies_between_separators() -> None:
@@ -109,7 +114,7 @@ def test_a_window_fits_into_the_positions_that_a_model_has_learned(tmp_path: Pat
     with pytest.raises(ModelError) as refused:
         evaluate_text(section, tmp_path / "text", None, Loaded(model, Letters()), 2)
     assert str(refused.value) == (
-        "letters: window is 9, but models/short has 8 positions; give at most as many in the suite, or leave window out"
+        "letters: window is 9, but models/short has learned 8 positions; give at most as many in the suite, or leave window out"
     )
 
 
@@ -154,3 +159,49 @@ def test_the_default_window_is_no_longer_than_training_sequences(tmp_path: Path)
     model = SimpleNamespace(config=config)
     assert [Loaded(model, None, length).window for length in (None, 5, 20)] == [8, 5, 8]
     assert Loaded(SimpleNamespace(config=SimpleNamespace()), None).window == LONGEST_WINDOW
+
+
+def tiny(kind: str, positions: int) -> Any:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    special = {"bos_token_id": 256, "eos_token_id": 256}
+    config = AutoConfig.for_model(kind, vocab_size=257, max_position_embeddings=positions, **sizes, **special)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "start", "known"),
+    [("gpt2", 6, None, 6), ("gpt2", 8, None, None), ("gpt2", 6, {"path": "else"}, None), ("llama", 6, None, None)],
+)
+def test_an_export_knows_the_positions_that_training_has_reached(
+    kind: str, length: int, start: dict | None, known: int | None
+) -> None:
+    recipe = SimpleNamespace(train=SimpleNamespace(sequence_length=length))
+    assert trained_positions(SimpleNamespace(recipe=recipe, state={"from_weights": start}), tiny(kind, 8)) == known
+
+
+def test_learned_positions_that_training_has_not_reached_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop texts, prompts, windows and questions at the length of training sequences, beyond which positions are random."""
+    tiny("gpt2", 8).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    known = {"sequence_length": 6, "trained_positions": 6, "files": written_files(tmp_path)}
+    write_manifest(tmp_path, MANIFEST.model_copy(update=known))
+    asked = []
+    monkeypatch.setattr(texts, "_continuation", lambda model, ids, tokens, *_, **__: asked.append(tokens) or [0])
+    generate(tmp_path, "abc", tokens=20)
+    loaded = load(tmp_path)
+    write_samples(SamplesSection(prompts=["abc"], tokens=20), loaded)
+    assert asked == [6 - len("_abc"), 6 - len("_abc")]
+    with pytest.raises(UserError, match="--prompt has 6 tokens, the model has room for 6 and has to write one"):
+        generate(tmp_path, "12345")
+    with pytest.raises(ModelError, match=r"a prompt has 6 tokens, but .* has learned 6 positions and has to write one"):
+        write_samples(SamplesSection(prompts=["12345"]), loaded)
+    (tmp_path / "text").write_text("abc")
+    with pytest.raises(ModelError, match=r"letters: window is 7, but .* has learned 6 positions"):
+        evaluate_text(TextSection(name="letters", file="text", window=7), tmp_path / "text", None, loaded, 1)
+    named = dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), print)
+    fake = SimpleNamespace(HFLM=lambda **how: SimpleNamespace(how=how, **named))
+    for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    assert harness.load_model(tmp_path, 1, "cpu").how["max_length"] == 6
