@@ -23,6 +23,8 @@ Answers = Mapping[str, Sequence[Any]]
 """{column: one value per document} for one task; see `harness.per_document`."""
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics that have a chance level."""
+SEPARATE = "separate_documents"
+"""Key of `Entry.about` for texts whose documents the model has read one by one."""
 STANDARD_ERRORS = 2.0
 """Largest distance from the chance level, in standard errors, that counts as near chance."""
 MCNEMAR = "McNemar's exact test"
@@ -38,7 +40,8 @@ class Entry(BaseModel):
     scores: dict[str, dict[str, int | float | None]] = {}
     """{name: {metric: value, metric_stderr: standard error or None, n: number of documents}}."""
     about: dict[str, dict[str, Any]] = {}
-    """{name: {version, few_shot (text: window), members, chance}}; `chance` is absent if there is no chance level."""
+    """{name: {version, few_shot (text: window), members, chance}}; `chance` is absent if there is no chance level, and SEPARATE
+    unless it is true."""
     shown: list[str] = []
     """Names to show in the table; a group is shown instead of its members."""
     answers: dict[str, dict[str, list[Any]]] = {}

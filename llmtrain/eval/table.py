@@ -11,7 +11,7 @@ from rich.table import Table
 
 from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
-from llmtrain.eval.scores import ACCURACIES, Entry, PairedTest, compare, verdict
+from llmtrain.eval.scores import ACCURACIES, SEPARATE, Entry, PairedTest, compare, verdict
 from llmtrain.train.loggers import format_si
 
 NOTES = {
@@ -52,7 +52,7 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
 def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
     """Return the paired test of two checkpoints on one score, or None if the score cannot be tested."""
     a, b = ours.entries[row.unit], theirs.entries[row.unit]
-    if row.name not in a.about or row.name not in b.about:
+    if row.name not in a.about or row.name not in b.about or _reads_apart(a, row) != _reads_apart(b, row):
         return None
     sides = [[entry.answers[task] for task in entry.about[row.name]["members"]] for entry in (a, b)]
     found = compare(*sides, row.metric)
@@ -60,6 +60,11 @@ def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | Non
     if found is None or ours_is is None or theirs_is is None:
         return found
     return replace(found, difference=ours_is - theirs_is)  # a group's score may weight its tasks equally
+
+
+def _reads_apart(entry: Entry, row: Row) -> bool:
+    """Return whether the score is of documents that the model has read one by one."""
+    return SEPARATE in entry.about.get(row.name, {})
 
 
 def verdict_of(entry: Entry, row: Row) -> str:
@@ -107,7 +112,7 @@ def table_of(
     for each in evaluated:
         table.add_column(_heading(each, baseline))
     notes, tests = [], []
-    for row in rows_of(evaluated, show):
+    for row in (rows := rows_of(evaluated, show)):
         cells = []
         for each in evaluated:
             entry = each.entries[row.unit]
@@ -121,6 +126,15 @@ def table_of(
             cells.append(text)
         documents = evaluated[0].entries[row.unit].scores[row.name]["n"]
         table.add_row(row.name, row.metric, f"{documents:,}", *cells)
+    everything = [*evaluated, baseline] if baseline else evaluated
+    apart = [
+        one.checkpoint.label for one in everything if any(_reads_apart(one.entries[row.unit], row) for row in rows)
+    ]
+    if apart:
+        notes.append(
+            f"{', '.join(dict.fromkeys(apart))}: trained on separate documents, so texts are read one document at a time; such losses are "
+            "comparable, and tested, among such models only"
+        )
     if tests:
         notes.append(
             f"p: two-sided, against {baseline.checkpoint.label}, paired by document ({', '.join(dict.fromkeys(tests))}); "

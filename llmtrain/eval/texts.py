@@ -5,6 +5,9 @@ Protocol of losses: documents are tokenized without special tokens and joined, w
 a window predicts the next token; the last position predicts the first token of the next window. Every token but the
 very first is therefore predicted once. The loss of a document covers its own tokens and the token that follows
 them.
+
+A model that was trained on separate documents has never seen two in one context. Its documents are cut into windows one by one,
+each with the token that begins the next one at its end. Such losses have another context, so they are not tested against others.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from llmtrain.data.sources import split_text
 from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
-from llmtrain.eval.scores import Entry, bits_per_byte, ratio
+from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio
 from llmtrain.export.export import exported
 from llmtrain.export.folder import check_export, recorded
 from llmtrain.export.parity import without_progress_bars
@@ -49,6 +52,8 @@ class Loaded:
     """Tokens per training sequence, or None if it is not known."""
     trained_positions: int | None = None
     """Number of learned positions that training has reached, or None if all of them are usable or it is not known."""
+    separate_documents: bool = False
+    """True if training never put two documents in one context."""
 
     @property
     def window(self) -> int:
@@ -113,7 +118,9 @@ def load(folder: Path, device: str | None = None) -> Loaded:
         )
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     known = recorded(folder)
-    return Loaded(model, tokenizer, *(() if known is None else (known.sequence_length, known.trained_positions)))
+    if known is None:
+        return Loaded(model, tokenizer)
+    return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, bool(known.separate_documents))
 
 
 def documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
@@ -160,9 +167,10 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
         "tokens": sum(tokens),
         "bytes": sum(sizes),
     }
+    about = {"version": PROTOCOL, "window": window, "members": [section.name]}
     return Entry(
         scores={section.name: scores},
-        about={section.name: {"version": PROTOCOL, "window": window, "members": [section.name]}},
+        about={section.name: about | ({SEPARATE: True} if loaded.separate_documents else {})},
         shown=[section.name],
         answers={section.name: {"doc": list(range(len(texts))), "nll": nll, "tokens": tokens, "bytes": sizes}},
     )
@@ -176,16 +184,14 @@ def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -
         batch = list(texts[start : start + TOKENIZED_AT_ONCE])
         for ids in loaded.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             encoded.append(torch.tensor([loaded.first_token, *ids], dtype=torch.int32))
-    stream, lengths = torch.cat(encoded), torch.tensor(list(map(len, encoded)))
-    owner = torch.repeat_interleave(torch.arange(len(encoded)), lengths)[:-1]  # document of each input token
-    inputs, targets = stream[:-1], stream[1:]
-    whole = len(inputs) // window * window
-    rows = max(1, min(batch_size, LOGITS_AT_ONCE // (window * loaded.model.config.vocab_size)))
-    parts = [slice(start, min(start + rows * window, whole)) for start in range(0, whole, rows * window)]
-    batches = [(inputs[part].view(-1, window), targets[part].view(-1, window)) for part in parts]
-    if whole < len(inputs):
-        batches.append((inputs[None, whole:], targets[None, whole:]))
-    costs = torch.cat([_costs(loaded.model, *batch) for batch in batches])
+    owner = torch.repeat_interleave(torch.tensor(list(map(len, encoded))))  # document of each predicting token
+    if loaded.separate_documents:
+        streams = [torch.cat((document, document[:1])) for document in encoded]
+    else:
+        streams, owner = [torch.cat(encoded)], owner[:-1]
+    rows = [each[start : start + window + 1] for each in streams for start in range(0, len(each) - 1, window)]
+    size = max(1, min(batch_size, LOGITS_AT_ONCE // (window * loaded.model.config.vocab_size)))
+    costs = torch.cat([_costs(loaded.model, rows[start : start + size]) for start in range(0, len(rows), size)])
     if not costs.isfinite().all():
         raise ModelError(f"{loaded.model.name_or_path}: the model's losses are not finite; evaluate another checkpoint")
     nll = torch.zeros(len(encoded), dtype=torch.float64).index_add_(0, owner, costs)
@@ -292,12 +298,12 @@ def _continuation(model: PreTrainedModel, ids: list[int], tokens: int, seed: int
     return output[0, len(ids) :].tolist()
 
 
-def _costs(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the losses of all tokens in order, in fp64 on the CPU."""
-    inputs, targets = inputs.long(), targets.long()
-    logits = model(inputs.to(model.device), use_cache=False).logits
+def _costs(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the losses of all tokens but the first of each row in order, in fp64 on the CPU."""
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).long().to(model.device)  # attention is causal
+    logits = model(padded[:, :-1], use_cache=False).logits
     costs = [
-        torch.nn.functional.cross_entropy(of_row.float(), row.to(model.device), reduction="none")
-        for of_row, row in zip(logits, targets, strict=True)
+        torch.nn.functional.cross_entropy(of_row[: len(row) - 1].float(), ids[1 : len(row)], reduction="none")
+        for of_row, ids, row in zip(logits, padded, rows, strict=True)
     ]
     return torch.cat(costs).double().cpu()

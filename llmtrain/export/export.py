@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -56,7 +57,8 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
             return final, manifest
     with locked(final):
         manifest = read_manifest(final)
-        if manifest is None or not request.is_met_by(manifest, source):
+        is_current = manifest is not None and manifest.separate_documents is not None
+        if not is_current or not request.is_met_by(manifest, source):
             with replacing(final) as folder:
                 note(f"exporting {source.checkpoint}")
                 manifest = _write(source, request, folder)
@@ -77,13 +79,16 @@ def describe(folder: Path, manifest: Manifest) -> str:
     )
 
 
-def trained_positions(source: Source, model: PreTrainedModel) -> int | None:
-    """Return the number of learned positions that the run has trained if `model` has more; the vectors of the others are as they
-    were drawn. Return None if all are trained, if the model computes positions, or if the run began with weights that another run
-    may have trained on longer sequences."""
-    learned, length = learned_positions(model), source.recipe.train.sequence_length
-    is_fresh = source.state.get("from_weights") is None
-    return length if learned is not None and learned > length and is_fresh else None
+def training_context(source: Source, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the manifest's keys about what tokens saw in training. `trained_positions` is None, too, if the run began with other
+    weights, which may have been trained on longer sequences."""
+    learned, train = learned_positions(model), source.recipe.train
+    length, is_fresh = train.sequence_length, source.state.get("from_weights") is None
+    return {
+        "sequence_length": length,
+        "trained_positions": length if learned is not None and learned > length and is_fresh else None,
+        "separate_documents": train.document_mask or source.recipe.data.packing == "none",
+    }
 
 
 def _write(source: Source, request: Request, folder: Path) -> Manifest:
@@ -108,10 +113,9 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
         checkpoint=source.digest,
         max_shard_size=size,
         parameters=sum(shape.numel() for shape in weights.shapes.values()),
-        sequence_length=source.recipe.train.sequence_length,
-        trained_positions=trained_positions(source, model.causal_lm),
         parity=parity,
         files=written_files(folder),
+        **training_context(source, model.causal_lm),
     )
     write_manifest(folder, manifest)
     return manifest

@@ -47,7 +47,10 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     sequence_length: int | None = None
     """Tokens per training sequence; None in exports of earlier versions."""
     trained_positions: int | None = None
-    """Number of learned positions that training has reached if the model has more; see `export.trained_positions`."""
+    """Number of learned positions that training has reached if the model has more, whose vectors are as they were drawn."""
+    separate_documents: bool | None = None
+    """True if training never put two documents in one context; None in exports of earlier versions, which are made again if the
+    run still has the checkpoint."""
     parity: Parity
     files: dict[str, Digest]
     """Size and digest of every file except this one and the model card, which every export command rewrites."""

@@ -127,4 +127,32 @@ MUTANTS = [
         "b == -1,",
         ("tests/unit/test_comparison.py",),
     ),
+    Mutant(
+        "export: a masked run counts as one of joined documents",
+        "llmtrain/export/export.py",
+        'train.document_mask or source.recipe.data.packing == "none"',
+        'source.recipe.data.packing == "none"',
+        ("tests/unit/test_eval_texts.py",),
+    ),
+    Mutant(
+        "export: one of an earlier version is reused",
+        "llmtrain/export/export.py",
+        "manifest is not None and manifest.separate_documents is not None",
+        "manifest is not None",
+        ("tests/unit/test_export.py",),
+    ),
+    Mutant(
+        "eval: separate documents lack the token after them",
+        "llmtrain/eval/texts.py",
+        "torch.cat((document, document[:1]))",
+        "torch.cat((document, document[-1:]))",
+        ("tests/unit/test_eval_texts.py",),
+    ),
+    Mutant(
+        "eval: losses in other contexts are tested against each other",
+        "llmtrain/eval/table.py",
+        " or _reads_apart(a, row) != _reads_apart(b, row):",
+        ":",
+        ("tests/unit/test_eval.py",),
+    ),
 ]

@@ -29,7 +29,7 @@ from llmtrain.eval.scores import (
     ratio,
     verdict,
 )
-from llmtrain.eval.table import Evaluated, Row, cell, draw_curves, lines_of, scores_on_one_line, table_of
+from llmtrain.eval.table import Evaluated, Row, cell, comparison, draw_curves, lines_of, scores_on_one_line, table_of
 from llmtrain.eval.units import Options, units_of
 from llmtrain.suites import (
     FILES,
@@ -315,6 +315,20 @@ def test_the_table_says_near_chance_and_names_the_test() -> None:
     assert notes[0].startswith("near chance: within 2 standard errors")
     assert notes[1] == (
         "p: two-sided, against guess, paired by document (McNemar's exact test); not corrected for the number of comparisons"
+    )
+
+
+def test_texts_read_one_document_at_a_time_are_tested_among_themselves() -> None:
+    """Do not test losses of documents in other contexts against each other, and say why."""
+    apart, also, joined = (evaluated(label, [1.0] * 30 + [0.0] * 2) for label in ("apart", "also", "joined"))
+    for each in (apart, also):
+        each.entries["quiz"].about["quiz"]["separate_documents"] = True
+    row = Row("quiz", "quiz", "acc")
+    assert comparison(apart, also, row) and not comparison(apart, joined, row) and not comparison(joined, apart, row)
+    _, notes = table_of("quiz", [joined, apart], {"quiz": ["acc"]}, baseline=joined)
+    assert notes == table_of("quiz", [joined], {"quiz": ["acc"]}, baseline=apart)[1]
+    assert len(notes) == 1 and notes[0].startswith(
+        "apart: trained on separate documents, so texts are read one document at"
     )
 
 

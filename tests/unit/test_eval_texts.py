@@ -18,7 +18,7 @@ from transformers.utils import logging
 from llmtrain.errors import ModelError, UserError
 from llmtrain.eval import harness, texts
 from llmtrain.eval.texts import LONGEST_WINDOW, Loaded, documents, evaluate_text, generate, load, losses, write_samples
-from llmtrain.export.export import trained_positions
+from llmtrain.export.export import training_context
 from llmtrain.export.folder import write_manifest, written_files
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.suites import SamplesSection, TextSection
@@ -81,10 +81,10 @@ class Guessing:
     [
         (["abc", "ab"], [(2, 3)]),
         (["abc"] * 4, [(2, 3), (2, 3), (1, 3)]),
-        (["abc", "abc", "ab"], [(2, 3), (1, 3), (1, 1)]),
+        (["abc", "abc", "ab"], [(2, 3), (2, 3)]),
         (["a"], [(1, 1)]),
     ],
-    ids=["whole windows", "batches of two", "a shorter one at the end", "only a shorter one"],
+    ids=["whole windows", "batches of two", "a padded one at the end", "only a shorter one"],
 )
 def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: list[tuple[int, int]]) -> None:
     model = Guessing()
@@ -175,8 +175,30 @@ def tiny(kind: str, positions: int) -> Any:
 def test_an_export_knows_the_positions_that_training_has_reached(
     kind: str, length: int, start: dict | None, known: int | None
 ) -> None:
-    recipe = SimpleNamespace(train=SimpleNamespace(sequence_length=length))
-    assert trained_positions(SimpleNamespace(recipe=recipe, state={"from_weights": start}), tiny(kind, 8)) == known
+    data, train = SimpleNamespace(packing="packed"), SimpleNamespace(sequence_length=length, document_mask=False)
+    source = SimpleNamespace(recipe=SimpleNamespace(train=train, data=data), state={"from_weights": start})
+    found = {"sequence_length": length, "trained_positions": known, "separate_documents": False}
+    assert training_context(source, tiny(kind, 8)) == found
+    data.packing = "none"
+    assert training_context(source, tiny(kind, 8))["separate_documents"]
+    data.packing, train.document_mask = "packed", True
+    assert training_context(source, tiny(kind, 8))["separate_documents"]
+
+
+def test_a_model_of_separate_documents_reads_them_one_by_one() -> None:
+    """Predict each token, and the one after the document, from the document's own window, as in training without packing."""
+    model, documents = tiny("llama", 8), ["abcab", "a", "cbacbacba", "bb"]
+    apart = Loaded(model, Letters(), separate_documents=True)
+    nll, tokens = losses(documents, apart, window=4, batch_size=3)
+    assert tokens == [len(document) + 1 for document in documents]
+    for document, found in zip(documents, nll, strict=True):
+        ids, expected = torch.tensor([3, *("abc".index(letter) for letter in document), 3]), 0.0
+        for start in range(0, len(ids) - 1, 4):
+            row = ids[start : start + 5]
+            logits = model(row[None, :-1]).logits[0]
+            expected += torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert losses(["a", "b", "c"], apart, 8, 1)[0][1] != losses(["a", "b", "c"], Loaded(model, Letters()), 8, 1)[0][1]
 
 
 def test_learned_positions_that_training_has_not_reached_are_not_used(

@@ -33,7 +33,7 @@ def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: P
     monkeypatch.setattr(texts, "losses", lambda documents, *_: ([30.0, 90.0, 60.0], [10, 20, 20]))
     (tmp_path / "text.txt").write_text("one|two|three")
     section = TextSection(name="text", file="text.txt", separator="|", window=8)
-    loaded = SimpleNamespace(model=None, positions=None)
+    loaded = SimpleNamespace(model=None, positions=None, separate_documents=False)
     scores = texts.evaluate_text(section, tmp_path / "text.txt", None, loaded, 1).scores["text"]
     assert scores["loss"] == pytest.approx(3.6) and scores["perplexity"] == pytest.approx(math.exp(3.6))
     assert scores["loss_stderr"] > 0
