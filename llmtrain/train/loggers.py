@@ -3,13 +3,11 @@ enables them. A new destination subclasses `Logger`."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import re
 import sys
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
-from llmtrain.errors import RecipeError, TrainingError, one_line
 from llmtrain.files import atomic_write, read_lines
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.startup import seconds_since_command
@@ -40,6 +37,9 @@ class Logger(ABC):
     @abstractmethod
     def close(self, failed: bool = False) -> None:
         """Flush and close. `failed`: training has ended with an error."""
+
+    def wait(self) -> None:
+        """Wait, for a limited time, until everything is closed. Raises nothing."""
 
 
 class JsonlLogger(Logger):
@@ -133,51 +133,6 @@ def _as_markdown(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-class WandbLogger(Logger):
-    """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id."""
-
-    def __init__(self, recipe: Recipe, directory: RunDirectory, resumed_step: int):
-        import wandb
-
-        section = recipe.log.wandb
-        id_file = directory.path / "wandb_id.txt"
-        if not (resumed_step and id_file.exists()):
-            atomic_write(id_file, uuid.uuid4().hex[:8] + "\n")
-        try:
-            self._run = wandb.init(
-                project=section.project,
-                entity=section.entity,
-                mode=section.mode,
-                name=recipe.run.name,
-                id=id_file.read_text().strip(),
-                resume="allow",
-                dir=directory.path,
-                config=recipe.model_dump(mode="json"),
-                settings=wandb.Settings(console="off", silent=True),
-            )
-        except wandb.Error as error:
-            # A server that cannot be reached now may answer the next time.
-            kind = TrainingError if type(error) is wandb.errors.CommError else RecipeError
-            raise kind(f"log.wandb: {one_line(error)}; `wandb login`, or log.wandb.mode=offline") from error
-        self._run.define_metric("tokens")
-        for group in ("train/*", "eval/*"):  # drawn over tokens by default; the user can choose steps for any chart
-            self._run.define_metric(group, step_metric="tokens")
-
-    def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        self._run.log({"tokens": tokens, "seconds": seconds, **tags}, step=step)
-
-    def log_sample(self, step: int, tokens: int, text: str) -> None:
-        import wandb
-
-        self._run.log({"tokens": tokens, "sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
-
-    def close(self, failed: bool = False) -> None:
-        import wandb
-
-        self._run.finish(exit_code=int(failed))
-        wandb.teardown()  # waits for wandb's own process, which may still write the file when finish() returns
-
-
 def open_loggers(
     recipe: Recipe,
     directory: RunDirectory,
@@ -196,7 +151,9 @@ def open_loggers(
     if recipe.log.tensorboard:
         loggers.append(TensorBoardLogger(recipe, directory.tensorboard, resumed_step, resumed_tokens))
     if recipe.log.wandb is not None:
-        loggers.append(WandbLogger(recipe, directory, resumed_step))
+        from llmtrain.train.wandb_logger import WandbLogger  # here, because it imports this module
+
+        loggers.append(WandbLogger(recipe, directory, resumed_step, note))
     return loggers
 
 

@@ -106,7 +106,7 @@ class Metrics:
             yield
         except BaseException:
             for logger in self._loggers:
-                with suppress(OSError):  # the disk may have ended the run, because it is full
+                with suppress(Exception):  # the disk may have ended the run, because it is full
                     logger.close(failed=True)
             raise
         else:
@@ -115,6 +115,11 @@ class Metrics:
             self.io_errors.check()
         finally:
             self.console.stop()
+
+    def wait_for_loggers(self) -> None:
+        """Wait for what loggers still do in the background. Called when no rank waits for this one any more."""
+        for logger in self._loggers:
+            logger.wait()
 
     @contextmanager
     def training_time(self) -> Iterator[None]:

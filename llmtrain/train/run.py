@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -113,6 +113,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
     with (
         closing(directory),
         stop_requests() as stop,
+        ExitStack() as at_end,
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         opened_mesh as mesh,
         _shared_stop(recipe, mesh, stop) as end_early,
@@ -131,6 +132,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         ):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # closes its files
+        at_end.callback(trainer.metrics.wait_for_loggers)
         suites.newest = 0 if resume_from is None else step_of(resume_from)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
@@ -321,9 +323,7 @@ def build_trainer(
     compiled = recipe.parallel.compile
     gradient_wire = build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None
     read = None if weights is None else weights.read
-    if (
-        read is None and recipe.model.from_weights is not None
-    ):  # continued; there may be no initial values but the weights
+    if read is None and recipe.model.from_weights is not None:  # continued; perhaps the model has no initial values
         read = placeholders(model)
     engine = build_engine(
         model,

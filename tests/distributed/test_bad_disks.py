@@ -240,7 +240,17 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
     assert first == second and "opened/metrics.jsonl could not be written: [Errno 21] Is a directory" in first
 
 
-def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Path) -> None:
+def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loggers that finish in the background are waited for after all that, when no rank waits for the main rank."""
+    waits = []
+
+    class Slow(JsonlLogger):
+        def wait(self) -> None:
+            waits.append((dist.is_initialized(), (run / "summary.json").exists()))
+
+    monkeypatch.setattr(loggers, "JsonlLogger", Slow)
     alone = ("parallel.replicas=1", "parallel.shards=1")
     recipe, run = recipe_of(folder, "summary", *KEYS, *alone), folder / "runs/summary"
     in_the_way = run / "summary.json.tmp"
@@ -256,6 +266,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(folder: Pat
     assert steps_of(run) == [3, 6, 9, 12] and not (run / "summary.json").exists()
     assert run_training(recipe, World(0, 1, 0, 1)) == DONE
     assert json.loads((run / "summary.json").read_text())["stopped"] == "done"
+    assert waits == [(False, False), (False, True)]
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:

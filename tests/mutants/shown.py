@@ -155,9 +155,37 @@ MUTANTS = [
     Mutant(
         "metrics: a disk that is full hides why the run has failed",
         "llmtrain/train/metrics.py",
-        "with suppress(OSError):  # the disk may have ended the run",
+        "with suppress(Exception):  # the disk may have ended the run",
         "with suppress():",
         ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "metrics: a logger that can't be closed hides why the run has failed",
+        "llmtrain/train/metrics.py",
+        "with suppress(Exception):  # the disk may have ended the run",
+        "with suppress(OSError):  # the disk may have ended the run",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "wandb: what is no OSError is shown as a traceback",
+        "llmtrain/train/wandb_logger.py",
+        "except BaseException as error:",
+        "except OSError as error:",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "wandb: at the end, every child is killed",
+        "llmtrain/train/wandb_logger.py",
+        'if child.name().startswith("wandb"):',
+        "if True:",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "run: ends before its loggers have",
+        "llmtrain/train/run.py",
+        "        at_end.callback(trainer.metrics.wait_for_loggers)\n",
+        "",
+        ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(
         "metrics: a run that fails leaves the bar on the terminal",

@@ -6,6 +6,8 @@ import errno
 import importlib.util
 import io
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +20,10 @@ from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.machine_check import check_machine
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train import metrics
-from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, WandbLogger, open_loggers
+from llmtrain.train import metrics, wandb_logger
+from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, open_loggers
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.wandb_logger import WandbLogger
 
 ROOT = Path(__file__).parents[2]
 OFFLINE = "log.wandb={project: across, mode: offline}"
@@ -32,13 +35,15 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
 
 def log_two_lines(recipe: Recipe, resumed_step: int) -> list[Path]:
     """Returns the files of Weights & Biases."""
-    directory = RunDirectory(recipe)
+    directory, notes = RunDirectory(recipe), []
     directory.path.mkdir(exist_ok=True)
-    logger = WandbLogger(recipe, directory, resumed_step)
+    logger = WandbLogger(recipe, directory, resumed_step, notes.append)
     for step in (resumed_step + 1, resumed_step + 2):
         logger.log(step, 100 * step, 0.5, {"train/loss": 4.0})
         logger.log_sample(step, 100 * step, f"text of step {step} <b>")
     logger.close()
+    logger.wait()
+    assert not notes
     return sorted((directory.path / "wandb").glob("offline-run-*/*.wandb"))
 
 
@@ -88,16 +93,82 @@ def test_lines_lost_before_the_checkpoint_are_named(
     assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]
 
 
+def fake_wandb(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, run: SimpleNamespace, note: Callable[[str], None]
+) -> WandbLogger:
+    def teardown() -> None:
+        sys.exit(3)  # as wandb does if its own process was killed
+
+    names = {"init": lambda **_: run, "Settings": dict, "Html": str, "teardown": teardown}
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(Error=OSError, errors=SimpleNamespace(CommError=OSError), **names)
+    )
+    recipe = recipe_in(folder, "log.wandb={project: p}")
+    RunDirectory(recipe).path.mkdir(exist_ok=True)
+    return WandbLogger(recipe, RunDirectory(recipe), 0, note)
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [("log", ConnectionResetError("Connection lost")), ("finish", Exception("Connection lost"))]
+)
+def test_where_wandbs_process_is_gone_a_line_says_so_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception
+) -> None:
+    calls, notes = [], []
+
+    def call(name: str) -> None:
+        calls.append(name)
+        if name == failing:
+            raise error
+
+    run = SimpleNamespace(
+        define_metric=lambda *_, **__: None,
+        log=lambda line, step: call("log"),
+        finish=lambda exit_code: call("finish"),
+    )
+    logger = fake_wandb(tmp_path, monkeypatch, run, notes.append)
+    for step in (1, 2):
+        logger.log(step, 100, 0.5, {})
+    logger.log_sample(2, 100, "text")
+    logger.close()
+    logger.wait()
+    assert not logger._thread.is_alive()
+    assert calls == (["log"] if failing == "log" else ["log", "log", "log", "finish"])
+    assert notes == [f"warning: log.wandb: Connection lost; nothing more is sent, {tmp_path}/a/metrics.jsonl goes on"]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_wait_for_weights_and_biases_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """Its process is then killed, for which wandb would wait when this one exits."""
+    notes, killed, is_killed = [], [], threading.Event()
+
+    def finish(exit_code: int) -> None:
+        is_killed.wait()
+        raise ConnectionResetError("Connection lost")
+
+    def child(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=lambda: name, kill=lambda: (killed.append(name), is_killed.set()))
+
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=finish)
+    logger = fake_wandb(tmp_path, monkeypatch, run, notes.append)
+    process = SimpleNamespace(children=lambda: [child("tokenizer"), child("wandb-core")])
+    monkeypatch.setattr(wandb_logger.psutil, "Process", lambda: process)
+    monkeypatch.setattr(wandb_logger, "WANDB_SECONDS_FAILED" if failed else "WANDB_SECONDS", 0.01)
+    logger.close(failed)
+    logger.wait()
+    logger._thread.join()
+    assert killed == ["wandb-core"]
+    assert notes == [
+        f"warning: log.wandb: not everything was sent within 0.01 s; `wandb sync {tmp_path}/a/wandb/latest-run` sends the rest"
+    ]
+
+
 def test_weights_and_biases_draws_losses_over_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defined: dict[str, str | None] = {}
     run = SimpleNamespace(define_metric=lambda name, step_metric=None: defined.update({name: step_metric}))
-    errors = SimpleNamespace(CommError=OSError)
-    fake = SimpleNamespace(Error=OSError, errors=errors, init=lambda **given: run, Settings=lambda **given: given)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    recipe = recipe_in(tmp_path, OFFLINE)
-    directory = RunDirectory(recipe)
-    directory.path.mkdir()
-    WandbLogger(recipe, directory, 0)
+    fake_wandb(tmp_path, monkeypatch, run, pytest.fail)
     assert defined == {"tokens": None, "train/*": "tokens", "eval/*": "tokens"}
 
 
@@ -206,13 +277,10 @@ def test_a_sample_is_one_short_line(capsys) -> None:
 def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code))
-    errors = SimpleNamespace(CommError=OSError)
-    fake = SimpleNamespace(Error=OSError, errors=errors, init=lambda **_: run, Settings=dict, teardown=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    recipe = recipe_in(tmp_path, "log.wandb={project: p}")
-    RunDirectory(recipe).path.mkdir()
     for failed in (True, False):
-        WandbLogger(recipe, RunDirectory(recipe), 0).close(failed)
+        logger = fake_wandb(tmp_path, monkeypatch, run, pytest.fail)
+        logger.close(failed)
+        logger.wait()
     assert codes == [1, 0]
 
 
@@ -251,14 +319,14 @@ def test_without_the_package_a_recipe_that_wants_it_is_refused(tmp_path: Path, m
     check_machine(recipe_in(tmp_path))
 
 
-@pytest.mark.parametrize("disk", ["good", "full"])
+@pytest.mark.parametrize("problem", [None, OSError(errno.ENOSPC, "No space left on device"), ValueError("closed")])
 def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_again(
-    monkeypatch: pytest.MonkeyPatch, disk: str
+    monkeypatch: pytest.MonkeyPatch, problem: Exception | None
 ) -> None:
     def close(failed: bool = False) -> None:
         closed.append(failed)
-        if disk == "full":
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if problem is not None:
+            raise problem
 
     console, screen, closed = Console(enabled=True), io.StringIO(), []
     console.out = RichConsole(file=screen, force_terminal=True)
