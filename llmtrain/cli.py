@@ -69,16 +69,16 @@ def train(
         import_transformers()
         from llmtrain.parallel.world import World
         from llmtrain.recipe_loader import check_folder, load_recipe
+        from llmtrain.train.output import outlive_readers
         from llmtrain.train.run import run_training
         from llmtrain.train.signals import stop_without_torchrun
-        from llmtrain.train.terminal import outlive_terminal
 
     check_folder(recipe, overrides or ())
     if is_dry:
         world = World.from_environment()
         _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
         return
-    outlive_terminal()
+    outlive_readers()
     stop_without_torchrun()
     raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
 
@@ -232,9 +232,9 @@ def compare(
     if out is not None:
         raise UserError("--out is for reports on given runs; a comparison file has the key out_dir: leave --out out")
     from llmtrain.compare.runner import run_comparison
-    from llmtrain.train.terminal import outlive_terminal
+    from llmtrain.train.output import outlive_readers
 
-    outlive_terminal()
+    outlive_readers()
     file, *overrides = arguments
     raise typer.Exit(run_comparison(find_recipe(Path(file)), overrides, shaping, retry))
 

@@ -12,8 +12,8 @@ import torch
 from llmtrain.errors import DONE, exit_with_status
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.output import outlive_readers
 from llmtrain.train.run import run_training
-from llmtrain.train.terminal import outlive_terminal
 
 LEAVE_SECONDS = 5.0
 """Seconds that a rank whose run is complete gives torchrun's agent to read its result. The agent looks ten times a second."""
@@ -29,7 +29,7 @@ def become_a_program() -> None:
     Path("/proc/self/comm").write_text(f"llmtrain-{os.environ['RANK']}")  # for ps and top
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # like python -u
-    outlive_terminal()
+    outlive_readers()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # a list is one number per nesting level
     threading.Thread(target=_stop_without_launcher, daemon=True, name="watches the launcher").start()
 

@@ -33,8 +33,8 @@ from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
+from llmtrain.train.output import outlive_readers
 from llmtrain.train.signals import REQUESTS, is_ignored
-from llmtrain.train.terminal import outlive_terminal
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
@@ -72,7 +72,7 @@ def launch_torchrun(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
-    outlive_terminal()
+    outlive_readers()
     check_thread_count()
     with single_threaded_imports(), imports_without_gc():  # of what reads `model.from_config`
         recipe = load_recipe(recipe_path, overrides)

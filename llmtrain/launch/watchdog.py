@@ -85,7 +85,8 @@ def stop_on_interrupt() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"\n{text}\n".encode())  # print is not safe in a signal handler
+    with suppress(OSError):  # Ctrl-C also ends `tee`
+        os.write(2, f"\n{text}\n".encode())  # print is not safe in a signal handler
 
 
 def _ranks_below(launcher: psutil.Process, others: set[psutil.Process]) -> set[psutil.Process]:

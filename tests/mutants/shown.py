@@ -188,6 +188,27 @@ MUTANTS = [
         ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(
+        "output: a pipe without a reader ends the run",
+        "llmtrain/train/output.py",
+        "if stream is not None and not isinstance",
+        "if stream is not None and stream.isatty() and not isinstance",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "output: after a full disk, nothing is written any more",
+        "llmtrain/train/output.py",
+        "if error.errno in READER_IS_GONE:",
+        "if True:",
+        ("tests/unit/test_loggers.py",),
+    ),
+    Mutant(
+        "watchdog: Ctrl-C ends the launcher where it has ended the reader of its output",
+        "llmtrain/launch/watchdog.py",
+        "    with suppress(OSError):  # Ctrl-C also",
+        "    with suppress():  # Ctrl-C also",
+        ("tests/unit/test_launch_again.py",),
+    ),
+    Mutant(
         "metrics: a run that fails leaves the bar on the terminal",
         "llmtrain/train/metrics.py",
         "        finally:\n            self.console.stop()\n",

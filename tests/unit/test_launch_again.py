@@ -254,6 +254,21 @@ def test_a_frozen_rank_among_ranks_that_train_is_left_alone(tmp_path: Path) -> N
     assert launcher.ended() == ["0", "0"]
 
 
+def test_ctrl_c_is_passed_on_although_it_has_ended_who_reads_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(descriptor: int, text: bytes) -> int:
+        raise BrokenPipeError
+
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        with monkeypatch.context() as patched, watchdog.stop_on_interrupt():
+            patched.setattr(os, "write", write)
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == [signal.SIGTERM]
+
+
 def test_processes_that_end_while_they_are_looked_at_have_no_children() -> None:
     ended = subprocess.Popen(["true"])
     process = psutil.Process(ended.pid)

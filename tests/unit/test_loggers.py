@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import io
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train import metrics, wandb_logger
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, open_loggers
+from llmtrain.train.output import outlive_readers
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.wandb_logger import WandbLogger
 
@@ -272,6 +274,33 @@ def test_a_sample_is_one_short_line(capsys) -> None:
     console.log_sample(10, "def\n\n  f():" + 200 * " x")
     line = capsys.readouterr().out
     assert line.startswith("step 10/100 | writes: def f(): x x") and line.endswith(" …\n") and len(line) < 125
+
+
+def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those for `tee`, which Ctrl-C or the end of an ssh session ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        outlive_readers()
+        console = Console(enabled=True)
+        for _ in range(2):
+            console.print("a line")
+            print("another", flush=True)
+        assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev and not console.out.quiet
+        sys.stdout.flush()
+
+
+def test_lines_for_a_full_disk_are_lost_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "train.log"
+    with open("/dev/full", "w") as full, log.open("w") as disk:
+        monkeypatch.setattr(sys, "stdout", full)
+        outlive_readers()
+        Console(enabled=True).print("lost")
+        assert os.fstat(full.fileno()).st_rdev == os.stat("/dev/full").st_rdev
+        os.dup2(disk.fileno(), full.fileno())
+        Console(enabled=True).print("a line")
+    assert log.read_text().endswith("a line\n")
 
 
 def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

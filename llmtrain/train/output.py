@@ -1,0 +1,52 @@
+"""Output of a process whose reader may go away: a terminal when its ssh session ends, or `tee`.
+
+Every write then fails, as it does while the disk of a log file is full. The run should end with a checkpoint nevertheless, or go on
+under nohup.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Any, TextIO
+
+READER_IS_GONE = {errno.EIO, errno.EPIPE}
+"""Numbers of errors after which nobody reads what is written. Other errors, such as a full disk, may pass."""
+
+
+class _LastingStream:
+    """Text stream without errors: what can't be written is lost. Once its reader is gone, its file descriptor leads nowhere."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._pass_over(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._pass_over(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _pass_over(self, error: OSError) -> None:
+        if error.errno in READER_IS_GONE:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def outlive_readers() -> None:
+    """Make this process pass over errors of its output: of a terminal or a pipe that is gone, or of a full disk."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _LastingStream):
+            setattr(sys, name, _LastingStream(stream))
