@@ -36,10 +36,10 @@ from llmtrain.train.checkpoint_files import (
     folder_name,
     list_checkpoints,
     raise_if_transient,
-    read_metadata,
     read_state,
     step_of,
 )
+from llmtrain.train.checkpoint_metadata import read_metadata
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import check_order, check_same_recipe
 from llmtrain.train.run_length import LengthChange
@@ -132,7 +132,9 @@ class Checkpointer:
             state["from_weights"] = self.from_weights
         final, comms = self.directory / folder_name(step), self.mesh.checkpoint_group
         mine = {"method": self.method.state_dict(), **progress()}
-        self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step))
+        # With two sites, the first one has the disk (launch/two_sites.md), so what both have need not cross the link.
+        spans_hosts = self.mesh.world.local_size < self.mesh.world.size
+        self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step), spans_hosts)
         self._writing.start(in_thread=self.section.background)
         self.seconds += own_time() - started
 

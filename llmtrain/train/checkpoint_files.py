@@ -4,23 +4,20 @@
     checkpoints/latest           name of the newest checkpoint, written last
 
 A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which keeps up with disks.
-torch pickles the metadata of the tensors, and unpickling can run any code, so the metadata may contain known classes only.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import json
-import pickle
 import re
 import shutil
 import threading
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, read_loss
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
@@ -42,7 +38,7 @@ from llmtrain.turns import join
 
 FORMAT = 9
 """Version of the layout. A checkpoint of another version is not read."""
-METADATA_FILE, CHECKSUM_KEY = ".metadata", "sha256"
+CHECKSUM_KEY = "sha256"
 NAME = re.compile(r"step-(\d{8})")
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
@@ -51,6 +47,8 @@ TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.EN
 handles."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
+TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
+"""Names that torch gives to files of tensors. The group is the rank that wrote the file."""
 
 # Torch warns of calls without a process group (`no_dist`), which are intended here.
 warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)
@@ -191,10 +189,17 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
             note(f"{path}, which is damaged, can't be renamed ({error.strerror})")
 
 
+def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
+    """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in memory
+    although the disk is at another site. Those of ranks that do not exist now are divided, and the main rank has the rest."""
+    written_by = {name: int(found[1]) if (found := TENSOR_FILE.fullmatch(name)) else 0 for name in names}
+    return sorted(name for name, writer in written_by.items() if writer % ranks == rank)
+
+
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
     files. A collective of all ranks."""
-    share = sorted(files)[mesh.world.rank :: mesh.world.size]
+    share = share_of(mesh.world.rank, mesh.world.size, files)
     found = raise_on_all(mesh, lambda: find_corruption(directory, {name: files[name] for name in share}))
     of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
     return next((problem for problem in of_ranks if problem is not None), None)
@@ -205,57 +210,13 @@ def _xxh3(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-METADATA = "torch.distributed.checkpoint.metadata"
-CLASSES = {
-    (METADATA, "Metadata"),
-    (METADATA, "MetadataIndex"),
-    (METADATA, "StorageMeta"),
-    (METADATA, "TensorStorageMetadata"),
-    (METADATA, "TensorProperties"),
-    (METADATA, "ChunkStorageMetadata"),
-    (METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
-"""Classes and functions, as (module, name), that pickled metadata of tensors needs, in addition to torch's dtypes.
-`BytesStorageMetadata` is not among them, because torch unpickles the bytes that it describes."""
-
-
-def read_metadata(checkpoint: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises UnpicklingError unless it describes only tensors in files of the checkpoint's own
-    folder. Damaged metadata raises one of pickle's many errors."""
-    with (checkpoint / METADATA_FILE).open("rb") as file:
-        metadata = _Unpickler(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"{METADATA_FILE} holds a {type(metadata).__name__}, which is no metadata")
-    for stored in (metadata.storage_data or {}).values():
-        if not is_bare_file_name(stored.relative_path):
-            raise pickle.UnpicklingError(
-                f"{METADATA_FILE} names {stored.relative_path!r}, which is no file of this folder"
-            )
-    return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickler restricted to `CLASSES` and torch dtypes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in CLASSES:
-            return getattr(importlib.import_module(module), name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {module}.{name}, which describes no tensor")
-
-
 class CheckpointWriter:
     """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else may use until the
     writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
     each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete.
+    Ranks share the work of writing what several of them have, unless the first of these is to write it (`shared_by_first`).
     """
 
     def __init__(
@@ -266,7 +227,9 @@ class CheckpointWriter:
         progress: dict[str, Any],
         comms: Comms,
         on_complete: Callable[[], None],
+        shared_by_first: bool = False,
     ):
+        self._planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=shared_by_first)
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self._size = sum(tensor.nbytes for tensor in tensors.values())
@@ -337,7 +300,7 @@ class CheckpointWriter:
         # torch would copy tensors to the CPU ahead of writing. These are there already, and for each of them torch would wait
         # for the GPU's stream, and so for all work that training has queued on it.
         writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
-        dcp.save(tensors, storage_writer=writer, **where)
+        dcp.save(tensors, storage_writer=writer, planner=self._planner, **where)
 
     def _save_as_one(self) -> None:
         """Save the tensors of all replicas of this process on the main rank. Raises OSError on every rank if it fails."""
@@ -359,7 +322,7 @@ class CheckpointWriter:
         names = self._from_main(_catch_os_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
         if isinstance(names, str):
             raise OSError(names)
-        share = names[self._comms.rank :: self._comms.size]
+        share = share_of(self._comms.rank, self._comms.size, names)
         mine = self._progress, _catch_os_error(lambda: digests(self.temporary, share))
         of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)

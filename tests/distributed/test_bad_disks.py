@@ -10,8 +10,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,15 +23,25 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, DataError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
-from llmtrain.train import loggers
-from llmtrain.train.checkpoint_files import FORMAT, CheckpointWriter, find_corruption, list_checkpoints, read_state
+from llmtrain.train import checkpoint_files, loggers
+from llmtrain.train.checkpoint_files import (
+    FORMAT,
+    CheckpointWriter,
+    find_corruption,
+    latest_valid,
+    list_checkpoints,
+    read_state,
+)
+from llmtrain.train.checkpoint_metadata import read_metadata
 from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import mesh_of
 from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 from tests.end_to_end.runs import exact
 from tests.mounts import mounted, read_only
+from tests.unit.test_checkpoint_state import Training
 
 KEYS = ("train.steps=12", "checkpoint.every=3", "checkpoint.keep=9", "log.every=2", "sync.warmup_steps=2")
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -149,8 +161,6 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
 
 def digests_fail(folder: Path) -> tuple[str, float]:
     """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
-    from llmtrain.train import checkpoint_files
-
     digests, began = checkpoint_files.digests, time.monotonic()
     if dist.get_rank() == 1:
         checkpoint_files.digests = refused
@@ -169,6 +179,37 @@ def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(ranks: Ran
     assert first == second and "step-00000010 could not be written: [Errno 5] Input/output error" in first
     assert max(took, also_took) < 100, "no collective was left waiting for its 120 s"
     assert not list(tmp_path.iterdir())
+
+
+def files_of(folder: Path, local_size: int) -> tuple[list[str], list[str], str]:
+    """With so many ranks on a host: the files that this rank reads back after a checkpoint and at the next start, and the file of
+    what replicas share."""
+    read, digest = [], checkpoint_files._xxh3
+    rank, mesh = dist.get_rank(), mesh_of(2, 1)
+    mesh = replace(mesh, world=World(rank, 2, rank % local_size, local_size))
+    training = Training(folder)
+    training.checkpoints.mesh = mesh
+    with patch.object(checkpoint_files, "_xxh3", lambda path: read.append(path.name) or digest(path)):
+        training.save()
+        training.checkpoints.wait()
+        written = list(read)
+        checkpoint = latest_valid(folder, mesh, lambda line: None)
+    [shared] = {
+        stored.relative_path
+        for index, stored in read_metadata(checkpoint).storage_data.items()
+        if index.fqn == "anchor.w"
+    }
+    return written, read[len(written) :], shared
+
+
+@pytest.mark.parametrize(("local_size", "shared"), [(1, "__0_0.distcp"), (2, "__1_0.distcp")])
+def test_what_a_rank_reads_back_it_has_written_and_the_first_host_writes_what_all_have(
+    ranks: RankPool, tmp_path: Path, local_size: int, shared: str
+) -> None:
+    """On one host, ranks share the work of writing that."""
+    first, second = ranks.run(files_of, tmp_path, local_size, world_size=2)
+    assert first == ([".metadata", "__0_0.distcp"], [".metadata", "__0_0.distcp"], shared)
+    assert second == (["__1_0.distcp"], ["__1_0.distcp"], shared)
 
 
 @NEEDS_ROOT

@@ -137,6 +137,20 @@ MUTANTS = [
         ("tests/distributed/test_bad_disks.py",),
     ),
     Mutant(
+        "writing: a rank reads back what another has written",
+        "llmtrain/train/checkpoint_files.py",
+        "if writer % ranks == rank)",
+        "if (writer + 1) % ranks == rank)",
+        ("tests/unit/test_checkpoint_files.py",),
+    ),
+    Mutant(
+        "writing: the other site writes what all have",
+        "llmtrain/train/checkpoint.py",
+        "self._prune(step), spans_hosts)",
+        "self._prune(step))",
+        ("tests/distributed/test_bad_disks.py",),
+    ),
+    Mutant(
         "integrity: digests are not compared",
         "llmtrain/train/checkpoint_files.py",
         "if _xxh3(path) != digest:",

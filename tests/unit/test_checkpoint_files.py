@@ -28,6 +28,7 @@ from llmtrain.train.checkpoint_files import (
     find_corruption,
     latest_valid,
     read_state,
+    share_of,
 )
 
 ALONE = SimpleNamespace(world=World(0, 1, 0, 1), all_ranks=Comms(None), broadcast_from_main=lambda ask: ask())
@@ -236,3 +237,12 @@ def test_a_disk_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None
 def test_digests_are_of_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert digests(tmp_path, ["a"]) == {"a": (3, "06b05ab6733a618578af5f94892f3950")}
+
+
+def test_files_of_ranks_that_are_gone_are_divided_among_the_others() -> None:
+    names = [".metadata", *(f"__{rank}_0.distcp" for rank in range(12))]
+    shares = [share_of(rank, 3, names) for rank in range(3)]
+    assert shares[0] == [".metadata", "__0_0.distcp", "__3_0.distcp", "__6_0.distcp", "__9_0.distcp"]
+    assert shares[2] == ["__11_0.distcp", "__2_0.distcp", "__5_0.distcp", "__8_0.distcp"]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+    assert [share_of(rank, 3, ["__1_0.distcp"]) for rank in range(3)] == [[], ["__1_0.distcp"], []]

@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.checkpoint_files import (
-    METADATA_FILE,
     STATE_FILE,
     checkpoint_folders,
     dump_state,
     latest_valid,
-    read_metadata,
     read_state,
 )
+from llmtrain.train.checkpoint_metadata import METADATA_FILE, read_metadata
 from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import ALONE, write
 
