@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, FAILED, STOPPED_EARLY
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
@@ -138,13 +138,14 @@ def _launch_ranks(
             print(complete, flush=True)
             return DONE
 
+        allow_node_loss = recipe.run.on_replica_loss == "continue"
+        fewer_replicas = partial(_fewer_replicas, recipe_path, overrides, start, nodes)
+        if nodes.rank == 0 and allow_node_loss:
+            _warn_of_lost_node(nodes, fewer_replicas)
         print(f"starting {per_node} {'process' if per_node == 1 else 'processes'} on this node", flush=True)
 
         def run(attempt: Attempt) -> NodeExit:
-            # With fewer nodes than at the start, use as many replicas as fit on them.
-            is_smaller = attempt.nodes.count < nodes.count
-            fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)] if is_smaller else []
-            check(load_recipe(recipe_path, [*overrides, *fewer]), attempt.nodes.count * per_node)
+            fewer = fewer_replicas(attempt)
             with (
                 _stop_requests_raise("between two attempts"),  # torchrun leaves handlers of its own behind
                 _with_endpoint(attempt.nodes) as members,
@@ -158,9 +159,40 @@ def _launch_ranks(
             with _stop_requests_raise("between two attempts"):
                 return rendezvous.exchange_exits(*how)
 
-        return train_with_restarts(
-            nodes, recipe.run.restarts, recipe.run.on_replica_loss == "continue", run, exchange_exits
-        )
+        return train_with_restarts(nodes, recipe.run.restarts, allow_node_loss, run, exchange_exits)
+
+
+def _fewer_replicas(
+    recipe_path: Path, overrides: Sequence[str], start: Preflight, nodes: Nodes, attempt: Attempt
+) -> list[str]:
+    """Return overrides by which the remaining nodes have as many replicas as fit on them; none if no node is lost. Raises
+    UserError if the recipe can't be trained. If that is because nodes are lost, it is a TrainingError, because launchers that try
+    again have all nodes."""
+    recipe = load_recipe(recipe_path, overrides)
+    processes = start.processes // nodes.count * attempt.nodes.count
+    if attempt.nodes.count == nodes.count:
+        check(recipe, processes)
+        return []
+    fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)]
+    try:
+        check(load_recipe(recipe_path, [*overrides, *fewer]), processes)
+    except UserError as error:
+        reason = str(error).partition(";")[0]  # without its advice, because most keys can't change in a run
+        raise TrainingError(
+            f"the run can't continue on {attempt.nodes.count} of {nodes.count} nodes: {reason}; start it again on all "
+            f"{nodes.count}"
+        ) from error
+    return fewer
+
+
+def _warn_of_lost_node(nodes: Nodes, fewer_replicas: Callable[[Attempt], list[str]]) -> None:
+    """Print a warning if the run could not continue without one of its nodes."""
+    if nodes.count == 1:
+        return
+    try:
+        fewer_replicas(Attempt(1, replace(nodes, count=nodes.count - 1), range(nodes.count - 1)))
+    except TrainingError as error:
+        print(f"warning: after the loss of a node, {error}", flush=True)
 
 
 def _texts_left(recipe: Recipe, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:

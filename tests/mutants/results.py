@@ -299,6 +299,13 @@ MUTANTS = [
         ("tests/unit/test_gaps_compare.py",),
     ),
     Mutant(
+        "torchrun: after a loss, a batch that can't be divided is a wrong recipe",
+        "llmtrain/launch/torchrun.py",
+        "    except UserError as error:\n        reason",
+        "    except LookupError as error:\n        reason",
+        ("tests/unit/test_launch_again.py",),
+    ),
+    Mutant(
         "checkpoints: the one from which the run continues is set aside, too",
         "llmtrain/train/checkpoint_files.py",
         "        if step_of(path) <= step:",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -16,11 +17,12 @@ import pytest
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, TrainingError
+from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous, torchrun, watchdog
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore
 from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import Preflight
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.run_dir import RunDirectory
 from tests.end_to_end.runs import RECIPE, ROOT
@@ -93,6 +95,34 @@ def test_nodes_that_are_left_are_numbered_anew() -> None:
 def test_a_node_that_was_given_up_says_so() -> None:
     with pytest.raises(TrainingError, match="node 2 was silent for too long: the others continue without it"):
         Story({0: NodeExit(FAILED), 1: NodeExit(FAILED)}).code()
+
+
+EIGHT = Nodes(8, 0, "alpha", 5)
+"""Eight nodes of eight ranks."""
+
+
+def test_a_loss_that_the_batch_does_not_allow_is_a_failure_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Launchers start a failed run again on all nodes, but not one with a wrong recipe."""
+
+    def fewer(left: int, *keys: str) -> list[str]:
+        start = Preflight(processes=64, replicas=8, shards=8, reason="", memory=0)
+        attempt = Attempt(1, Nodes(left, 0, "alpha", 5), range(left))
+        return torchrun._fewer_replicas(ROOT / "recipes/edit_1b.yaml", keys, start, EIGHT, attempt)
+
+    assert fewer(8) == [] and fewer(4) == ["parallel.replicas=auto"]
+    line = (
+        "the run can't continue on 7 of 8 nodes: train.global_batch is 1024, not a multiple of micro_batch x replicas x shards = "
+        "4 x 56 = 224; start it again on all 8"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(line)}$"):
+        fewer(7)
+    with pytest.raises(RecipeError, match="not a multiple of micro_batch x replicas x shards = 4 x 64"):
+        fewer(8, "train.global_batch=1000")
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count, "train.global_batch=1792"))
+    torchrun._warn_of_lost_node(Nodes(), pytest.fail)
+    assert capsys.readouterr().out == ""
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count))
+    assert capsys.readouterr().out == f"warning: after the loss of a node, {line}\n"
 
 
 def test_all_nodes_learn_how_all_ended() -> None:
