@@ -126,7 +126,7 @@ def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, To
     """Yield (mesh of the processes that `ask` started, the recipe's tokens, folder for runs). The folder is deleted on exit."""
     from llmtrain.parallel.mesh import open_mesh
     from llmtrain.parallel.world import World
-    from llmtrain.train.run import prepare_for
+    from llmtrain.train.prepare_data import prepare_for
 
     world = World.from_environment()
     prepared = prepare_for(recipe, show_progress=world.rank == 0)
@@ -138,8 +138,8 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     """Return a trainer whose `train_step` can be called. Several trainers on one mesh need different names."""
     import torch.distributed as dist
 
+    from llmtrain.train.build_trainer import build_trainer
     from llmtrain.train.loggers import Console
-    from llmtrain.train.run import build_trainer
     from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.signals import StopRequest
 

@@ -160,7 +160,7 @@ def process_group(member: Member) -> Iterator[dist.Store]:
 def measure(task: dict[str, Any], member: Member) -> dict[str, Any]:
     """Return one loop's time, tokens, bytes and loss on this host."""
     from llmtrain.train.devices import keep_freed_memory
-    from llmtrain.train.run import prepare_for
+    from llmtrain.train.prepare_data import prepare_for
 
     keep_freed_memory()  # as the trainer does
     recipe = recipe_of(task)

@@ -249,7 +249,7 @@ def main() -> None:
 
     from llmtrain.errors import UserError
     from llmtrain.recipe_check import check
-    from llmtrain.train.run import prepare_for
+    from llmtrain.train.prepare_data import prepare_for
 
     release = torchft_release()
     if not release and OF_TORCHFT & set(options.loops):

@@ -83,7 +83,7 @@ def parameters_of(run: Path) -> int:
     """Return the number of parameters of the model that a run has trained."""
     from llmtrain.model import build, count_parameters, model_config
     from llmtrain.recipe_loader import load_recipe
-    from llmtrain.train.run import prepare_for
+    from llmtrain.train.prepare_data import prepare_for
 
     with contextlib.chdir(ROOT):  # its recipe names files as seen from there
         recipe = load_recipe(run / "recipe.yaml")

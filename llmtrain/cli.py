@@ -138,8 +138,7 @@ def prepare(
         from llmtrain.export.token_export import describe, export_tokens, parse_kind, token_destination
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
-        from llmtrain.train.run import prepare_for
-        from llmtrain.train.run_texts import describe_kept_texts, prepare_texts
+        from llmtrain.train.prepare_data import describe_kept_texts, prepare_for, prepare_texts
 
     chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, overrides or ())

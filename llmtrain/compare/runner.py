@@ -31,7 +31,7 @@ from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.run_list import is_number
-from llmtrain.train.run import prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import lock_folder
 from llmtrain.train.signals import is_ignored
 

@@ -109,9 +109,9 @@ def _launch_ranks(
 ) -> int:
     from llmtrain.launch.node_rendezvous import rendezvous_nodes
     from llmtrain.train.initial_weights import check_initial_weights
-    from llmtrain.train.run import prepare_for
+    from llmtrain.train.prepare_data import prepare_for, prepare_texts
     from llmtrain.train.run_dir import RunDirectory
-    from llmtrain.train.run_texts import check_texts, prepare_texts
+    from llmtrain.train.run_texts import check_texts
 
     directory = RunDirectory(recipe)
 

@@ -4,8 +4,7 @@ and report."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,16 +13,14 @@ import torch
 
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
-from llmtrain.data.dataset import ChecksumScan, TokenDataset, open_dataset
+from llmtrain.data.dataset import ChecksumScan, TokenDataset
 from llmtrain.data.loader import Loader, count_windows
-from llmtrain.data.mixture import BLOCK, most_of, shares_of
+from llmtrain.data.mixture import BLOCK
 from llmtrain.data.mixture_loader import MixtureLoader
-from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.sites import SiteLoader, Sites, SiteText, gather_sites, tokenizer_digest
 from llmtrain.data.stream import first_block, shuffles_in_blocks
 from llmtrain.data.text_identity import TextIdentity, check_continued
-from llmtrain.data.text_list import check_token_files, texts_of, with_tokenizer_of
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import Mesh
@@ -34,46 +31,6 @@ from llmtrain.train.run_dir import RunDirectory, check_order
 from llmtrain.train.run_length import is_fixed
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
-
-
-def prepare_texts(
-    recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
-) -> dict[str, TokenDataset]:
-    """Prepare the token shards of each text as far as they are missing, and return them by the text's name.
-
-    Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
-    be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
-    """
-    data, train = recipe.data, recipe.train
-    texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
-    check_token_files(data, texts)
-    shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
-    prepared: dict[str, TokenDataset] = {}
-    for (name, section), share in zip(texts.items(), shares, strict=True):
-        # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
-        read = most_of(share, sequences) if data.sources else sequences
-        tokens = read * train.sequence_length + 1
-        own = with_tokenizer_of(prepared.values(), section)
-        prepared[name] = prepare(
-            own,
-            tokens,
-            recipe.eval.tokens + 1,
-            show_progress=show_progress,
-            first_block_only=to_begin and shuffles_in_blocks(own),
-        )
-    return prepared
-
-
-def describe_kept_texts(data: DataSection) -> str:
-    """Return text for the user that says what an interrupted preparation has written of each text."""
-    prepared: list[TokenDataset] = []
-    kept = []
-    for section in data.texts().values():
-        own = with_tokenizer_of(prepared, section)
-        kept.append(describe_kept(own))
-        with suppress(DataError):
-            prepared.append(open_dataset(cache_path(own)))
-    return "; ".join(kept)
 
 
 def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing: bool) -> dict[str, TextIdentity]:

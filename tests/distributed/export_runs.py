@@ -8,8 +8,9 @@ from pathlib import Path
 
 from llmtrain.config import Recipe
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.loggers import Console
-from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from tests.distributed.real_engine import mesh_of

@@ -13,10 +13,11 @@ from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.loggers import Console
-from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.trainer import Trainer

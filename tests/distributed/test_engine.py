@@ -20,8 +20,9 @@ from llmtrain.parallel.engine import gradient_norm
 from llmtrain.plan import memory
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import StepPlan
+from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.loggers import Console
-from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.validation import validate, validated_parameters

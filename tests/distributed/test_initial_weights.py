@@ -22,10 +22,11 @@ from llmtrain.model import model_config
 from llmtrain.pretrained import architecture_keys
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.anchors import flatten
+from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.initial_weights import check_initial_weights, open_initial_weights
 from llmtrain.train.loggers import Console
-from llmtrain.train.run import build_trainer, prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from tests.distributed.export_runs import IN_A_ROUND, ExportRun, make_run

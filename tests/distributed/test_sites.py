@@ -20,9 +20,10 @@ from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import _prepare_own
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.run_texts import RunTexts, prepare_texts
+from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.validation import validate_each
 from tests.distributed.pool import RankPool
 from tests.distributed.reshape_runs import recipe_of

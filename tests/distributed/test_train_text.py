@@ -25,7 +25,8 @@ from llmtrain.errors import DONE, STOPPED_EARLY, DataError, RecipeError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import read_state
-from llmtrain.train.run import prepare_for, run_training
+from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.run import run_training
 from llmtrain.train.train_text import open_train_text
 from llmtrain.train.trainer import Trainer
 from tests.distributed.fake_engine import meeting_store

@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "warnings: none in training",
-        "llmtrain/train/run.py",
+        "llmtrain/train/build_trainer.py",
         'console.print(f"warning: {line}")',
         "pass",
         ("tests/end_to_end/test_training.py",),

@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "run: what is decided about resharding does not reach the engine",
-        "llmtrain/train/run.py",
+        "llmtrain/train/build_trainer.py",
         "with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),",
         "recipe.parallel,",
         ("tests/distributed/test_engine.py",),

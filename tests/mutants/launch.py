@@ -268,7 +268,7 @@ MUTANTS = [
     ),
     Mutant(
         "run: warns of a public network although the recipe allows it",
-        "llmtrain/train/run.py",
+        "llmtrain/train/build_trainer.py",
         "if mesh.unencrypted and not recipe.parallel.allow_unencrypted:",
         "if mesh.unencrypted:",
         ("tests/multi_node/test_two_sites.py",),

@@ -71,14 +71,14 @@ MUTANTS = [
     ),
     Mutant(
         "mixture: token files are taken for tokens of the tokenizer that is trained",
-        "llmtrain/train/run_texts.py",
+        "llmtrain/train/prepare_data.py",
         "    check_token_files(data, texts)\n",
         "",
         ("tests/unit/test_wrong_tokens.py",),
     ),
     Mutant(
         "mixture: what is kept of the second text is looked for under another tokenizer",
-        "llmtrain/train/run_texts.py",
+        "llmtrain/train/prepare_data.py",
         "        own = with_tokenizer_of(prepared, section)\n        kept",
         "        own = section\n        kept",
         LISTS,

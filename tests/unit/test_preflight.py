@@ -22,7 +22,8 @@ from llmtrain.plan.harmful_keys import harmful_keys
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.run import prepare_for, run_training
+from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.run import run_training
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
 SMALL = [f"model.config.{key}" for key in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")]

@@ -11,7 +11,7 @@ from llmtrain.errors import DataError
 from llmtrain.launch.preflight import check_here
 from llmtrain.plan.ineffective_keys import ineffective_keys
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.train.run import prepare_for
+from llmtrain.train.prepare_data import prepare_for
 from tests.unit.test_preflight import RECIPE, keys
 
 __all__ = ["keys"]  # the fixture

@@ -19,8 +19,8 @@ from llmtrain.launch.torchrun import _texts_left
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_keys import groups_at
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.train.prepare_data import describe_kept_texts, prepare_texts
 from llmtrain.train.run_dir import recipe_changes
-from llmtrain.train.run_texts import describe_kept_texts, prepare_texts
 from llmtrain.validated_text import common_unit, read_validated_text
 from tests.unit.test_compare_runs import lines_of, write
 from tests.unit.test_preflight import RECIPE, SMALL

@@ -1,0 +1,174 @@
+"""Construction of the trainer: a rank's model, engine, method, loader and the rest, from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from llmtrain.attention import CAUSAL_FAMILIES
+from llmtrain.config import Recipe
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.loader import PrefetchLoader
+from llmtrain.lr import LRSchedule
+from llmtrain.model import LanguageModel, build, count_parameters, flops_per_token, model_config, placeholders
+from llmtrain.parallel.build_engine import build_engine
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.public_network import ADVICE
+from llmtrain.plan.ineffective_keys import seconds_of_step
+from llmtrain.plan.mesh_plan import with_resharding_decided
+from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.seeding import derive_seed
+from llmtrain.sync.build_method import build_method, build_wire
+from llmtrain.sync.methods import is_for_one_replica
+from llmtrain.train.checkpoint import Checkpointer
+from llmtrain.train.devices import (
+    avoid_cudnn_attention,
+    enable_determinism,
+    keep_freed_memory,
+    peak_flops,
+)
+from llmtrain.train.initial_weights import InitialWeights
+from llmtrain.train.loggers import Console, mesh_line, model_line
+from llmtrain.train.metric_gather import MetricReducer
+from llmtrain.train.metrics import Metrics
+from llmtrain.train.prepare_data import prepare_sets, prepare_texts
+from llmtrain.train.rank_errors import IoErrors
+from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_texts import RunTexts
+from llmtrain.train.sample import Sampler
+from llmtrain.train.signals import StopRequest
+from llmtrain.train.train_text import TrainText
+from llmtrain.train.trainer import Trainer
+from llmtrain.train.validation import Validator
+
+
+def build_trainer(
+    recipe: Recipe,
+    mesh: Mesh,
+    prepared: TokenDataset,
+    directory: RunDirectory,
+    console: Console,
+    mesh_reason: str,
+    stop: StopRequest,
+    end_early: Callable[[], bool] = lambda: False,
+    weights: InitialWeights | None = None,
+    train_text: TrainText | None = None,
+) -> Trainer:
+    """Build this rank's model, engine, method and loader, print what they are, and return them in a Trainer. A collective of
+    all ranks.
+
+    The model starts from `weights`, or from random ones. `mesh_reason`, why the mesh has this shape, is shown to the user.
+    `train_text` is the training text if it may grow while the run reads it.
+    """
+    own = {"": prepared}
+    if recipe.data.is_list:
+        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
+    scan = texts.scan()
+    _configure_process(recipe, mesh)
+    model = _build_model(recipe, mesh, prepared)
+    loader = texts.loader()
+    parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
+    engine = _build_engine(recipe, mesh, model, prepared, weights)
+    method = build_method(
+        recipe.sync,
+        engine,
+        mesh.replica_comms,
+        mesh.shard_comms,
+        LRSchedule.of(recipe),
+        seed=recipe.run.seed,
+        compiled=recipe.parallel.compile,
+        store=mesh.store,
+        timeout_seconds=recipe.run.timeout_seconds,
+        end_early=end_early,
+    )
+    shards, connections = mesh.shard_comms.size, len(mesh.replica_comms.groups)
+    console.print(mesh_line(mesh.replicas, shards, mesh.device.type, mesh_reason, connections))
+    samples = texts.samples(loader)
+    console.print(
+        model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))
+    )
+    for line in texts.describe(loader):
+        console.print(line)
+    console.print(f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues")
+    if weights is not None:
+        console.print(weights.describe())
+    for line in _start_warnings(recipe, mesh, prepared, texts) if mesh.is_main else ():
+        console.print(f"warning: {line}")
+    peak = peak_flops(mesh.device)
+    if peak is None and mesh.device.type == "cuda":
+        name = torch.cuda.get_device_name(mesh.device)
+        console.print(f"no MFU (share of the card's peak speed) is shown: the peak of {name} is not known")
+    section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
+    checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
+    checkpointer.from_weights = None if weights is None else weights.recorded
+    reducer = MetricReducer(mesh, flops, peak)
+    io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
+    sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
+    return Trainer(
+        recipe,
+        engine,
+        method,
+        PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
+        Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
+        Validator(engine, mesh, texts.validation_sets(), sampler, console),
+        checkpointer,
+        texts,
+    )
+
+
+def _configure_process(recipe: Recipe, mesh: Mesh) -> None:
+    """Set what is global in this process: how it keeps memory, deterministic kernels and torch's seed."""
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    if recipe.train.deterministic:
+        enable_determinism(mesh.device)
+    torch.manual_seed(derive_seed(recipe.run.seed, "rank", mesh.world.rank))
+
+
+def _build_model(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> LanguageModel:
+    """Return the model, without memory for its parameters, and choose kernels of attention that can compute it."""
+    is_packed = recipe.data.packing == "packed"
+    separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
+    config = model_config(recipe.model, prepared.vocab_size)
+    has_masks = separator is not None or config.model_type not in CAUSAL_FAMILIES
+    if has_masks or not is_packed:  # then micro-batches have many shapes
+        avoid_cudnn_attention(mesh.device)
+    return build(config, recipe.parallel.loss_chunk, separator)
+
+
+def _build_engine(
+    recipe: Recipe, mesh: Mesh, model: LanguageModel, prepared: TokenDataset, weights: InitialWeights | None
+) -> Engine:
+    """Return the engine that trains `model`, from `weights` or random ones."""
+    compiled = recipe.parallel.compile
+    read = None if weights is None else weights.read
+    if read is None and recipe.model.from_weights is not None:  # continued; perhaps the model has no initial values
+        read = placeholders(model)
+    return build_engine(
+        model,
+        mesh,
+        with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
+        recipe.optim,
+        seed=recipe.run.seed,
+        read=read,
+        gradient_wire=build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None,
+        changes_in_forward=recipe.sync.schedule.syncs_in_forward,
+        lengths_vary=recipe.data.packing != "packed",
+    )
+
+
+def _start_warnings(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, texts: RunTexts) -> Iterator[str]:
+    """Yield the warnings about a run that are known before its first step."""
+    mesh_size = mesh.replicas, mesh.shard_comms.size, mesh.world.local_size
+    yield from recipe_warnings(recipe, texts.all, seconds_of_step(recipe, prepared.vocab_size, *mesh_size))
+    is_given = recipe.parallel.replicas == 1 or is_for_one_replica(recipe.sync.method)
+    if mesh.replicas == 1 and not (is_given or recipe.sync.period.averages_gradients):
+        yield (
+            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
+            "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
+        )
+    if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
+        yield f"{mesh.unencrypted}; {ADVICE}"

@@ -1,0 +1,90 @@
+"""Preparation of the tokens that a run trains on and is validated on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from llmtrain.config import DataSection, Recipe
+from llmtrain.data.build_loader import check_set
+from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.documents import document_samples
+from llmtrain.data.mixture import BLOCK, most_of, shares_of
+from llmtrain.data.prepare import cache_path, describe_kept, prepare
+from llmtrain.data.ready_made import check_separators
+from llmtrain.data.stream import shuffles_in_blocks
+from llmtrain.data.text_list import check_token_files, sets_of, texts_of, with_tokenizer_of
+from llmtrain.errors import DataError
+
+
+def prepare_texts(
+    recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
+) -> dict[str, TokenDataset]:
+    """Prepare the token shards of each text as far as they are missing, and return them by the text's name.
+
+    Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
+    be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
+    """
+    data, train = recipe.data, recipe.train
+    texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
+    check_token_files(data, texts)
+    shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
+    prepared: dict[str, TokenDataset] = {}
+    for (name, section), share in zip(texts.items(), shares, strict=True):
+        # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
+        read = most_of(share, sequences) if data.sources else sequences
+        tokens = read * train.sequence_length + 1
+        own = with_tokenizer_of(prepared.values(), section)
+        prepared[name] = prepare(
+            own,
+            tokens,
+            recipe.eval.tokens + 1,
+            show_progress=show_progress,
+            first_block_only=to_begin and shuffles_in_blocks(own),
+        )
+    return prepared
+
+
+def prepare_for(
+    recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
+) -> TokenDataset:
+    """Prepare those token shards of a recipe that do not exist yet, and return the recipe's text (of a list, the first).
+
+    With `to_begin`, only shards for the first step are prepared, if the run can tokenize the others while it trains. Of
+    `data.per_replica`, only the texts of the given `replicas` are prepared; None means all.
+    """
+    texts = prepare_texts(recipe, replicas, show_progress, to_begin)
+    prepared = next(iter(texts.values()))
+    if recipe.train.document_mask:
+        for text in texts.values():
+            check_separators(text, "train.document_mask")
+    sets = prepare_sets(recipe, prepared, show_progress)
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks would wait for it
+        check_separators(prepared, "data.packing")
+        document_samples(prepared, "train", recipe.train.sequence_length)
+        for text in (prepared, *sets.values()):
+            document_samples(text, "validation", recipe.train.sequence_length)
+    return prepared
+
+
+def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:
+    """Return the texts of `eval.sets`, tokenized with the run's tokenizer. Raises DataError if one is too short to be validated."""
+    sets = {
+        name: prepare(section, 1, recipe.eval.tokens + 1, show_progress=show_progress)
+        for name, section in sets_of(recipe.data, recipe.eval.sets, prepared).items()
+    }
+    for name, text in sets.items():
+        check_set(recipe, name, text)
+    return sets
+
+
+def describe_kept_texts(data: DataSection) -> str:
+    """Return text for the user that says what an interrupted preparation has written of each text."""
+    prepared: list[TokenDataset] = []
+    kept = []
+    for section in data.texts().values():
+        own = with_tokenizer_of(prepared, section)
+        kept.append(describe_kept(own))
+        with suppress(DataError):
+            prepared.append(open_dataset(cache_path(own)))
+    return "; ".join(kept)
