@@ -87,16 +87,18 @@ def link_of(cell: Cell, options: Namespace) -> NetworkLink:
 
 def prediction(cell: Cell, options: Namespace) -> RoundTime:
     """Return the analytic times of a cell's round."""
-    from llmtrain.plan.network_time import round_time
+    from llmtrain.plan.network_time import round_time, timed_round
 
     sync, step = cell.sync(), options.step_ms / 1000
+    link, values = link_of(cell, options), [values_of(options)] * BLOCKS
+    if sync.period.is_timed:
+        return timed_round(sync, values, options.replicas, step, link)
     every = 1 if sync.period.averages_gradients else getattr(sync.period, "every", None)
     if every is None:
         raise ValueError(
             f"row {cell.method!r}: {sync.period.kind} has no rounds of one length; choose steps or seconds"
         )
-    every = every / step if sync.period.is_timed else every
-    return round_time(sync, [values_of(options)] * BLOCKS, options.replicas, step, every, link_of(cell, options))
+    return round_time(sync, values, options.replicas, step, every, link)
 
 
 def values_of(options: Namespace) -> int:

@@ -19,6 +19,7 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
     delayed             as for overlapped, with the steps of a round as d
     wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
                         a round, the messages of all replicas
+    rounds of seconds   as for a round of as many steps as `timed_round` counts
     averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if
                         they had second moments
 
@@ -63,6 +64,8 @@ INITIAL_WINDOW = 14_480
 WAKE_ROUND_TRIPS = 1.5
 """Round trips until the threads of a wait-avoiding group begin: half of one until a waiting thread hears of the key that wakes it,
 and one in which it reads the key."""
+TIMED_ROUNDS = 100
+"""Rounds of seconds that are followed at most, until one is as long as the one before."""
 TIMEOUT_SECONDS = 0.2
 """Minimum difference between TCP's retransmission timeout and a steady round trip (Linux)."""
 
@@ -311,6 +314,27 @@ def round_time(
             exposed += sequence_seconds(of_moments, link) / due
             sent += sum(message.sent for message in of_moments) / due
     return RoundTime(compute, exposed, sent)
+
+
+def timed_round(
+    sync: SyncSection,
+    block_values: Sequence[int],
+    replicas: int,
+    step_seconds: float,
+    link: NetworkLink,
+    forward_share: float = FORWARD_SHARE,
+) -> RoundTime:
+    """Return the times of a round of seconds, as `round_time` does. Replicas exchange step counts every `sync.period.every`
+    seconds, of which the wait for the last round's messages is a part, until they have taken `sync.period.min_steps` steps."""
+    period, found, steps = sync.period, RoundTime(0.0, 0.0, 0.0), 0
+    in_later_ones = max(1, math.ceil(period.every / step_seconds))
+    for _ in range(TIMED_ROUNDS):
+        last, steps = steps, max(1, math.ceil((period.every - found.exposed) / step_seconds))
+        steps += in_later_ones * max(0, math.ceil((period.min_steps / replicas - steps) / in_later_ones))
+        if steps == last:
+            break
+        found = round_time(sync, block_values, replicas, step_seconds, steps, link, forward_share)
+    return found
 
 
 def _first(messages: Sequence[BlockMessage]) -> list[Exchange]:

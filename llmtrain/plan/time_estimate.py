@@ -19,7 +19,7 @@ from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
-from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time
+from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time, timed_round
 from llmtrain.process_limits import usable_cores
 from llmtrain.sync.period import build_period, warmup_of
 
@@ -114,6 +114,8 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
         warmup = warmup_of(sync, LRSchedule.of(recipe))
         per_round = decimal(int(round_bytes(recipe, size, replicas, shards=1)))
         line = f"{per_round} {whose} per round, a round every {sync.period.every:g} s"
+        if sync.period.min_steps:
+            line += f", of at least {sync.period.min_steps:,} steps of all replicas"
     else:
         rounds = rounds_of(recipe, size, replicas)
         warmup = rounds.first
@@ -209,12 +211,12 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
         message = seconds(round_bytes(recipe, size, replicas, shards=1))
-        every = max(1.0, sync.period.every / local_step)
+        one = timed_round(sync, values, replicas, local_step, link, forward_share)
     else:
         rounds = rounds_of(recipe, size, replicas)
-        first, every, message = rounds.first, rounds.every, seconds(rounds.bytes)
-    exposed = round_time(sync, values, replicas, local_step, every, link, forward_share).exposed
-    waiting = (first * gradients + (steps - first) * exposed / every) / steps
+        first, message = rounds.first, seconds(rounds.bytes)
+        one = round_time(sync, values, replicas, local_step, rounds.every, link, forward_share)
+    waiting = (first * gradients + (steps - first) * one.exposed * local_step / one.compute) / steps
     return TimeEstimate(average_step, message, waiting, steps * (average_step + waiting))
 
 

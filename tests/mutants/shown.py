@@ -229,4 +229,11 @@ MUTANTS = [
         "",
         ("tests/unit/test_preflight_again.py",),
     ),
+    Mutant(
+        "plan: the wait for messages is no part of a round's seconds",
+        "llmtrain/plan/network_time.py",
+        "(period.every - found.exposed) / step_seconds",
+        "period.every / step_seconds",
+        ("tests/unit/test_network_time.py",),
+    ),
 ]

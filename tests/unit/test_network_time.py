@@ -8,8 +8,9 @@ from typing import get_args
 
 import pytest
 
-from llmtrain.config import SyncSection, WireSection
+from llmtrain.config import EverySecondsSection, SyncSection, WireSection
 from llmtrain.config.sync import AnySchedule
+from llmtrain.parallel.comms import Comms
 from llmtrain.plan.network_time import (
     INITIAL_WINDOW,
     Exchange,
@@ -21,8 +22,10 @@ from llmtrain.plan.network_time import (
     round_time,
     sequence_seconds,
     slow_start_seconds,
+    timed_round,
 )
 from llmtrain.sync.methods import METHODS
+from llmtrain.sync.timed_period import TimedPeriod
 
 BLOCKS = [1_024_000] * 6
 WIRE = 2 * 3 / 4 * 4 * 1_024_000  # bytes of a block, from each of 4 ranks
@@ -284,6 +287,43 @@ def test_backward_passes_hide_a_slow_start() -> None:
         )
     waits = [exposed("synchronous", one, step=0.9, wire={**wire, "kind": "fp32"}) for one in (link, steady)]
     assert waits[0] > waits[1], "the messages take longer than the backward passes, so that nothing hides it"
+
+
+def timed(every: float, min_steps: int, step: float = 0.6, **keys: object) -> RoundTime:
+    period = {"kind": "seconds", "every": every, "min_steps": min_steps}
+    return timed_round(sync_of("diloco", period=period, **keys), BLOCKS, 4, step, FAST)
+
+
+def test_a_wait_is_part_of_the_seconds_of_the_next_round() -> None:
+    """The wait for six blocks takes 3.1 of 30 seconds: after 45 steps, 30 seconds have passed. Later exchanges come every 50
+    steps."""
+    wait = 6 * BLOCK
+    assert 3.0 < wait < 3.6
+    assert timed(30.0, 0) == round_time(sync_of("diloco"), BLOCKS, 4, 0.6, 45, FAST)
+    assert timed(30.0, 4 * 45) == timed(30.0, 0)
+    assert timed(30.0, 4 * 45 + 1).compute == pytest.approx(0.6 * (45 + 50))
+    assert timed(2.0, 0).compute == timed(0.1, 0).compute == 0.6, "a round has a step, although the wait takes longer"
+
+
+@pytest.mark.parametrize(("every", "min_steps"), [(30.2, 0), (30.2, 600), (2.2, 80), (0.1, 80)])
+def test_timed_rounds_are_as_long_as_the_period_makes_them(every: float, min_steps: int) -> None:
+    predicted, clock, ends = timed(every, min_steps), [0.0], [0]
+    section = EverySecondsSection(every=every, min_steps=min_steps // 4)
+    period = TimedPeriod(section, 0, 10**6, Comms(None), Comms(None), lambda: clock[0])
+    steps = round(predicted.compute / 0.6)
+    for step in range(1, 4 * (steps + 51)):
+        period.is_synchronous(step)
+        clock[0] += 0.6
+        if period.ends_round(step):
+            clock[0] += predicted.exposed
+            ends.append(step)
+    assert ends[2] - ends[1] == ends[3] - ends[2] == steps
+
+
+def test_delayed_messages_of_timed_rounds_take_more_of_each_round_if_they_are_longer() -> None:
+    assert timed(6.0, 0, schedule="delayed") == RoundTime(pytest.approx(6.0), 0.0, pytest.approx(6 * WIRE))
+    late = timed(2.4, 0, schedule="delayed")  # four steps, then three, two and one
+    assert (late.compute, late.exposed) == (pytest.approx(0.6), pytest.approx(6 * BLOCK - 0.6))
 
 
 def test_one_replica_waits_for_nobody() -> None:

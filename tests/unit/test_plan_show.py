@@ -166,7 +166,9 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))
     assert f"{in_group / 1e6:.1f} MB of it per step among 2" in text
     assert f": {(9 * in_group + of_all) / 10 / 1e6:.1f} MB per step" in text
-    assert "a round every 600 s" in shown(STDLIB, *mesh, "sync.method=a_edit")
+    text = shown(STDLIB, *mesh, "sync.method=a_edit", width=120)
+    assert "a round every 600 s, of at least 100 steps of all replicas\n" in text
+    assert "a round every 600 s\n" in shown(STDLIB, *mesh, "sync.method=a_edit", "sync.period.min_steps=0")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
