@@ -20,7 +20,7 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
     wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
                         a round, the messages of all replicas
     rounds of seconds   as for a round of as many steps as `timed_round` counts
-    averaged moments    all messages of the moments that are due, in fp32, at the end of a round; Muon's matrices count as if
+    averaged moments    all messages of the moments that are due, unrounded, at the end of a round; Muon's matrices count as if
                         they had second moments
 
 TCP starts slowly after a pause (`NetworkLink.restart_seconds`), which is added to the first message after one.
@@ -57,6 +57,7 @@ benchmarks/results/network and the 8 in docs/network.md."""
 FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
+"""Bytes of an unrounded value, unless it is in fp64."""
 STREAMS = 2
 """Number of all-reduces that gloo carries out at once on one connection. Others wait until one of its two threads is free."""
 INITIAL_WINDOW = 14_480
@@ -155,19 +156,24 @@ class BlockMessage:
 
 
 def block_message(
-    values: int, replicas: int, wire: WireSection, rounded: bool = True, connections: int = 1
+    values: int,
+    replicas: int,
+    wire: WireSection,
+    rounded: bool = True,
+    connections: int = 1,
+    value_bytes: int = VALUE_BYTES,
 ) -> BlockMessage:
-    """Return the exchanges for a block of `values` values per rank. They are sent in fp32 if not `rounded`. `connections` are those
-    of the link."""
+    """Return the exchanges for a block of `values` values per rank. They are sent as they are, with `value_bytes` bytes each, if
+    not `rounded`. `connections` are those of the link."""
     others = replicas - 1
     if wire.kind == "fp32" or not rounded:
-        chunk = VALUE_BYTES * values / replicas
+        chunk = value_bytes * values / replicas
         parts = connections if chunk > HOP_BYTES else 1
         hops = 2 * others * max(1.0, chunk / parts / HOP_BYTES)
         return BlockMessage(Exchange(2 * others * chunk, hops, parts=parts))
     if wire.kind == "topk":
         sparse = SparseFormat(wire.keep, wire.values)
-        return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))
+        return BlockMessage(Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False))
     encoded = WireFormat(wire.kind)
     sent = others * encoded.size(encoded.padded_chunk(values, replicas))
     first, second = (Exchange(sent, 1, others, is_ring=False, receivers_ready=ready) for ready in (False, True))
@@ -240,11 +246,14 @@ def gradient_time(
     step_seconds: float,
     link: NetworkLink,
     backward_share: float = 1 - FORWARD_SHARE,
+    value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
     """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
     which gradients are sent, 0 if the engine sends them afterwards, PREFETCH + 1 blocks at once."""
-    connections = link.connections
-    messages = [block_message(values, replicas, wire, wire.gradients, connections) for values in reversed(block_values)]
+    connections, is_rounded = link.connections, wire.gradients
+    messages = [
+        block_message(values, replicas, wire, is_rounded, connections, value_bytes) for values in reversed(block_values)
+    ]
     sent = sum(message.sent for message in messages)
     if not backward_share:
         started = slow_start_seconds(_first(messages), link, step_seconds, PREFETCH + 1)
@@ -268,6 +277,7 @@ def round_time(
     every: float,
     link: NetworkLink,
     forward_share: float = FORWARD_SHARE,
+    value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
     """Return the times of a round of `every` steps after the warm-up. `block_values` has the number of values per rank of each
     block. `forward_share` is the share of a step in which blocks are synchronized layer by layer, or 0 if the engine gathers
@@ -275,9 +285,15 @@ def round_time(
     if replicas == 1:
         return RoundTime(every * step_seconds, 0.0, 0.0)
     if sync.period.averages_gradients:
-        return gradient_time(sync.wire, block_values, replicas, step_seconds, link)
-    connections = link.connections
-    messages = [block_message(values, replicas, sync.wire, connections=connections) for values in block_values]
+        return gradient_time(sync.wire, block_values, replicas, step_seconds, link, value_bytes=value_bytes)
+
+    def to_all(rounded: bool) -> list[BlockMessage]:
+        return [
+            block_message(values, replicas, sync.wire, rounded, link.connections, value_bytes)
+            for values in block_values
+        ]
+
+    messages = to_all(rounded=True)
     compute = every * step_seconds
     sent = sum(message.sent for message in messages)
     in_flight = sync.schedule.blocks_in_flight
@@ -298,7 +314,7 @@ def round_time(
             exposed = max(exposed, sequence_seconds(messages, link) - compute)
         case WaitAvoidingSection() as avoiding:
             members = avoiding.resolve_group_size(replicas) or replicas
-            group = [block_message(values, members, sync.wire) for values in block_values]
+            group = [block_message(values, members, sync.wire, value_bytes=value_bytes) for values in block_values]
             exposed = (
                 (every - 1) * _group_exposed(group, members, replicas, step_seconds, link)
                 + sequence_seconds(messages, link)
@@ -310,7 +326,7 @@ def round_time(
     periods_of_moments = () if sync.moments is None else (sync.moments.first, sync.moments.second)
     for due in periods_of_moments:
         if due is not None:
-            of_moments = [block_message(values, replicas, sync.wire, False, connections) for values in block_values]
+            of_moments = to_all(rounded=False)
             exposed += sequence_seconds(of_moments, link) / due
             sent += sum(message.sent for message in of_moments) / due
     return RoundTime(compute, exposed, sent)
@@ -323,6 +339,7 @@ def timed_round(
     step_seconds: float,
     link: NetworkLink,
     forward_share: float = FORWARD_SHARE,
+    value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
     """Return the times of a round of seconds, as `round_time` does. Replicas exchange step counts every `sync.period.every`
     seconds, of which the wait for the last round's messages is a part, until they have taken `sync.period.min_steps` steps."""
@@ -333,7 +350,7 @@ def timed_round(
         steps += in_later_ones * max(0, math.ceil((period.min_steps / replicas - steps) / in_later_ones))
         if steps == last:
             break
-        found = round_time(sync, block_values, replicas, step_seconds, steps, link, forward_share)
+        found = round_time(sync, block_values, replicas, step_seconds, steps, link, forward_share, value_bytes)
     return found
 
 

@@ -198,12 +198,13 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
         connections = connections_for(2 * latency)
     link = NetworkLink(rates.mbit / shards, latency, connections=connections)
     values = [-(-parameters // shards) for parameters in size.block_parameters]
+    master, _ = BYTES[recipe.parallel.precision]
     is_zero = recipe.parallel.engine == "zero"
     backward_share = 0.0 if is_zero else 1 - FORWARD_SHARE
     forward_share = 0.0 if is_zero and recipe.parallel.zero_stage < 3 else FORWARD_SHARE
     gradients = 0.0
     if replicas > 1:
-        gradients = gradient_time(sync.wire, values, replicas, step, link, backward_share).exposed
+        gradients = gradient_time(sync.wire, values, replicas, step, link, backward_share, master).exposed
     if replicas == 1 or sync.period.averages_gradients:
         message = seconds(gradient_bytes(recipe, size, replicas))
         return TimeEstimate(average_step, message, gradients, steps * (average_step + gradients))
@@ -211,11 +212,11 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     if sync.period.is_timed:
         first = warmup_of(sync, LRSchedule.of(recipe))
         message = seconds(round_bytes(recipe, size, replicas, shards=1))
-        one = timed_round(sync, values, replicas, local_step, link, forward_share)
+        one = timed_round(sync, values, replicas, local_step, link, forward_share, master)
     else:
         rounds = rounds_of(recipe, size, replicas)
         first, message = rounds.first, seconds(rounds.bytes)
-        one = round_time(sync, values, replicas, local_step, rounds.every, link, forward_share)
+        one = round_time(sync, values, replicas, local_step, rounds.every, link, forward_share, master)
     waiting = (first * gradients + (steps - first) * one.exposed * local_step / one.compute) / steps
     return TimeEstimate(average_step, message, waiting, steps * (average_step + waiting))
 

@@ -80,6 +80,19 @@ def test_bytes_of_a_block_are_those_of_the_wire() -> None:
         assert block_message(1_024_000, 4, WireSection(kind=kind), rounded=False).second is None
 
 
+@pytest.mark.parametrize("method", ["synchronous", "diloco", "des_loc", "wagma", "a_edit"])
+def test_values_of_8_bytes_take_as_long_as_twice_as_many(method: str) -> None:
+    sync, wide = sync_of(method), [2 * values for values in BLOCKS]
+    if sync.period.is_timed:
+        assert timed_round(sync, BLOCKS, 4, 0.6, FAST, value_bytes=8) == timed_round(sync, wide, 4, 0.6, FAST)
+    else:
+        of_wide = round_time(sync, wide, 4, 0.6, 20, FAST)
+        assert round_time(sync, BLOCKS, 4, 0.6, 20, FAST, value_bytes=8) == of_wide
+    int8, topk = WireSection(kind="int8"), WireSection(kind="topk", values="fp32", error_feedback=True)
+    assert block_message(8192, 4, int8, value_bytes=8) == block_message(8192, 4, int8)
+    assert block_message(8192, 4, topk, value_bytes=8).sent == 3 * 2 * 64 * (8 + 1.5)
+
+
 def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
     short, link = Exchange(100.0, 6), NetworkLink(mbit=1e6, latency_seconds=0.05)
     assert concurrent_seconds([], link) == 0

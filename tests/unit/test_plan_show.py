@@ -250,6 +250,10 @@ def test_time_by_hand() -> None:
     assert found.waiting == pytest.approx((10 * gradients + 4 * message) / 50)
     assert found.computing == pytest.approx(50 * found.step / found.run)
     assert estimate_time(recipe, size, 1, 1, RATES).waiting == 0
+    fp64 = estimate_time(
+        load_recipe(STDLIB, [*keys, "sync.warmup_steps=0", "parallel.precision=fp64"]), size, 4, 1, RATES
+    )
+    assert (fp64.message, fp64.waiting) == (pytest.approx(2 * message), pytest.approx(2 * message / 10))
     again = load_recipe(STDLIB, [*keys, "parallel.activation_checkpointing=true"])
     assert estimate_time(again, size, 4, 1, RATES).step == pytest.approx(4 / 3 * found.step)
     muon = estimate_time(load_recipe(STDLIB, [*keys, "optim.kind=muon"]), size, 4, 1, RATES)
