@@ -18,6 +18,7 @@ from llmtrain.parallel.wire_format import WireFormat
 
 if TYPE_CHECKING:
     from llmtrain.parallel.comms import Comms
+    from llmtrain.parallel.exchanges import CollectiveExchange, PeerExchange
 
 T = TypeVar("T")
 
@@ -44,8 +45,9 @@ class PendingCollective:
         return self.result
 
     def quantization_error(self) -> torch.Tensor | None:
-        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was. Call after
-        `wait`. If this rank adds the error to its next message, the next sum makes up for it."""
+        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was, if the error is not
+        kept, or if it was returned before. Call after `wait`. If this rank adds the error to its next message, the next sum makes
+        up for it."""
         return None
 
     def _finish(self) -> None:
@@ -79,55 +81,52 @@ class SplitAllReduce(PendingCollective):
 class QuantizedAllReduce(PendingCollective):
     """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
     message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
-    same bits, because they decode the same messages."""
+    same bits, because they decode the same messages. While it is in flight, its memory is that of the encoded bytes."""
 
-    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat):
-        super().__init__(comms, what, None, tensor)
-        self._wire = wire
-        self._chunk = wire.padded_chunk(tensor.numel(), comms.size)
-        shape = comms.size, wire.size(self._chunk)
-        self._received = torch.empty(shape, dtype=torch.uint8, device=comms.device)
-        self._gathered: torch.Tensor | None = torch.empty_like(self._received)  # every rank's sum, encoded
-        first = comms.open_exchange(what, self._received)
-        self._second = comms.open_exchange(what, self._gathered)
-        self._message = tensor.new_zeros(comms.size, self._chunk)
-        self._message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
-        self._sent = wire.encode(self._message).to(comms.device)
-        self._total: torch.Tensor | None = None  # this rank's chunk of the sum
-        self._mine: torch.Tensor | None = None  # the same chunk, encoded as sent
-        self._work = first.send_parts(self._sent)
+    def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat, keeps_error: bool = False):
+        """Start the first exchange. `keeps_error` keeps what rounding loses, in memory of the message's size."""
+        super().__init__(comms, what, None, tensor.new_empty(0))
+        self._wire, self._shape = wire, tensor.shape
+        chunk = wire.padded_chunk(tensor.numel(), comms.size)
+        first, self._second = (comms.open_exchange(what, wire.size(chunk)) for _ in range(2))
+        message = tensor.new_zeros(comms.size, chunk)
+        message.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+        encoded = wire.encode(message)
+        self._first: CollectiveExchange | PeerExchange | None = first
+        self._work = first.send_parts(encoded.to(comms.device))
+        self._error = message.sub_(wire.decode(encoded, message.dtype)) if keeps_error else None
 
     @property
     def is_done(self) -> bool:
-        return self._mine is not None and super().is_done
+        return self._first is None and super().is_done
 
     def start_second_phase(self) -> None:
         """Wait for the first exchange, then start the second. Later calls do nothing."""
-        if self._mine is not None:
+        if self._first is None:
             return
         self._finish()
-        comms = self._comms
-        self._total = self._decoded(self._received).sum(0, keepdim=True)
-        self._mine = self._wire.encode(self._total).to(comms.device)
-        self._work = self._second.send_to_all(self._mine.view(-1))
+        total = self._decoded(self._first).sum(0, keepdim=True)  # this rank's chunk of the sum
+        encoded = self._wire.encode(total)
+        self._work = self._second.send_to_all(encoded.to(self._comms.device).view(-1))
+        if self._error is not None:
+            # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
+            self._error[self._comms.rank] += (total - self._wire.decode(encoded, total.dtype)).view(-1)
+        self._first = None  # frees what was received
 
     def wait(self) -> torch.Tensor:
         self.start_second_phase()
         self._finish()
-        if self._gathered is not None:
-            whole = self._decoded(self._gathered)
-            self.result.copy_(whole.view(-1)[: self.result.numel()].view(self.result.shape))
-            self._gathered = None
+        if self._second is not None:
+            self.result = self._decoded(self._second).view(-1)[: self._shape.numel()].view(self._shape)
+            self._second = None
         return self.result
 
-    def quantization_error(self) -> torch.Tensor:
-        lost = self._message - self._decoded(self._sent)
-        # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
-        lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)
-        return lost.view(-1)[: self.result.numel()]
+    def quantization_error(self) -> torch.Tensor | None:
+        error, self._error = self._error, None
+        return None if error is None else error.view(-1)[: self._shape.numel()]
 
-    def _decoded(self, payload: torch.Tensor) -> torch.Tensor:
-        return self._wire.decode(payload.to(self.result.device), self.result.dtype)
+    def _decoded(self, exchange: CollectiveExchange | PeerExchange) -> torch.Tensor:
+        return self._wire.decode(exchange.received.to(self.result.device), self.result.dtype)
 
 
 class SparseAllReduce(PendingCollective):
@@ -135,27 +134,28 @@ class SparseAllReduce(PendingCollective):
     what it receives. All ranks end with the same bits, because they sum the same messages in the same order."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
-        super().__init__(comms, what, None, tensor)
-        self._wire = wire
-        shape = comms.size, wire.size(tensor.numel(), tensor.element_size())
-        self._gathered: torch.Tensor | None = torch.empty(shape, dtype=torch.uint8, device=comms.device)
-        exchange = comms.open_exchange(what, self._gathered)
+        """Start the exchange. What is not sent stays in the message's memory."""
+        super().__init__(comms, what, None, tensor.new_empty(0))
+        self._wire, self._shape = wire, tensor.shape
+        part_bytes = wire.size(tensor.numel(), tensor.element_size())
+        self._exchange: CollectiveExchange | PeerExchange | None = comms.open_exchange(what, part_bytes)
         encoded = wire.encode(tensor.view(-1))
         wire.add_decoded(encoded, tensor.neg_().view(-1))
-        self._error = tensor.neg_()  # in the message's memory; the sum has its own
-        self._work = exchange.send_to_all(encoded.to(comms.device))
+        self._error: torch.Tensor | None = tensor.neg_()
+        self._work = self._exchange.send_to_all(encoded.to(comms.device))
 
     def wait(self) -> torch.Tensor:
         self._finish()
-        if self._gathered is not None:
-            self.result = torch.zeros_like(self._error)
-            for encoded in self._gathered.to(self.result.device):
-                self._wire.add_decoded(encoded, self.result.view(-1))
-            self._gathered = None
+        if self._exchange is not None:
+            total = self.result.new_zeros(self._shape)
+            for encoded in self._exchange.received.to(total.device):
+                self._wire.add_decoded(encoded, total.view(-1))
+            self.result, self._exchange = total, None
         return self.result
 
-    def quantization_error(self) -> torch.Tensor:
-        return self._error.view(-1)
+    def quantization_error(self) -> torch.Tensor | None:
+        error, self._error = self._error, None
+        return None if error is None else error.view(-1)
 
 
 class PendingResult(Protocol):

@@ -132,16 +132,17 @@ class Comms:
         torch.cuda.synchronize(self.device)
 
     def all_reduce(
-        self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None
+        self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None, keeps_error: bool = False
     ) -> PendingCollective:
-        """Start summing `tensor` over the axis, in place except with a sparse format. The caller must not touch it before
-        `wait`. `wire` is the format in which values are sent; None sends them as they are."""
+        """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they are, and the
+        sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has memory of its own, and
+        `keeps_error` says whether what the format left out is asked for. A sparse format always keeps it."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):
             return SparseAllReduce(self, what, tensor, wire)
         if wire is not None:
-            return QuantizedAllReduce(self, what, tensor, wire)
+            return QuantizedAllReduce(self, what, tensor, wire, keeps_error)
         if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:
             return SplitAllReduce(self, what, tensor)
         return self.start_all_reduce(tensor, what)
@@ -223,10 +224,10 @@ class Comms:
         self.traffic.bytes += sent
         return trace.message(what, sent, self.device.type == "cuda") if self.axis == "replica" else None
 
-    def open_exchange(self, what: str, received: torch.Tensor) -> CollectiveExchange | PeerExchange:
-        """Return an exchange whose parts arrive in `received`, [ranks, bytes] on `device`. Over gloo it is ready to receive at
-        once, so open it before the work on what is sent."""
-        return PeerExchange(self, what, received) if self.is_gloo else CollectiveExchange(self, what, received)
+    def open_exchange(self, what: str, part_bytes: int) -> CollectiveExchange | PeerExchange:
+        """Return an exchange in which each rank sends `part_bytes` bytes on `device` to each other rank. Over gloo it is ready to
+        receive at once, so open it before the work on what is sent."""
+        return PeerExchange(self, what, part_bytes) if self.is_gloo else CollectiveExchange(self, what, part_bytes)
 
     def _least_used(self) -> int:
         """Return the number of the first group among those with the fewest collectives in flight."""

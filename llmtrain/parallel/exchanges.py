@@ -34,31 +34,38 @@ receives posted, and messages of a later `Comms` on the same group must not matc
 class CollectiveExchange:
     """Exchange by a collective of the backend. Its parts arrive in `received`, [ranks, bytes], by the rank that sends them."""
 
-    def __init__(self, comms: Comms, what: str, received: torch.Tensor):
-        """Prepare to receive. `what` is the label in errors and traces. All ranks create their exchanges in the same order."""
-        self._comms, self._what, self._received = comms, what, received
+    received: torch.Tensor
+
+    def __init__(self, comms: Comms, what: str, part_bytes: int):
+        """Prepare to receive `part_bytes` bytes from each rank. Memory for them is allocated when this rank sends. `what` is the
+        label in errors and traces. All ranks create their exchanges in the same order."""
+        self._comms, self._what, self._part_bytes = comms, what, part_bytes
 
     def send_parts(self, parts: torch.Tensor) -> dist.Work:
         """Send row r of `parts`, [ranks, bytes], to each rank r. Return the work that fills `received`."""
+        self.received = _buffer(self._comms, self._part_bytes)
         sent = (self._comms.size - 1) * parts.shape[1]
-        return self._comms.begin(self._what, sent, dist.all_to_all_single, self._received, parts)
+        return self._comms.begin(self._what, sent, dist.all_to_all_single, self.received, parts)
 
     def send_to_all(self, part: torch.Tensor) -> dist.Work:
         """Send the flat bytes `part` to all ranks. Return the work that fills `received`."""
+        self.received = _buffer(self._comms, self._part_bytes)
         sent = (self._comms.size - 1) * len(part)
-        return self._comms.begin(self._what, sent, ALL_GATHER, self._received.view(-1), part)
+        return self._comms.begin(self._what, sent, ALL_GATHER, self.received.view(-1), part)
 
 
 class PeerExchange:
     """Exchange over gloo by messages between two ranks. Creating it posts the receives."""
 
-    def __init__(self, comms: Comms, what: str, received: torch.Tensor):
-        """Post the receives. `received` and `what` are as in CollectiveExchange, and so is the order of creation."""
-        self._comms, self._what, self._received = comms, what, received
+    def __init__(self, comms: Comms, what: str, part_bytes: int):
+        """Post the receives. The arguments are as in CollectiveExchange, and so is the order of creation."""
+        self._comms, self._what, self.received = comms, what, _buffer(comms, part_bytes)
         self._tag = TAGS[next(_NUMBERS.setdefault(comms.group, itertools.count())) % len(TAGS)]
         peers = [(comms.rank - distance) % comms.size for distance in range(1, comms.size)]
         self._receiving = self._started(
-            lambda: [dist.irecv(received[peer], group=comms.group, group_src=peer, tag=self._tag) for peer in peers]
+            lambda: [
+                dist.irecv(self.received[peer], group=comms.group, group_src=peer, tag=self._tag) for peer in peers
+            ]
         )
 
     def send_parts(self, parts: torch.Tensor) -> PeerWork:
@@ -72,7 +79,7 @@ class PeerExchange:
     def _send(self, parts: Sequence[torch.Tensor]) -> PeerWork:
         comms = self._comms
         on_arrival = comms.note_message(self._what, sum(map(len, parts)) - len(parts[comms.rank]))
-        self._received[comms.rank].copy_(parts[comms.rank])
+        self.received[comms.rank].copy_(parts[comms.rank])
         peers = [(comms.rank + distance) % comms.size for distance in range(1, comms.size)]
         sending = self._started(
             lambda: [dist.isend(parts[peer], group=comms.group, group_dst=peer, tag=self._tag) for peer in peers]
@@ -84,6 +91,11 @@ class PeerExchange:
             return start()
         except RuntimeError as error:
             raise self._comms.failure(self._what, error) from error
+
+
+def _buffer(comms: Comms, part_bytes: int) -> torch.Tensor:
+    """Return memory for the bytes of all ranks."""
+    return torch.empty(comms.size, part_bytes, dtype=torch.uint8, device=comms.device)
 
 
 class PeerWork:

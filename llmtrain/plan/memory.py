@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
-from llmtrain.config import PrimalAverageSection, Recipe
+from llmtrain.config import PrimalAverageSection, Recipe, WireSection
 from llmtrain.lr import LRSchedule
+from llmtrain.parallel.sparse_format import CHUNK, SparseFormat
+from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
 from llmtrain.plan.model_size import ModelSize
@@ -128,7 +130,9 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  of its inputs in c.
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
                  offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
-                 fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay.
+                 fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay. Rounded
+                 messages in flight need no more than their means: what a rank sends and what it receives (over gloo, as
+                 much again). With error feedback, these bytes are added, because a message's own errors stay until it arrives.
     host_models  w P / M for each model that a schedule keeps in CPU memory if there are several replicas: two with
                  `wait_avoiding`, the newest one and a copy whose sum over a group is in flight.
     host_checkpoint  With `checkpoint.background`, masters, optimizer state, anchors and the messages that stay. Without it,
@@ -166,7 +170,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
 
     anchors = shard_of_all * _anchor_copies(recipe)
     in_turns = recipe.parallel.ranks_per_process
-    in_flight, stay = (in_turns * part for part in _messages(recipe, size, shards, has_anchors=anchors > 0))
+    in_flight, stay, encoded = (in_turns * part for part in _messages(recipe, size, replicas, shards, anchors > 0))
     resharding = recipe.parallel.engine == "fsdp2" and shards > 1 and reshards(recipe, size, replicas, shards)
     own = engine_memory(recipe, size, replicas, shards, resharding)
 
@@ -212,7 +216,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         gathered=gathered,
         activations=activations,
         loss=loss,
-        messages=in_flight + stay,
+        messages=in_flight + stay + encoded,
         non_coincident=max(moments) - sum_of_these,
         host=in_turns * (own.host + (anchors if sync.offload else 0)),
         host_rounding=in_turns * _rounding(recipe, size, shards, anchors) if sync.offload else 0,
@@ -269,19 +273,29 @@ def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int
     return copies * sum((1 << (block - 1).bit_length()) - block for block in blocks)
 
 
-def _messages(recipe: Recipe, size: ModelSize, shards: int, has_anchors: bool) -> tuple[int, int]:
-    """Return the bytes of messages as (only during a synchronization, also between synchronizations)."""
+def _messages(recipe: Recipe, size: ModelSize, replicas: int, shards: int, has_anchors: bool) -> tuple[int, int, int]:
+    """Return the bytes of messages as (only during a synchronization, also between synchronizations, and there not in a
+    checkpoint)."""
     master, _ = BYTES[recipe.parallel.precision]
-    sync, largest = recipe.sync, max(size.block_parameters)
+    sync, largest = recipe.sync, -(-max(size.block_parameters) // shards)
     if sync.period.averages_gradients:
-        return 0, 0
-    in_flight = sync.schedule.blocks_in_flight
-    blocks = min(in_flight, len(size.block_parameters)) + 2
+        return 0, 0, 0
+    in_flight = min(sync.schedule.blocks_in_flight, len(size.block_parameters))
+    blocks = in_flight + 2
     if sync.offload and has_anchors:
-        blocks += min(in_flight + 1, len(size.block_parameters)) + 2
-    stay = master * -(-sync.schedule.parameters_in_flight(size.block_parameters, sync.period) // shards)
+        blocks += min(sync.schedule.blocks_in_flight + 1, len(size.block_parameters)) + 2
+    encoded = _encoded_bytes(sync.wire, replicas, master) if sync.wire.error_feedback else 0.0
+    values = -(-sync.schedule.parameters_in_flight(size.block_parameters, sync.period) // shards)
     errors = master * -(-size.parameters // shards) if sync.wire.error_feedback else 0
-    return blocks * master * -(-largest // shards), stay + errors
+    during = blocks * master * largest + int(in_flight * encoded * largest)
+    return during, master * values + errors, int(encoded * values)
+
+
+def _encoded_bytes(wire: WireSection, replicas: int, master: int) -> float:
+    """Return the bytes per value of an encoded message in flight: what a rank sends and what it receives from all ranks."""
+    if wire.kind == "topk":
+        return (1 + replicas) * SparseFormat(wire.keep, wire.values).size(CHUNK, master) / CHUNK
+    return 2 * WireFormat(wire.kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
 
 
 def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:

@@ -122,7 +122,8 @@ class BlockSync:
         if self.errors and weight > 0:
             message.add_(self.errors[index], alpha=self.feedback_decay)
             self.errors[index].zero_()
-        pending = self.replica_comms.all_reduce(message, f"synchronizing {self.replica.blocks[index].name}", self.wire)
+        what = f"synchronizing {self.replica.blocks[index].name}"
+        pending = self.replica_comms.all_reduce(message, what, self.wire, bool(self.errors))
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:

@@ -192,7 +192,9 @@ class GroupAverager:
         in_flight = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]
         for pending in in_flight:
             pending.start_second_phase()
-        sums = [pending.wait() for pending in in_flight]
+        sums = [
+            part.copy_(pending.wait()) for part, pending in zip(message, in_flight, strict=True)
+        ]  # into pinned memory
         with self._changed:
             self._sums[iteration] = sums, version
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.parallel.comms import ALL_GATHER, Comms
+from llmtrain.parallel.exchanges import CollectiveExchange
+from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from tests.distributed.oracle_wire import rounded_sum, whole_blocks
 from tests.distributed.threads import ThreadComms, Threads, on_each
@@ -83,13 +86,9 @@ def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         tensor = torch.from_numpy(case.message(comms.rank))
         counted, sent = comms.traffic.bytes, comms.sent
-        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind))
-        assert pending.wait() is tensor
-        outcomes.append(
-            Outcome(
-                tensor.numpy(), pending.quantization_error().numpy(), comms.traffic.bytes - counted, comms.sent - sent
-            )
-        )
+        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=True)
+        result, lost = pending.wait().numpy(), pending.quantization_error().numpy()
+        outcomes.append(Outcome(result, lost, comms.traffic.bytes - counted, comms.sent - sent))
     return outcomes
 
 
@@ -248,7 +247,7 @@ def act(comms: Comms, script: str) -> tuple[dict[str, np.ndarray], dict[str, np.
         case = (ROUNDED | OTHERS)[name]
         tensor = torch.from_numpy(case.message(comms.rank))
         if verb in ("begin", "plain"):
-            pending[name] = comms.all_reduce(tensor, name, WireFormat(case.kind) if verb == "begin" else None)
+            pending[name] = comms.all_reduce(tensor, name, WireFormat(case.kind) if verb == "begin" else None, True)
             assert verb == "plain" or not pending[name].is_done
         elif verb == "gather":
             pending[name] = comms.gather(tensor, name)
@@ -275,22 +274,55 @@ def test_several_under_way_are_what_each_is_alone(script, world):
         assert counted == pytest.approx(sum(bytes_of(case, world) for case in ROUNDED.values()), rel=1e-12)
 
 
-def reduce_part_of_a_buffer(comms: Comms, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The buffer after a reduction of its middle, as two dimensions, was begun; and after it was done."""
+def reduce_part_of_a_buffer(comms: Comms, kind: str) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
+    """The buffer after a reduction of its middle, as two dimensions; the sum's shape, and the sum."""
     buffer = torch.arange(1000, dtype=torch.float64)
-    pending = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind))
-    before = buffer.clone()
-    pending.wait()
-    return before.numpy(), buffer.numpy()
+    total = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind)).wait()
+    return buffer.numpy(), tuple(total.shape), total.numpy().ravel()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sum_is_written_in_place_when_it_is_waited_for_and_nowhere_else(kind):
+def test_a_rounded_sum_has_memory_of_its_own(kind):
     values = np.arange(1000, dtype=np.float64)
     total, _ = rounded_sum(np.stack([values[5:905]] * 4), kind)
-    for before, after in on_each(4, reduce_part_of_a_buffer, kind):
-        np.testing.assert_array_equal(before, values)
-        np.testing.assert_array_equal(after, np.concatenate([values[:5], total, values[905:]]))
+    for after, shape, found in on_each(4, reduce_part_of_a_buffer, kind):
+        np.testing.assert_array_equal(after, values)
+        np.testing.assert_array_equal(found, total)
+        assert shape == (30, 30)
+
+
+def bytes_held(pending: Any) -> int:
+    """Bytes of the tensors of a reduction and of its exchanges."""
+    parts = [value for value in vars(pending).values() if value is not None]
+    inner = [part for one in parts if isinstance(one, CollectiveExchange) for part in vars(one).values()]
+    return sum(part.untyped_storage().nbytes() for part in [*parts, *inner] if isinstance(part, torch.Tensor))
+
+
+def memory_in_flight(comms: Comms, wire: WireFormat | SparseFormat, keeps_error: bool) -> list[int]:
+    """Bytes held after each call: the start, the second phase, the wait, and the error's return."""
+    pending = comms.all_reduce(torch.ones(4 * 4096), "test", wire, keeps_error)
+    held = [bytes_held(pending)]
+    for call in (pending.start_second_phase, pending.wait, pending.quantization_error):
+        call()
+        held.append(bytes_held(pending))
+    return held
+
+
+IN_FLIGHT = [
+    (WireFormat("int8"), False),
+    (WireFormat("int8"), True),
+    (WireFormat("bf16"), False),
+    (SparseFormat(9, "2bit"), True),
+]
+
+
+@pytest.mark.parametrize(("wire", "keeps_error"), IN_FLIGHT)
+def test_a_message_in_flight_holds_what_was_received_and_its_errors(wire, keeps_error):
+    values = 4 * 4096
+    encoded = 4 * wire.size(values) if isinstance(wire, SparseFormat) else wire.size(values)
+    error = 4 * values if keeps_error else 0
+    for held in on_each(4, memory_in_flight, wire, keeps_error):
+        assert held == [error + encoded, error + encoded, error + 4 * values, 4 * values]
 
 
 def reduce_nothing(comms: Comms, kind: str) -> tuple[tuple[int, ...], float, float]:
@@ -325,7 +357,7 @@ def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[in
     for k in range(1, max(ROUNDS) + 1):
         tensor = message + lost
         sent = tensor.clone()
-        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind))
+        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=error_feedback)
         total += pending.wait()
         if error_feedback:
             lost = pending.quantization_error()

@@ -47,7 +47,9 @@ def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
             begin(f"all of {size} {dtype}", lambda mine=mine: comms.gather(mine, "all"))
         for kind in KINDS:
             mine = message(comms.rank, size, torch.float64)
-            begin(f"{kind} of {size}", lambda mine=mine, kind=kind: comms.all_reduce(mine, kind, WireFormat(kind)))
+            begin(
+                f"{kind} of {size}", lambda mine=mine, kind=kind: comms.all_reduce(mine, kind, WireFormat(kind), True)
+            )
     for reduction in reversed(pending.values()):
         reduction.start_second_phase()
     for name, reduction in pending.items():
@@ -102,7 +104,7 @@ def without_peer(comms: Comms, exchanges: int) -> tuple[str, bool]:
     if comms.rank == 1:
         if exchanges:
             sent = WireFormat("int8").encode(torch.ones(2, 256))
-            comms.open_exchange("the message", torch.empty_like(sent)).send_parts(sent).wait()
+            comms.open_exchange("the message", sent.shape[1]).send_parts(sent).wait()
         return "", False
     try:
         comms.all_reduce(torch.ones(300), "the message", WireFormat("int8")).wait()

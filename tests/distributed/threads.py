@@ -230,8 +230,8 @@ class ThreadComms(Comms):
             output.fill_(torch.nan if output.is_floating_point() else torch.iinfo(output.dtype).max)
         return Work(call, self.rank, receive)
 
-    def open_exchange(self, what: str, received: torch.Tensor) -> CollectiveExchange:
-        return CollectiveExchange(self, what, received)
+    def open_exchange(self, what: str, part_bytes: int) -> CollectiveExchange:
+        return CollectiveExchange(self, what, part_bytes)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
         self._made += 1

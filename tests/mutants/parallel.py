@@ -8,15 +8,15 @@ MUTANTS = [
     Mutant(
         "comms: sign of the rounding error",
         "llmtrain/parallel/collectives.py",
-        "lost = self._message - self._decoded(self._sent)",
-        "lost = self._decoded(self._sent) - self._message",
+        "message.sub_(wire.decode(encoded, message.dtype)) if keeps_error",
+        "message.sub_(wire.decode(encoded, message.dtype)).neg_() if keeps_error",
         WIRE,
     ),
     Mutant(
         "comms: the second rounding is not in the error",
         "llmtrain/parallel/collectives.py",
-        "lost[self._comms.rank] += (self._total - self._decoded(self._mine)).view(-1)",
-        "lost[self._comms.rank] += 0.0",
+        "self._error[self._comms.rank] += (total - self._wire.decode(encoded, total.dtype)).view(-1)",
+        "self._error[self._comms.rank] += 0.0",
         WIRE,
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "wire: over gloo rounded sums are collectives, too",
         "llmtrain/parallel/comms.py",
-        "return PeerExchange(self, what, received) if self.is_gloo else",
+        "return PeerExchange(self, what, part_bytes) if self.is_gloo else",
         "return",
         ("tests/distributed/test_exchanges.py",),
     ),
@@ -79,7 +79,8 @@ MUTANTS = [
         "wire: a rank is ready for the second exchange only when it begins",
         "llmtrain/parallel/collectives.py",
         "        self._work = self._second.send_to_all(",
-        "        self._work = comms.open_exchange(self._what, self._gathered).send_to_all(",
+        "        self._second = self._comms.open_exchange(self._what, self._second.received.shape[1])\n"
+        "        self._work = self._second.send_to_all(",
         ("tests/distributed/test_exchanges.py",),
     ),
     Mutant(
@@ -88,6 +89,13 @@ MUTANTS = [
         "            self._wait_for_all()\n            on_arrival()\n",
         "            self._wait_for_all()\n",
         ("tests/distributed/test_exchanges.py",),
+    ),
+    Mutant(
+        "wire: a rounded message in flight keeps its values",
+        "llmtrain/parallel/collectives.py",
+        "tensor.new_empty(0))\n        self._wire, self._shape = wire, tensor.shape\n        chunk",
+        "tensor)\n        self._wire, self._shape = wire, tensor.shape\n        chunk",
+        ("tests/distributed/test_comms_wire.py",),
     ),
     Mutant(
         "wire: int8 has 128 levels",

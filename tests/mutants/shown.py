@@ -236,4 +236,11 @@ MUTANTS = [
         "period.every / step_seconds",
         ("tests/unit/test_network_time.py",),
     ),
+    Mutant(
+        "plan: a message in flight that keeps its errors has no bytes to send",
+        "llmtrain/plan/memory.py",
+        "return during, master * values + errors, int(encoded * values)",
+        "return during, master * values + errors, 0",
+        ("tests/unit/test_plan_messages.py",),
+    ),
 ]

@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "sparse: nothing is left out",
         "llmtrain/parallel/collectives.py",
-        "        return self._error.view(-1)",
-        "        return torch.zeros_like(self._error).view(-1)",
+        "None if error is None else error.view(-1)\n",
+        "None if error is None else torch.zeros_like(error).view(-1)\n",
         SPARSE,
     ),
     Mutant(
@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "prediction: the largest values are summed and sent once more",
         "llmtrain/plan/network_time.py",
-        "return BlockMessage(Exchange(others * sparse.size(values), 1, peers=others, is_ring=False))",
-        "return BlockMessage(*[Exchange(others * sparse.size(values), 1, peers=others, is_ring=False)] * 2)",
+        "return BlockMessage(Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False))",
+        "return BlockMessage(*[Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False)] * 2)",
         ("tests/unit/test_network_time.py",),
     ),
     Mutant(

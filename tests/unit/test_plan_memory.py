@@ -336,12 +336,6 @@ def test_anchors_only_where_the_method_needs_them(tmp_path, overrides: list[str]
     assert memory.anchors == copies * memory.gradients
 
 
-def test_synchronous_has_no_messages_of_ours(tmp_path) -> None:
-    assert planned(tmp_path, "sync.method=synchronous").messages == 0
-    few, many = (planned(tmp_path, "sync.schedule=layerwise", f"sync.schedule.prefetch={n}") for n in (0, 2))
-    assert 0 < few.messages < many.messages
-
-
 def test_checkpointing_keeps_layer_inputs_only(tmp_path) -> None:
     recipe = make(tmp_path, "parallel.activation_checkpointing=true")
     size = size_of(recipe)
