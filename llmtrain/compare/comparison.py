@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
@@ -20,7 +20,17 @@ from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_files import recipe_named_in
-from llmtrain.recipe_messages import explain_in
+from llmtrain.recipe_loader import parse_overrides
+from llmtrain.recipe_messages import explain_in, format_value
+
+SET_BY = {
+    "parallel.replicas": "hosts.count and runs.{run}.replicas",
+    "run.seed": "seeds",
+    "run.name": "seeds",
+    "run.out_dir": "out_dir and name",
+    "log.trace": "trace",
+}
+"""Keys of recipes that a comparison sets itself, and its own keys for them."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +254,24 @@ def trials(comparison: Comparison, file: Path) -> list[TrialSpec]:
         recipe = recipe_named_in(file, section.recipe or comparison.recipe)
         planned.append(TrialSpec(condition, run, seed, recipe, overrides, folder / f"seed-{seed}", stages))
     return planned
+
+
+def check_overrides(planned: TrialSpec, comparison: Comparison) -> None:
+    """Raise RecipeError for an override of a key that the comparison itself sets to another value."""
+    given = parse_overrides([*comparison.overrides, *comparison.runs[planned.run].overrides])
+    for stage, (key, setters) in itertools.product(planned.stages, SET_BY.items()):
+        value, used = (_value(data, key) for data in (given, parse_overrides(planned.overrides_of(stage))))
+        if value not in (None, used):
+            raise RecipeError(
+                f"{key} is {format_value(value)} in the overrides, but {setters.format(run=planned.run)} set it to "
+                f"{format_value(used)}; change those instead"
+            )
+
+
+def _value(data: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key of a recipe, or None."""
+    section, _, name = key.partition(".")
+    return data[section].get(name) if isinstance(data.get(section), dict) else None
 
 
 def _problem(comparison: Comparison) -> str | None:

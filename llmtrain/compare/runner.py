@@ -16,7 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
-from llmtrain.compare.comparison import Comparison, ConditionSection, TrialSpec, load_comparison, trials
+from llmtrain.compare.comparison import (
+    Comparison,
+    ConditionSection,
+    TrialSpec,
+    check_overrides,
+    load_comparison,
+    trials,
+)
 from llmtrain.compare.measures import Results, gather
 from llmtrain.compare.report import seconds, write_report
 from llmtrain.compare.results import TrialRecord, TrialState, load_trials
@@ -96,6 +103,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
     """Return the recipe of a trial. Raises UserError, which names the run, if it can't be trained."""
     try:
+        check_overrides(planned, comparison)
         for stage in planned.stages:
             recipe = load_recipe(planned.recipe, planned.overrides_of(stage))
             check(recipe, stage.replicas * comparison.hosts.processes)

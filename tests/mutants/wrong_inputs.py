@@ -234,4 +234,11 @@ MUTANTS = [
         "    if False:\n",
         ("tests/unit/test_model.py",),
     ),
+    Mutant(
+        "compare: an override of what the file sets is ignored",
+        "llmtrain/compare/comparison.py",
+        "if value not in (None, used):",
+        "if False:",
+        ("tests/unit/test_comparison.py",),
+    ),
 ]

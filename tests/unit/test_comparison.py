@@ -265,6 +265,34 @@ def test_a_recipe_that_is_refused_is_a_runs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("goes_no_further")
 @pytest.mark.parametrize(
+    ("keys", "own", "refused"),
+    [
+        (
+            [],
+            "parallel.replicas=4",
+            "parallel.replicas is 4 .*hosts.count and runs.diloco.replicas set it to 2; change those",
+        ),
+        (["parallel={replicas: 1}"], "train.steps=9", "parallel.replicas is 1 .* set it to 2"),
+        (["run.seed=7"], "train.steps=9", r"run\.seed is 7 in the overrides, but seeds set it to 1234"),
+        (["run.name=mine", "parallel.replicas=2"], "train.steps=9", 'run.name is "mine" .* "seed-1234"'),
+        (["run.out_dir=there"], "train.steps=9", "run.out_dir .*but out_dir and name set it"),
+        (["log.trace={first: 9}"], "train.steps=9", "log.trace .*but trace set it to"),
+        (["parallel.replicas=2", "run.seed=1234", "log.trace=null"], "parallel.replicas=2", None),
+    ],
+)
+def test_a_key_that_the_comparison_sets_is_no_override(
+    tmp_path: Path, keys: list[str], own: str, refused: str | None
+) -> None:
+    file = written(tmp_path, ONE.replace("[sync", f"[{own}, sync") + "trace: {first: 3, steps: 2}\n")
+    if refused is None:
+        assert runner.run_comparison(file, keys, shaping=False) == STOPPED_EARLY
+        return
+    with pytest.raises(RecipeError, match=rf"^runs\.diloco: {refused}"):
+        runner.run_comparison(file, keys, shaping=False)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+@pytest.mark.parametrize(
     ("first", "second", "difference"),
     [((), ("train.steps=30",), "- train.steps=30"), (("train.steps=30",), (), "a key is gone")],
 )
