@@ -100,10 +100,14 @@ class ConditionSection(Section):
     """Deaths of hosts. The run then fails, and the report shows how."""
     garbage: GarbageSection | None = None
 
-    def settings(self) -> str:
-        """Return the given keys as YAML in one line, such as `bandwidth_mbit: 100.0, kills: [{host: 1, at: 5.0}]`."""
-        given = json.dumps(self.model_dump(exclude_unset=True)).replace('"', "")
-        return given[1:-1] or "no limits, no faults"
+    def settings(self, shaping: bool = True) -> str:
+        """Return the given keys as YAML in one line, such as `bandwidth_mbit: 100.0, kills: [{host: 1, at: 5.0}]`. Without
+        `shaping`, limits are not applied, but faults are."""
+        limits = set() if shaping else {"bandwidth_mbit", "latency_ms", "loss", "hosts"}
+        given = json.dumps(self.model_dump(exclude_unset=True, exclude=limits)).replace('"', "")[1:-1]
+        if shaping:
+            return given or "no limits, no faults"
+        return ", ".join(filter(None, ("on loopback, without limits", given)))
 
 
 class RestartSection(Section):

@@ -165,7 +165,7 @@ def _make(
 
 
 def _words(planned: TrialSpec, comparison: Comparison, shaping: bool) -> str:
-    return comparison.conditions[planned.condition].settings() if shaping else "on loopback, without limits"
+    return comparison.conditions[planned.condition].settings(shaping)
 
 
 def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:

@@ -83,6 +83,9 @@ def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> No
         assert yaml.safe_load(f"{{{conditions[name].settings()}}}") == condition
     assert conditions["thin"].settings() == "bandwidth_mbit: 100.0, hosts: {1: {bandwidth_mbit: 10.0, cpus: 0.5}}"
     assert ConditionSection().settings() == "no limits, no faults"
+    unlimited = "on loopback, without limits"
+    assert conditions["thin"].settings(shaping=False) == ConditionSection().settings(shaping=False) == unlimited
+    assert conditions["slow"].settings(shaping=False) == f"{unlimited}, {conditions['slow'].settings()}"
 
 
 @pytest.mark.parametrize(
