@@ -54,6 +54,7 @@ from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_loader import resolved_yaml
+from llmtrain.recipe_messages import one_of
 from llmtrain.train.devices import memory_bytes, memory_of_rank
 
 MUST_AGREE = ("llmtrain", "torch", "recipe")
@@ -180,7 +181,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         findings.append(warning(f"memory and traffic are not estimated: {error}", ""))
     else:
         needed = estimate(recipe, size, replicas, shards)
-        findings.append(_memory(needed.total(on_gpu), min(memory)))
+        findings.append(_memory(recipe, needed, on_gpu, min(memory)))
         if on_gpu and needed.host_total:
             ranks = max(Counter(nodes).values())
             findings.append(_cpu_memory(recipe, needed, ranks, memory_bytes(torch.device("cpu"))))
@@ -192,24 +193,34 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     return findings, Plan(replicas, shards, size)
 
 
-def _memory(needed: float, there: float) -> Finding:
-    what = f"memory: about {needed / GIB:.1f} GiB a process, {there / GIB:.1f} GiB there"
-    advice = "lower train.micro_batch, set parallel.activation_checkpointing or sync.offload, or use a larger parallel.shards"
-    return _if_it_fits(needed, there, what, advice)
+def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Finding:
+    total, parallel = needed.total(on_gpu), recipe.parallel
+    what = f"memory: about {total / GIB:.1f} GiB a process, {there / GIB:.1f} GiB there"
+    changes = {
+        "lower train.micro_batch": recipe.train.micro_batch > 1,
+        "set parallel.activation_checkpointing=true": parallel.activation_checkpointing is not True,
+        "set sync.offload=true": on_gpu and needed.anchors > 0,  # without a GPU it moves nothing
+        "use a larger parallel.shards": not parallel.in_process,
+        "train fewer parallel.replicas": parallel.in_process,
+    }
+    return _if_it_fits(total, there, what, one_of([change for change, helps in changes.items() if helps]))
 
 
 def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Finding:
     """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
+    is_zero = recipe.parallel.engine == "zero"
+    offloads = {"sync.offload": recipe.sync.offload, "parallel.zero_offload": recipe.parallel.zero_offload}
     uses = [
         (
             needed.host_checkpoint,
             "copied for a checkpoint (pinned, which can take up to twice as much)",
-            "set checkpoint.background=false" if recipe.checkpoint.background else "",
+            # Under ZeRO, checkpoints are copied whether they are written in the background or not.
+            "set checkpoint.background=false" if recipe.checkpoint.background and not is_zero else "",
         ),
         (
             needed.pinned_total,
             "pinned for what is offloaded",
-            "set sync.offload=false (or parallel.zero_offload=false)",
+            " or ".join(f"set {key}=false" for key, is_set in offloads.items() if is_set),
         ),
         (needed.host_models, "taken by newest models, for group averages", "use another sync.schedule"),
         (needed.host_validation, "copied while the replicas' mean is validated", ""),

@@ -326,4 +326,11 @@ MUTANTS = [
         'if not (metric.endswith("_stderr") or key in COUNTS):',
         ("tests/unit/test_export_folder.py",),
     ),
+    Mutant(
+        "doctor: under ZeRO, checkpoints in the foreground are advised",
+        "llmtrain/doctor/run_checks.py",
+        "if recipe.checkpoint.background and not is_zero else",
+        "if recipe.checkpoint.background else",
+        ("tests/unit/test_doctor_ranks.py",),
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -264,6 +265,43 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     assert one.level == level and f"about {state / GIB:.1f} GiB a node are copied for a checkpoint" in one.what
     found, _ = fit(recipe("sync.method=synchronous", "checkpoint.background=false", *large), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "what", "advice"),
+    [
+        ([], True, "memory", ["micro_batch", "activation_checkpointing=true", "sync.offload=true", "shards"]),
+        ([], False, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
+        (["sync.offload=true"], True, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
+        (
+            ["train.micro_batch=1", "parallel.activation_checkpointing=true", "sync.method=local_sgd"],
+            True,
+            "memory",
+            ["shards"],
+        ),
+        ([], True, "CPU memory", ["checkpoint.background=false", "shards"]),
+        (["sync.offload=true", "checkpoint.background=false"], True, "CPU memory", ["sync.offload=false", "shards"]),
+        (["parallel.engine=zero"], True, "CPU memory", ["shards"]),
+        (["parallel.engine=zero", "parallel.zero_offload=true"], True, "CPU memory", ["zero_offload=false", "shards"]),
+    ],
+)
+def test_what_would_not_help_is_not_advised(
+    recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str],
+    on_gpu: bool,
+    what: str,
+    advice: list[str],
+) -> None:
+    given = recipe("parallel.replicas=2", "parallel.shards=2", *keys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(checks, "memory_bytes", lambda device: 1.0)
+    needed = estimate(given, size_of(given), 2, 2).total(on_gpu)
+    found, _ = fit(given, ["a"] * 4, [needed / 0.9] * 4)
+    [one] = [finding for finding in found if finding.what.startswith(f"{what}:")]
+    keys_named = re.findall(r"\w+\.(\w+(?:=\w+)?)", one.advice)
+    assert [key.rpartition(".")[2] for key in advice] == keys_named
 
 
 class Axis:
