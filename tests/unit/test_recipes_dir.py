@@ -205,6 +205,20 @@ def test_a_header_states_the_estimated_memory(recipes: dict[str, Recipe], end: s
     assert stated is not None and list(stated.groups()) == [f"{gib:.1f}" for gib in found]
 
 
+def test_the_header_of_offloaded_zero_states_the_estimated_memory(recipes: dict[str, Recipe]) -> None:
+    header = " ".join(header_of(ROOT / "edit_7b_zero_offload.yaml"))
+    stated = re.search(r"nodes of (\d) GPUs .* a node needs (\d+) GiB .* each GPU (\d+) GiB\.", header)
+    recipe = recipes["edit_7b_zero_offload"]
+    shards, node, gpu = map(int, stated.groups())
+    needed = estimate(recipe, size_of(recipe), 8, shards)
+    assert (node, gpu) == (round(shards * needed.host_total / 2**30), round(needed.device_total / 2**30))
+
+
+def test_no_other_header_states_an_estimate() -> None:
+    stating = {path.stem for path in ROOT.rglob("*.yaml") if "GiB" in path.read_text()}
+    assert stating == {"llama_3b_fineweb_edu", "llama_7b_fineweb_edu", "edit_7b_zero_offload"}
+
+
 def _needed(recipe: Recipe, size: ModelSize, shard: int, recomputation: bool | str) -> int:
     """Return the bytes of each GPU of eight replicas."""
     changed = {"activation_checkpointing": recomputation}
