@@ -142,6 +142,9 @@ def _unused(recipe: Recipe) -> Iterator[str]:
             yield f"sync.wire.{key} is {getattr(sync.wire, key)}, but sync.wire is {sync.wire.kind}, and only topk has a choice of values"
     if _is_given(sync.wire, "feedback_decay") and not sync.wire.error_feedback:
         yield f"sync.wire.feedback_decay is {sync.wire.feedback_decay:g}, but sync.wire.error_feedback is false"
+    no_gradients_sent = not sync.period.averages_gradients and warmup_of(sync, LRSchedule.of(recipe)) == 0
+    if sync.wire.gradients and no_gradients_sent:
+        yield "sync.wire.gradients is true, but the run has no synchronous steps (sync.warmup_steps), which send gradients"
     if recipe.train.document_mask and recipe.data.packing == "none":
         yield "train.document_mask is true, but with data.packing=none a sequence never has two documents"
     if _is_given(parallel, "zero_stage") and parallel.engine != "zero":

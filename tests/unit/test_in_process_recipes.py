@@ -43,6 +43,7 @@ IN_PROCESS = [
     ),
     (["parallel.replicas=2", "log.trace={}"], 1, ["one timeline, but log.trace records one per rank"]),
     (["parallel.replicas=2", "log.profile={ranks: [0, 1]}"], 1, ["log.profile with 2 ranks"]),
+    (["parallel.replicas=4", "log.profile={ranks: [4]}"], 1, ["log.profile.ranks has 4", "are 0 to 3"]),
     (["parallel.replicas=3"], 1, ["train.global_batch"]),
 ]
 
@@ -60,7 +61,7 @@ def test_replicas_of_one_process_are_refused(
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["parallel.shards=1"], ["log.profile={}"], ["parallel.replica_backend=nccl"]]
+    "overrides", [[], ["parallel.shards=1"], ["log.profile={ranks: [3]}"], ["parallel.replica_backend=nccl"]]
 )
 def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) -> None:
     recipe = load_recipe(right, ["parallel.in_process=true", "parallel.replicas=4", "parallel.shards=auto", *overrides])

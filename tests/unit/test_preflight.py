@@ -266,6 +266,7 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
         (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
         (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
         (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
+        (["sync.warmup_steps=0", "sync.wire={kind: int8, gradients: true}"], "sync.wire.gradients is true, but the"),
         (["sync.wire={kind: int4, keep: 3}"], "sync.wire.keep is 3, but sync.wire is int4"),
         (
             ["sync.wire={kind: int4, feedback_decay: 0.5}"],
