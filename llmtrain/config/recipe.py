@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -246,10 +247,11 @@ class CheckpointSection(Section):
     resumes fetches them if they are newer than those in its run directory."""
 
     def max_on_disk(self, steps: int) -> int:
-        """Return the largest number of checkpoints on disk at a time in a run of `steps`: those that are kept, and one more,
-        because the oldest is deleted only when the newest is complete."""
-        for_good = steps // self.keep_every if self.keep_every is not None and self.every is not None else 0
-        return self.keep + self.keep_best + for_good + 1
+        """Return the largest number of checkpoints on disk at a time in a run of `steps` that is not stopped: those that are
+        kept, and one more, because the oldest is deleted only when the newest is complete; at most all that it writes."""
+        written = math.ceil(steps / (self.every or steps))
+        for_good = steps // self.keep_every if self.keep_every is not None else 0
+        return min(written, self.keep + self.keep_best + for_good + 1)
 
     def expired(self, losses: Mapping[int, CheckpointLoss | None]) -> list[int]:
         """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""

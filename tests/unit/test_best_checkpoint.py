@@ -113,4 +113,18 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
 def test_a_disk_needs_room_for_those_that_are_kept_for_good_and_one_more() -> None:
     assert CheckpointSection(keep=3, keep_best=True).max_on_disk(23_842) == 5
     assert CheckpointSection(keep=3, keep_best=False, keep_every=10_000).max_on_disk(23_842) == 6
-    assert CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000).max_on_disk(23_842) == 4
+    every_100 = CheckpointSection(keep=1, keep_best=False, every=1000, keep_every=100)
+    assert every_100.max_on_disk(23_842) == 24, "all that are written"
+
+
+def test_a_disk_needs_room_for_no_more_checkpoints_than_the_run_writes() -> None:
+    at_the_end = CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000)
+    assert at_the_end.max_on_disk(23_842) == 1
+    assert [CheckpointSection().max_on_disk(steps) for steps in (999, 1000, 1001, 4000, 4001, 9000)] == [
+        1,
+        1,
+        2,
+        4,
+        5,
+        5,
+    ]
