@@ -42,7 +42,8 @@ lines of the run and the memory that each process needs.
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
 overrides. They may have base files themselves.
 
-**Overrides.** Every command that takes a recipe takes keys after it, in three equivalent forms. Values are YAML:
+**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Numbers that YAML reads in
+another base (`0400`, `1:30`) and comments are refused. There are three equivalent forms:
 
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=mine --sync.period.every 32
 

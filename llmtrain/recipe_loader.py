@@ -34,6 +34,8 @@ from llmtrain.sync.methods import METHODS, inner_preset
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
 """Keys of `sync` whose value has a `kind`."""
+UNUSUAL_NUMBER = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)")
+"""Numbers that YAML 1.1 may read in base 8 or 60."""
 TEXT_KEYS = ("source", *LISTS)
 """Keys of `data` of which a recipe gives one."""
 SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
@@ -109,7 +111,7 @@ def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Return `a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, with values read as YAML. Later arguments win.
 
-    Raises RecipeError for an argument of another form or a value that is not YAML.
+    Raises RecipeError for an argument of another form, or a value that is not YAML or that YAML reads as another than it seems.
     """
     merged: dict[str, Any] = {}
     rest = iter(arguments)
@@ -132,8 +134,37 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             ) from None
         key, _, text = item.partition("=")
         _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
+        _check_reading(argument, text, _leaves(data))
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
+
+
+def _check_reading(argument: str, text: str, leaves: Mapping[str, Any]) -> None:
+    """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `leaves`, as another than it seems:
+    numbers in base 8 or 60, text after a comment sign, and escapes outside of double quotes."""
+    in_quotes, end = "quotes within quotes: key='\"...\"'", 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if not isinstance(token, yaml.ScalarToken | yaml.FlowMappingEndToken | yaml.FlowSequenceEndToken):
+            continue
+        end = token.end_mark.index
+        written = token.value if isinstance(token, yaml.ScalarToken) and token.plain else ""
+        if UNUSUAL_NUMBER.fullmatch(written) and written != leaves.get("run.name"):  # which stays as written
+            number = yaml.safe_load(written)
+            if not isinstance(number, str):
+                raise RecipeError(
+                    f"{COMMAND_LINE}: YAML reads {written} in {argument!r} as {number}; write the number without leading zeros or "
+                    f"colons, or text in {in_quotes}"
+                )
+    if text[end:].lstrip().startswith("#"):
+        raise RecipeError(
+            f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
+        )
+    for key, value in leaves.items():
+        if key.endswith("separator") and isinstance(value, str) and re.search(r"\\[nt]", value):
+            raise RecipeError(
+                f"{COMMAND_LINE}: {key} is {value}, with a backslash: only double quotes make it a line break or tab; write "
+                f"{key}='\"{value}\"'"
+            )
 
 
 def resolved_yaml(recipe: Recipe) -> str:

@@ -241,4 +241,18 @@ MUTANTS = [
         "if False:",
         ("tests/unit/test_comparison.py",),
     ),
+    Mutant(
+        "overrides: text after a comment sign is dropped",
+        "llmtrain/recipe_loader.py",
+        'if text[end:].lstrip().startswith("#"):',
+        "if False:",
+        ("tests/unit/test_recipe.py",),
+    ),
+    Mutant(
+        "overrides: a number with a leading zero is in base 8",
+        "llmtrain/recipe_loader.py",
+        "if not isinstance(number, str):",
+        "if False:",
+        ("tests/unit/test_recipe.py",),
+    ),
 ]
