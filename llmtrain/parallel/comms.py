@@ -127,8 +127,8 @@ class Comms:
             return
         uncounted, zeros = self.with_own_traffic(), torch.zeros(self.size, device=self.device)
         uncounted.all_reduce(zeros[:1], "connecting").wait()
-        uncounted.gather(zeros[:1], "connecting").wait()
-        uncounted.exchange(zeros.split(1), [1] * self.size, "connecting").wait()
+        uncounted.start_all_gather(zeros[:1], "connecting").wait()
+        uncounted.start_all_to_all(zeros.split(1), [1] * self.size, "connecting").wait()
         torch.cuda.synchronize(self.device)
 
     def all_reduce(
@@ -152,7 +152,7 @@ class Comms:
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
         return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
 
-    def gather(self, tensor: torch.Tensor, what: str = "all-gather") -> PendingCollective:
+    def start_all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> PendingCollective:
         """Start an all-gather of every rank's `tensor` (equal shapes) in rank order. The result is [size, *shape]."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
@@ -162,7 +162,7 @@ class Comms:
         work = self.begin(what, sent, ALL_GATHER, gathered.view(-1), tensor.reshape(-1))  # flat, as gloo wants both
         return PendingCollective(self, what, work, gathered)
 
-    def exchange(self, parts: Sequence[torch.Tensor], received: Sequence[int], what: str) -> PendingCollective:
+    def start_all_to_all(self, parts: Sequence[torch.Tensor], received: Sequence[int], what: str) -> PendingCollective:
         """Start an all-to-all: send the flat tensor `parts[r]` to each rank r, and receive `received[r]` values of the
         same dtype from it. The result has the received values end to end, in rank order."""
         if self.size == 1:
@@ -178,7 +178,7 @@ class Comms:
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Return every rank's `tensor`, stacked in rank order: [size, *shape]."""
-        return self.gather(tensor, what).wait()
+        return self.start_all_gather(tensor, what).wait()
 
     def all_gather_object(self, value: T, what: str) -> list[T]:
         """Return every rank's `value`, which must be picklable, in rank order. Not counted as traffic. Raises

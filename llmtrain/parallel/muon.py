@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         """Update the momenta of a batch, and start sending this rank's rows of each matrix to the rank that orthogonalizes it."""
         parts = [self._update_momentum(matrix).reshape(-1) for matrix in batch]
         parts += [parts[0].new_empty(0)] * (self._shard_comms.size - len(batch))
-        return self._shard_comms.exchange(
+        return self._shard_comms.start_all_to_all(
             parts, self._values_by_rank(self._own_of(batch)), "gathering matrices for Muon"
         )
 
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
             matrix = gathered.to(own.rows.device).view(own.shape)
             gathered = orthogonalize(matrix, self._section.iterations).reshape(-1)
         received = [matrix.rows.numel() for matrix in batch] + [0] * (self._shard_comms.size - len(batch))
-        return self._shard_comms.exchange(
+        return self._shard_comms.start_all_to_all(
             gathered.split(self._values_by_rank(own)), received, "returning matrices of Muon"
         )
 

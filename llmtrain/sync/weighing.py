@@ -67,8 +67,8 @@ class Weighing:
             whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
             row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
         elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
-            return replica_comms.gather(row, "meeting for a synchronization")
-        return replica_comms.gather(row.to(replica_comms.device), "meeting for a synchronization")
+            return replica_comms.start_all_gather(row, "meeting for a synchronization")
+        return replica_comms.start_all_gather(row.to(replica_comms.device), "meeting for a synchronization")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
         """Wait for all replicas' rows and return the agreement on `blocks`, the blocks whose squared norms `start`

@@ -132,7 +132,7 @@ class AsyncMetricGather:
         collected."""
         assert self._pending is None
         values = torch.tensor([float(value) for value in asdict(line.row(waiting)).values()], dtype=torch.float64)
-        gather = self.mesh.all_ranks.gather(values, "gathering metrics")
+        gather = self.mesh.all_ranks.start_all_gather(values, "gathering metrics")
         self._pending = (line.step, line.seconds, line.common, gather)
 
     def wait(self) -> None:

@@ -250,7 +250,7 @@ def act(comms: Comms, script: str) -> tuple[dict[str, np.ndarray], dict[str, np.
             pending[name] = comms.all_reduce(tensor, name, WireFormat(case.kind) if verb == "begin" else None, True)
             assert verb == "plain" or not pending[name].is_done
         elif verb == "gather":
-            pending[name] = comms.gather(tensor, name)
+            pending[name] = comms.start_all_gather(tensor, name)
         elif verb == "proceed":
             pending[name].start_second_phase()
         else:
@@ -387,7 +387,7 @@ def test_a_gather_is_written_where_its_result_is_read():
     """NCCL gathers into a list by way of a second buffer, from which it then copies."""
 
     def gather(comms: KeepsTarget) -> tuple[bool, torch.Tensor]:
-        pending = comms.gather(torch.arange(6.0).view(2, 3).T + 10 * comms.rank)
+        pending = comms.start_all_gather(torch.arange(6.0).view(2, 3).T + 10 * comms.rank)
         return pending.result.data_ptr() == comms.target.data_ptr(), pending.wait()
 
     for in_place, result in on_each(3, gather, comms=KeepsTarget):

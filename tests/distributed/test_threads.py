@@ -44,7 +44,7 @@ def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         for dtype in DTYPES:
             mine = message(comms.rank, size, dtype)
             begin(f"sum of {size} {dtype}", lambda mine=mine: comms.all_reduce(mine.clone(), "sum"))
-            begin(f"all of {size} {dtype}", lambda mine=mine: comms.gather(mine, "all"))
+            begin(f"all of {size} {dtype}", lambda mine=mine: comms.start_all_gather(mine, "all"))
         for kind in KINDS:
             mine = message(comms.rank, size, torch.float64)
             begin(
@@ -159,9 +159,15 @@ def test_a_result_is_written_when_it_is_waited_for() -> None:
     ("ours", "theirs"),
     [
         (lambda comms: comms.all_reduce(torch.ones(3), "a"), lambda comms: comms.all_reduce(torch.ones(3), "b")),
-        (lambda comms: comms.all_reduce(torch.ones(3), "a"), lambda comms: comms.gather(torch.ones(3), "a")),
-        (lambda comms: comms.gather(torch.ones(3), "a"), lambda comms: comms.gather(torch.ones(4), "a")),
-        (lambda comms: comms.gather(torch.ones(3), "a"), lambda comms: comms.gather(torch.ones(3).double(), "a")),
+        (lambda comms: comms.all_reduce(torch.ones(3), "a"), lambda comms: comms.start_all_gather(torch.ones(3), "a")),
+        (
+            lambda comms: comms.start_all_gather(torch.ones(3), "a"),
+            lambda comms: comms.start_all_gather(torch.ones(4), "a"),
+        ),
+        (
+            lambda comms: comms.start_all_gather(torch.ones(3), "a"),
+            lambda comms: comms.start_all_gather(torch.ones(3).double(), "a"),
+        ),
     ],
     ids=["messages", "kinds", "sizes", "types"],
 )
