@@ -23,13 +23,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from llmtrain.config import Recipe, SyncSection
+from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import LISTS
 from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
+from llmtrain.lr import LRSchedule
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.sync.methods import METHODS, inner_preset
+from llmtrain.sync.outer_rule import outer_for
+from llmtrain.sync.period import build_period, warmup_of
 
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
@@ -66,11 +69,27 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise RecipeError(explain(error, layers, data)) from None
+    recipe = _with_outer_step(recipe)
     if recipe.model.from_weights is None and recipe.model.from_config is None:
         return recipe
     from llmtrain.pretrained import with_architecture  # imports more than most commands need
 
     return with_architecture(recipe, Path(recipe.run.out_dir) / recipe.run.name)
+
+
+def _with_outer_step(recipe: Recipe) -> Recipe:
+    """Return the recipe with the outer step that `sync.outer: auto` stands for, if it has that. Raises RecipeError if its number of
+    rounds is not known."""
+    sync = recipe.sync
+    if not isinstance(sync.outer, AutoOuterSection):
+        return recipe
+    if sync.period.is_timed:
+        raise RecipeError("sync.outer is auto, but with rounds of seconds their number is not known; give lr and momentum")
+    rates = LRSchedule.of(recipe)
+    warmup, steps = warmup_of(sync, rates), recipe.train.total_steps
+    rounds = max(1, build_period(sync.period, warmup, rates).round_number(steps))
+    outer = outer_for(rounds, (steps - warmup) / rounds)
+    return recipe.model_copy(update={"sync": sync.model_copy(update={"outer": outer})})
 
 
 def check_folder(path: Path, overrides: Sequence[str]) -> None:

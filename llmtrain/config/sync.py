@@ -190,6 +190,15 @@ class PrimalAverageSection(OuterSection):
     has_momentum: ClassVar[bool] = True
 
 
+class AutoOuterSection(OuterSection):
+    """Nesterov momentum that fits the number of rounds, found by a study of short runs (docs/methods.md)."""
+
+    kind: Literal["auto"] = "auto"
+    """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. It is decided
+    when the recipe is loaded; `recipe show` prints it."""
+    has_momentum: ClassVar[bool] = True
+
+
 class PullSection(Section):
     """PALSGD's pseudo-synchronization: random local steps that pull the parameters toward the anchor instead of computing a
     gradient. Each replica draws them independently."""
@@ -262,9 +271,9 @@ class SyncSection(Section):
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
     """Combination of the pseudo-gradients: `mean`, `token_weighted`, `radial`, `median_norm`, or EDiT's `{kind: edit_penalty, z, ema,
     min_rounds, statistics, max_exclusions, temperature, clip, step_weight}`."""
-    outer: Annotated[AnyOuter, *CHOICE] = Field(default_factory=AverageSection)
-    """Outer step: `average`, `{kind: sgd, lr, rounds}`, `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`, or
-    `{kind: gpa, decay, share}`."""
+    outer: Annotated[AnyOuter | AutoOuterSection, *CHOICE] = Field(default_factory=AverageSection)
+    """Outer step: `average`, `{kind: sgd, lr, rounds}`, `nesterov` or `momentum` with `{lr, momentum, rounds, normalize}`,
+    `{kind: gpa, decay, share}`, or `auto`: a `nesterov` step that fits the number of rounds."""
     schedule: Annotated[AnySchedule, *CHOICE] = Field(default_factory=BlockingSection)
     """Overlap of messages with training: `blocking`, `layerwise`, `{kind: overlapped, steps, fragments, alpha}`, `delayed` or
     `{kind: wait_avoiding, group_size}`."""

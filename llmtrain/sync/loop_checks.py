@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.config import SyncSection
+from llmtrain.config import AutoOuterSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
@@ -36,6 +36,10 @@ def check_choices(
         raise RecipeError(
             f"sync.reduction={sync.reduction.kind} counts the tokens of a step, which needs llmtrain's own loop; use another "
             "reduction, or a recipe"
+        )
+    if isinstance(sync.outer, AutoOuterSection):
+        raise RecipeError(
+            "sync.outer=auto follows from the number of rounds, which a loop's hooks do not know; give kind, lr and momentum"
         )
     if replicas is None and not dist.is_initialized() and environment_number("WORLD_SIZE", 1) > 1:
         raise RecipeError(

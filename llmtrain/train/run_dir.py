@@ -63,8 +63,9 @@ RESUMABLE_KEYS = (
 )
 """Keys that may differ when a run is continued. They change nothing in training but the order of additions. The exceptions
 are the number of replicas (`reshard`), their texts (`_other_sites`) and the length (`run_length`), which have rules."""
-KEYS_WITH_LENGTH = ("optim.lr", "schedule")
-"""Keys that may differ if the run's length does, because they and the length together determine the learning rate."""
+KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
+"""Keys that may differ if the run's length does: those that with the length determine the learning rate, and those that
+`sync.outer: auto` derives from it."""
 
 
 class RunDirectory:

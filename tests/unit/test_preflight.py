@@ -18,7 +18,6 @@ from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import check_elsewhere, check_here, check_start
 from llmtrain.parallel.world import World
 from llmtrain.plan import ineffective_keys as ineffective
-from llmtrain.plan.harmful_keys import harmful_keys
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_loader import load_recipe
@@ -347,43 +346,6 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
 )
 def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
     assert ineffective.ineffective_keys(load_recipe(RECIPE, [*keys, *fine]), {}, None) == []
-
-
-SHORT = ["sync.warmup_steps=0", "sync.period=5"]
-
-
-@pytest.mark.parametrize("method", ["diloco", "edit", "streaming_diloco"])
-@pytest.mark.parametrize(
-    ("changed", "is_harmful"),
-    [
-        (["train.steps=35"], True),
-        (["train.steps=35", "sync.outer.momentum=0.5"], False),
-        (["train.steps=35", "sync.outer.rounds.momentum_warmup=1"], False),
-        (["train.steps=35", "parallel.replicas=1"], False),
-        (["train.steps=9"], False),  # one round has no momentum yet
-        (["train.steps=80"], False),
-        (["train.steps=80", "sync.warmup_steps=45"], True),
-        (["train.steps=80", "sync.outer.momentum=0.95"], True),
-    ],
-    ids=str,
-)
-def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
-    keys: list[str], method: str, changed: Sequence[str], is_harmful: bool
-) -> None:
-    recipe = load_recipe(RECIPE, [*keys, f"sync.method={method}", *SHORT, "schedule.warmup_steps=1", *changed])
-    warnings = harmful_keys(recipe)
-    assert len(warnings) == is_harmful
-    if is_harmful:
-        assert f"about {(recipe.train.total_steps - recipe.sync.warmup_steps) // 5} rounds" in warnings[0]
-        assert recipe_warnings(recipe, {}, None)[-1] == warnings[0]
-        advice = warnings[0].rpartition(" ")[2]
-        assert not harmful_keys(load_recipe(RECIPE, [*keys, f"sync.method={method}", *SHORT, *changed, advice]))
-
-
-def test_a_run_without_outer_momentum_or_counted_rounds_has_no_such_warning(keys: list[str]) -> None:
-    for method in ("local_sgd", "slowmo", "a_edit"):
-        assert not harmful_keys(load_recipe(RECIPE, [*keys, f"sync.method={method}", "sync.period.every=9"])), method
-    assert not harmful_keys(load_recipe(RECIPE, [*keys, "sync.method=synchronous", "sync.period=every_step"]))
 
 
 def ineffective_step(seconds: float) -> object:

@@ -56,7 +56,7 @@ WRONG_OVERRIDES = [
     ("sync.method=qsr", ["sync.period.alpha is not given", "in units of the learning rate"]),
     ("sync.period=hours", ['sync.period.kind is "hours"', "expected steps, qsr, seconds or every_step"]),
     ("sync.outer={kind: nesterov, rounds: auto}", ['sync.outer.rounds is "auto", expected a mapping of keys']),
-    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd, nesterov, momentum or gpa"]),
+    ("sync.outer={kind: null}", ["sync.outer.kind is null", "expected average, sgd, nesterov, momentum, gpa or auto"]),
     (
         "sync.outer={kind: average, momentum: 0.9}",
         ["sync.outer.momentum belongs to kind nesterov", "sync.outer.kind is average", "leave momentum out"],

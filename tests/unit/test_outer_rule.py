@@ -1,0 +1,89 @@
+"""Outer steps of short runs: what `sync.outer: auto` chooses, and the warning of a momentum that is there too early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from llmtrain.config import NesterovSection
+from llmtrain.errors import RecipeError
+from llmtrain.plan.harmful_keys import harmful_keys
+from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.sync.outer_rule import outer_for
+
+RECIPE = "recipes/edit_llama_stdlib.yaml"
+SHORT = ["sync.warmup_steps=0", "sync.period=5"]
+
+
+@pytest.mark.parametrize("method", ["diloco", "edit", "palsgd"])
+@pytest.mark.parametrize(
+    ("changed", "is_harmful"),
+    [
+        (["train.steps=35"], True),
+        (["train.steps=35", "sync.outer.momentum=0.5"], False),
+        (["train.steps=35", "sync.outer.rounds.momentum_warmup=1"], False),
+        (["train.steps=35", "parallel.replicas=1"], False),
+        (["train.steps=9"], False),  # one round has no momentum yet
+        (["train.steps=305"], False),
+        (["train.steps=305", "sync.warmup_steps=145"], True),
+        (["train.steps=305", "sync.outer.momentum=0.95"], True),
+        (["train.steps=35", "sync.outer.lr=0.4"], False),
+        (["train.steps=35", "sync.outer=auto"], False),
+    ],
+    ids=str,
+)
+def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
+    method: str, changed: Sequence[str], is_harmful: bool
+) -> None:
+    own = ["sync.outer={kind: nesterov, lr: 0.8, momentum: 0.85}"] if method == "edit" else []  # the recipe's is auto
+    keys = [f"sync.method={method}", *own, *SHORT, "schedule.warmup_steps=1"]
+    recipe = load_recipe(RECIPE, [*keys, *changed])
+    warnings = harmful_keys(recipe)
+    assert len(warnings) == is_harmful
+    if is_harmful:
+        assert f"about {(recipe.train.total_steps - recipe.sync.warmup_steps) // 5} rounds" in warnings[0]
+        assert recipe_warnings(recipe, {}, None)[-1] == warnings[0]
+        advice = warnings[0].rpartition(" ")[2]
+        assert not harmful_keys(load_recipe(RECIPE, [*keys, *changed, advice]))
+
+
+def test_a_run_without_outer_momentum_or_counted_rounds_has_no_such_warning() -> None:
+    for method in ("local_sgd", "slowmo", "a_edit"):
+        assert not harmful_keys(load_recipe(RECIPE, [f"sync.method={method}", "sync.period.every=9"])), method
+    assert not harmful_keys(load_recipe(RECIPE, ["sync.method=synchronous", "sync.period=every_step"]))
+
+
+def test_the_rule_has_the_best_step_of_the_study_and_that_of_averaging() -> None:
+    study, averaging = outer_for(26, 30), outer_for(4, 1)
+    assert (study.lr, study.momentum, study.rounds.momentum_warmup) == (0.7, 0.81, 4)
+    assert (averaging.lr, averaging.momentum) == (1.0, 0.0)
+    assert outer_for(26, 10).momentum == 0.42
+    assert outer_for(1000, 500).momentum == 0.9
+    steps = [outer_for(rounds, steps) for rounds in range(1, 200, 7) for steps in (1, 10, 30, 500)]
+    assert all(0 <= one.momentum <= 0.9 and 0.66 <= one.lr <= 1.0 for one in steps)
+    momenta = [outer_for(rounds, 20).momentum for rounds in range(1, 200)]
+    assert momenta == sorted(momenta)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rounds", "length"),
+    [
+        (["train.steps=400", "sync.warmup_steps=100", "sync.period=10"], 30, 10),
+        (["sync.warmup_steps=0", "sync.period=40"], 8, 37.5),  # the last one is short
+        (["sync.method=qsr", "sync.period.alpha=1e-9", "sync.period.base=6", "sync.warmup_steps=0"], 50, 6),
+    ],
+    ids=["steps", "a-short-one", "qsr"],
+)
+def test_auto_follows_the_rounds_and_is_written_out(keys: list[str], rounds: int, length: float) -> None:
+    recipe = load_recipe(RECIPE, [*keys, "sync.outer=auto"])
+    assert isinstance(recipe.sync.outer, NesterovSection) and recipe.sync.outer == outer_for(rounds, length)
+    assert "auto" not in resolved_yaml(recipe).partition("sync:")[2].partition("checkpoint:")[0]
+
+
+def test_auto_needs_rounds_that_can_be_counted() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^sync\.outer is auto, but with rounds of seconds their number is not known"
+    ):
+        load_recipe(RECIPE, ["sync.method=a_edit", "sync.outer=auto"])
