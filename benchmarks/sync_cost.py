@@ -69,7 +69,7 @@ CHOICES = {
     "slowmo": Choice("slowmo", 1, _steps(1)),
     "diloco": Choice("diloco", 1, _steps(1)),
     "des_loc": Choice("des_loc", LATE_ROUND, _steps(LATE_ROUND)),
-    "gpa": Choice("gpa", 1, _steps(1)),
+    "gpa": Choice("gpa", 1, _steps(1), own_wire="fp32"),
     "sparseloco": Choice("sparseloco", 1, _steps(1), own_wire="topk"),
     "streaming_diloco": Choice("streaming_diloco", LATE_ROUND, _steps(LATE_ROUND)),
     "co2": Choice("co2", LATE_ROUND, _steps(LATE_ROUND)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.config import ModelSection, ParallelSection, ProfileSection, Recipe, TrainSection
+from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
@@ -79,7 +79,6 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
         _check_batch(recipe.train, ranks)
-        _check_profile(recipe.log.profile, ranks)
     _check_model(recipe)
     check_suite(recipe.eval.suite)
 
@@ -267,14 +266,6 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
         f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shards = "
         f"{train.micro_batch} x {ranks} = {at_once}; use train.global_batch={works}{or_micro}"
     )
-
-
-def _check_profile(profile: ProfileSection | None, ranks: int) -> None:
-    missing = [rank for rank in profile.ranks if rank >= ranks] if profile is not None else []
-    if missing:
-        raise RecipeError(
-            f"log.profile.ranks has {missing[0]}, but the ranks of this run are 0 to {ranks - 1}; name some of these"
-        )
 
 
 def _check_engine(parallel: ParallelSection) -> None:

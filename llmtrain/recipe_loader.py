@@ -83,8 +83,11 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
     sync = recipe.sync
     if not isinstance(sync.outer, AutoOuterSection):
         return recipe
-    if sync.period.is_timed:
-        raise RecipeError("sync.outer is auto, but with rounds of seconds their number is not known; give lr and momentum")
+    if sync.period.is_timed or sync.period.averages_gradients:
+        why = (
+            "rounds of seconds have no number" if sync.period.is_timed else "a step that averages gradients is no round"
+        )
+        raise RecipeError(f"sync.outer is auto, but {why}; leave it out, or give {{kind: nesterov, lr, momentum}}")
     rates = LRSchedule.of(recipe)
     warmup, steps = warmup_of(sync, rates), recipe.train.total_steps
     rounds = max(1, build_period(sync.period, warmup, rates).round_number(steps))

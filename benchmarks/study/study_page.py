@@ -124,8 +124,8 @@ seeds. Above 1, the method pays off. Each method has its own loss, so these numb
 stages have a row if their `tokens to equal loss` is known and not below the smallest measured share. The figure leaves out Muon
 and synchronous starts."""
 HEATS_TEXT = """\
-Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. Nothing was chosen
-by them."""
+Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. In the study,
+nothing was chosen by them; `sync.outer=auto` follows the lowest."""
 FIRST_TEXT = """\
 These runs were made first, as the protocol said then. Warm-up is 10 steps in trials and 39 in final runs. Later probes showed
 that this is far too short, and that trials chose learning rates by how well they stand it

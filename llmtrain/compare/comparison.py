@@ -31,6 +31,7 @@ SET_BY = {
     "log.trace": "trace",
 }
 """Keys of recipes that a comparison sets itself, and its own keys for them."""
+WITHOUT_LIMITS = "on loopback, without limits"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class ConditionSection(Section):
         given = json.dumps(self.model_dump(exclude_unset=True, exclude=limits)).replace('"', "")[1:-1]
         if shaping:
             return given or "no limits, no faults"
-        return ", ".join(filter(None, ("on loopback, without limits", given)))
+        return ", ".join(filter(None, (WITHOUT_LIMITS, given)))
 
 
 class RestartSection(Section):

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
 from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.comparison import (
+    WITHOUT_LIMITS,
     Comparison,
     ConditionSection,
     TrialSpec,
@@ -137,7 +138,10 @@ def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, sha
     replicas is not compared, because the stored recipe has that of the last stage."""
     there = read_mapping(planned.directory / "trial.json").get("condition_in_words")
     here, stored = _words(planned, comparison, shaping), planned.directory / "recipe.yaml"
-    changed = [f"{there} there, {here} here"] if there not in (None, here) else []
+    same = (
+        (None, here) if shaping else (None, here, WITHOUT_LIMITS)
+    )  # earlier versions did not name faults without shaping
+    changed = [] if there in same else [f"{there} there, {here} here"]
     try:
         return [*changed, *(differences(load_recipe(stored), recipe, ["parallel.replicas"]) if stored.exists() else [])]
     except RecipeError as error:  # another version with other keys wrote it

@@ -191,7 +191,8 @@ class PrimalAverageSection(OuterSection):
 
 
 class AutoOuterSection(OuterSection):
-    """Nesterov momentum that fits the number of rounds, found by a study of short runs (docs/methods.md)."""
+    """Nesterov momentum that fits the number and length of rounds: the best of a study of short runs with AdamW, scaled
+    (docs/results.md)."""
 
     kind: Literal["auto"] = "auto"
     """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. It is decided

@@ -13,7 +13,7 @@ import llmtrain
 from llmtrain.doctor.machine import installed_version
 from llmtrain.eval.arguments import check_arguments
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, has_step, is_main_process, labels
-from llmtrain.eval.scores import Cache, write_json
+from llmtrain.eval.scores import SEPARATE, Cache, write_json
 from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
 from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
@@ -174,6 +174,12 @@ def _draw(
         target = folder / f"{suite}-over-time.png"
         draw_curves(evaluated, show, f"suite {suite}", target)
         console.print(f"curves: {target}", markup=False, soft_wrap=True)
+        abouts = [entry.about.items() for each in evaluated for entry in each.entries.values()]
+        kinds = {(name, SEPARATE in about) for of_entry in abouts for name, about in of_entry}
+        if len(kinds) > len(dict(kinds)):
+            console.print(
+                "of some checkpoints, texts were read one document at a time, of others not: part of a curve may be that"
+            )
 
 
 def _home(checkpoint: Checkpoint, out: Path | None) -> Path:

@@ -194,13 +194,12 @@ class BlockSync:
             self.anchors.write_back(index, anchor, momentum.zero_())
             self.write_parameters(index, anchor)
 
-    def sync_all_blocks(self, local_steps: RoundStats) -> None:
-        """Synchronize all blocks at once, with equal weights. Afterwards all replicas are equal. Requires anchors.
-
-        For the wait-avoiding schedule's averages over all replicas.
-        """
-        means = results_in_order((index, self.start_reduce(index)) for index in self.blocks)
-        for _, (index, mean) in zip(self.anchors.iter_prefetched(self.blocks, momentum=True), means, strict=True):
+    def sync_blocks(self, blocks: Sequence[int], local_steps: RoundStats) -> None:
+        """Synchronize these blocks one after another, with equal weights. Afterwards replicas are equal in them. Requires
+        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all
+        replicas between those of groups."""
+        means = results_in_order((index, self.start_reduce(index)) for index in blocks)
+        for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, momentum=True), means, strict=True):
             self.outer_step(index, mean, local_steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class MomentAverages:
         """Raise RecipeError, on every rank, unless all replicas have the moments to average, and for the same parameters. torch
         creates a parameter's moments with its first gradient. A collective of all ranks."""
         blocks, device = self.replica.blocks, self.replica_comms.device
-        # By order and block, the values of each parameter's moment here.
+        # By order and block, which parameters have a moment here, and of which size; 0 if none has.
         sizes = [
             [
                 [0 if m is None else m.numel() for m in self.replica.moments(index, order)]
@@ -57,12 +58,9 @@ class MomentAverages:
             ]
             for order in (1, 2)
         ]
-        flat = torch.tensor([[size for block in of_order for size in block] for of_order in sizes], device=device)
-        of_all = self.replica_comms.all_gather(flat, "comparing the replicas' moments")
-        by_parameter = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0)))
-        # By block, because the ranks of a sharded replica may have different numbers of tensors.
-        by_block = [part.any(-1) for part in by_parameter.split([len(block) for block in sizes[0]], dim=-1)]
-        found = torch.stack(by_block, dim=-1).long().to(self.shard_comms.device)
+        values = [[zlib.crc32(repr(block).encode()) if any(block) else 0 for block in of_order] for of_order in sizes]
+        of_all = self.replica_comms.all_gather(torch.tensor(values, device=device), "comparing the replicas' moments")
+        found = torch.stack(((of_all != 0).any(0), (of_all != of_all[0]).any(0))).long().to(self.shard_comms.device)
         exist, differ = self.shard_comms.all_gather(found, "comparing the shards' moments").any(0).tolist()
         for order, every in enumerate((self.section.first, self.section.second)):
             name = ("first", "second")[order]

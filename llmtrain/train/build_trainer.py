@@ -170,5 +170,8 @@ def _start_warnings(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, texts: R
             f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
             "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
         )
+    missing = [rank for rank in recipe.log.profile.ranks if rank >= mesh.world.size] if recipe.log.profile else []
+    if missing:
+        yield f"log.profile.ranks has {missing[0]}, but the ranks are 0 to {mesh.world.size - 1}, so nothing is recorded for it"
     if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
         yield f"{mesh.unencrypted}; {ADVICE}"

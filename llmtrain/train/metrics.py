@@ -99,10 +99,10 @@ class Metrics:
         opened = (self.recipe, self.directory, state.global_step, self.tokens, steps, note)
         if self.mesh.is_main:
             self._loggers = self._write(lambda: open_loggers(*opened)) or ()
-        self.io_errors.check()
-        rounds = self.method.period.round_number(state.total_steps)
-        self.console.start(state.global_step, state.total_steps, rounds)
         try:
+            self.io_errors.check()
+            rounds = self.method.period.round_number(state.total_steps)
+            self.console.start(state.global_step, state.total_steps, rounds)
             yield
         except BaseException:
             for logger in self._loggers:

@@ -18,8 +18,9 @@ from llmtrain.train.loggers import Logger
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.waiting import announced
 
-WANDB_SECONDS, WANDB_SECONDS_FAILED = 60.0, 10.0
-"""Maximum seconds that the end of a run, and of one that has failed, waits for Weights & Biases."""
+WANDB_SECONDS, WANDB_SECONDS_FAILED = 60.0, 2.0
+"""Maximum seconds that the end of a run, and of one that has failed, waits for Weights & Biases. After a failure, the launcher kills
+ranks that take longer than its PATIENCE_SECONDS, and the error is printed after the wait."""
 
 
 class WandbLogger(Logger):

@@ -137,6 +137,8 @@ class OverlappedOracle(FragmentOracle):
         rounds, has_short_round = self.count, False
         for part, turns in enumerate(self.turns):
             newest = turns[-1] if turns else min(self.warmup, self.last)
+            if turns and newest + self.sync.schedule.steps > self.last and self.sync.schedule.alpha == 0:
+                newest = self.last  # its last mean has replaced what was trained since
             lrs = [self.rates.at(step) for step in range(newest + 1, self.last + 1)]
             for block in self.of(part):
                 if lrs:

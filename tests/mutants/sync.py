@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "a loop of one's own: moments of other parameters with as many values are averaged",
         "llmtrain/sync/moments.py",
-        "[0 if m is None else m.numel() for m in self.replica.moments(index, order)]",
-        "[sum(0 if m is None else m.numel() for m in self.replica.moments(index, order))]",
+        "zlib.crc32(repr(block).encode()) if any(block) else 0",
+        "sum(block)",
         ("tests/distributed/test_local_updates.py",),
     ),
     Mutant(

@@ -86,7 +86,7 @@ def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, 
     needed = []
     monkeypatch.setattr(run_checks, "disk", lambda key, folder, size: needed.append(size) or ok(key))
     for keep, best in ((1, "false"), (3, "false"), (2, "true")):
-        keys = (f"checkpoint.keep={keep}", f"checkpoint.keep_best={best}")
+        keys = (f"checkpoint.keep={keep}", f"checkpoint.keep_best={best}", "checkpoint.every=10")
         overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", *keys]
         run_checks.fit(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", overrides), ["node"] * 4, [2.0**34] * 4)
     assert needed[0] > 0 and needed[2] == needed[4] == 2 * needed[0]

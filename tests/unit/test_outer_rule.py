@@ -26,9 +26,9 @@ SHORT = ["sync.warmup_steps=0", "sync.period=5"]
         (["train.steps=35", "sync.outer.rounds.momentum_warmup=1"], False),
         (["train.steps=35", "parallel.replicas=1"], False),
         (["train.steps=9"], False),  # one round has no momentum yet
-        (["train.steps=305"], False),
-        (["train.steps=305", "sync.warmup_steps=145"], True),
-        (["train.steps=305", "sync.outer.momentum=0.95"], True),
+        (["train.steps=155"], False),
+        (["train.steps=155", "sync.warmup_steps=5"], True),
+        (["train.steps=35", "optim.kind=muon"], False),
         (["train.steps=35", "sync.outer.lr=0.4"], False),
         (["train.steps=35", "sync.outer=auto"], False),
     ],
@@ -37,7 +37,7 @@ SHORT = ["sync.warmup_steps=0", "sync.period=5"]
 def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
     method: str, changed: Sequence[str], is_harmful: bool
 ) -> None:
-    own = ["sync.outer={kind: nesterov, lr: 0.8, momentum: 0.85}"] if method == "edit" else []  # the recipe's is auto
+    own = ["sync.outer.rounds.momentum_warmup=0"] if method == "edit" else []  # the recipe has one
     keys = [f"sync.method={method}", *own, *SHORT, "schedule.warmup_steps=1"]
     recipe = load_recipe(RECIPE, [*keys, *changed])
     warnings = harmful_keys(recipe)
@@ -82,8 +82,10 @@ def test_auto_follows_the_rounds_and_is_written_out(keys: list[str], rounds: int
     assert "auto" not in resolved_yaml(recipe).partition("sync:")[2].partition("checkpoint:")[0]
 
 
-def test_auto_needs_rounds_that_can_be_counted() -> None:
-    with pytest.raises(
-        RecipeError, match=r"^sync\.outer is auto, but with rounds of seconds their number is not known"
-    ):
-        load_recipe(RECIPE, ["sync.method=a_edit", "sync.outer=auto"])
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("a_edit", "rounds of seconds have no number"), ("synchronous", "a step that averages gradients is no round")],
+)
+def test_auto_needs_rounds_that_can_be_counted(method: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=rf"^sync\.outer is auto, but {why}; leave it out, or give {{kind: nesterov"):
+        load_recipe(RECIPE, [f"sync.method={method}", "sync.outer=auto"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from llmtrain.errors import DataError
 from llmtrain.launch.preflight import check_here
 from llmtrain.plan.ineffective_keys import ineffective_keys
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.train.build_trainer import _start_warnings
 from llmtrain.train.prepare_data import prepare_for
 from tests.unit.test_preflight import RECIPE, keys
 
@@ -54,3 +56,12 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
     entries = f"{{source: {folder}/a.txt, name: a, validation: {folder}/held.txt}}, {{source: {folder}, name: b}}"
     (line,) = warnings_of(f"data.sources=[{entries}]")
     assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
+
+
+def test_a_rank_to_profile_that_does_not_exist_is_a_warning() -> None:
+    world = SimpleNamespace(size=4, local_size=4)
+    mesh = SimpleNamespace(replicas=2, shard_comms=SimpleNamespace(size=2), world=world, unencrypted=None)
+    for ranks, lines in (("[0, 3]", []), ("[0, 4]", ["log.profile.ranks has 4, but the ranks are 0 to 3"])):
+        recipe = load_recipe(RECIPE, [f"log.profile={{ranks: {ranks}}}"])
+        found = _start_warnings(recipe, mesh, SimpleNamespace(vocab_size=2048), SimpleNamespace(all={}))
+        assert [line.partition(", so")[0] for line in found] == lines

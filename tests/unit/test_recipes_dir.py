@@ -78,8 +78,6 @@ MESH = ("parallel.replicas", "parallel.shards", "parallel.shard_across_nodes")
 """Keys in which these recipes differ, too."""
 ALSO_FOR_QUICKSTART = {
     "qsr": ["sync.period.alpha=0.02"],
-    "diloco": ["sync.outer=auto"],
-    "palsgd": ["sync.outer=auto"],
     "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
     "gpa": ["sync.period=1", "sync.outer.decay=0.98"],
 }

@@ -10,6 +10,7 @@ from llmtrain.sync.message import Message
 from llmtrain.sync.period import Period
 from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts, build_schedule
 from llmtrain.sync.schedules.fragments import FragmentSchedule
+from llmtrain.sync.sync_stats import RoundStats
 from llmtrain.sync.weighing import Weighing
 
 
@@ -30,11 +31,18 @@ class OverlappedSchedule(FragmentSchedule):
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._apply(fragment)
+                    if self.section.alpha == 0:  # the steps since its turn are not kept
+                        self._local_steps[fragment] = RoundStats()
             has_short_round = False
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
                     has_short_round = True
-                    self._take_message(fragment).apply()
+                    if self.weighing is None:
+                        # Few blocks are in flight at once, which takes less memory than a fragment.
+                        self.block_sync.sync_blocks(self.fragments[fragment], local_steps)
+                        self._local_steps[fragment] = RoundStats()
+                    else:
+                        self._take_message(fragment).apply()
                 elif self._is_mixed:
                     # Nothing was trained since its turn: another outer step would be of the mixing, and of momentum alone.
                     self.block_sync.reset_to_anchor(self.fragments[fragment])

@@ -108,7 +108,7 @@ class WaitAvoidingSchedule(Schedule):
 
     def _average_all(self) -> None:
         block_sync = self.block_sync
-        block_sync.sync_all_blocks(self._round)
+        block_sync.sync_blocks(block_sync.blocks, self._round)
         block_sync.report.count += 1
         self._round = RoundStats()
 
