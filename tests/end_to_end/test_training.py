@@ -21,6 +21,7 @@ from tests.end_to_end.runs import ROOT, Runs, exact_lines, losses, start, summar
 from tests.in_process import run_here
 
 STDLIB = [
+    "sync.outer.rounds.momentum_warmup=0",
     *("data.source=stdlib", "data.tokenizer=train:2048", "data.validation_fraction=0.05"),
     *("eval.every=8", "eval.tokens=4000", "eval.sample_prompt='<unk> def '", "checkpoint.every=6"),
     *("log.every=2", "log.tensorboard=true"),
