@@ -1,4 +1,4 @@
-"""What `LocalUpdates` refuses: loops, modules and choices that hooks around an optimizer's steps cannot synchronize."""
+"""Checks of `LocalUpdates`: loops, modules and choices that hooks around an optimizer's steps cannot synchronize are refused."""
 
 from __future__ import annotations
 

@@ -311,6 +311,21 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
     )
 
 
+def test_ended_trials_of_versions_that_named_no_faults_without_limits_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = written(
+        tmp_path,
+        "recipe: edit_llama_stdlib.yaml\nruns: {edit: }\nconditions: {bad: {garbage: {host: 3, first: 1, last: 2}}}\n",
+    )
+    comparison = load_comparison(file)
+    (trial,) = trials(comparison, file)
+    trial.directory.mkdir(parents=True)
+    (trial.directory / "trial.json").write_text('{"condition_in_words": "on loopback, without limits"}')
+    assert [len(runner._differences(trial, None, comparison, shaping)) for shaping in (False, True)] == [0, 1]
+
+
 @pytest.mark.usefixtures("goes_no_further")
 def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

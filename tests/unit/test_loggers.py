@@ -277,7 +277,7 @@ def test_a_sample_is_one_short_line(capsys) -> None:
 
 
 def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those for `tee`, which Ctrl-C or the end of an ssh session ends."""
+    """Write to a pipe without a reader, such as `tee` after Ctrl-C or the end of an ssh session."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
@@ -289,6 +289,23 @@ def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPa
             print("another", flush=True)
         assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev and not console.out.quiet
         sys.stdout.flush()
+
+
+def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
+    """Raise what other ranks have already found, between the opening of the loggers and the first step."""
+
+    def refuse() -> None:
+        raise TrainingError("a damaged shard")
+
+    closed = []
+    logger = SimpleNamespace(close=lambda failed=False: closed.append(failed))
+    console = SimpleNamespace(print=print, stop=lambda: None)
+    parts = {"interval": SimpleNamespace(steps=0), "tokens": 0, "recipe": None, "directory": None, "console": console}
+    parts |= {"mesh": SimpleNamespace(is_main=True), "io_errors": SimpleNamespace(check=refuse)}
+    opening = SimpleNamespace(**parts, _write=lambda make: [logger])
+    with pytest.raises(TrainingError), metrics.Metrics.open(opening, SimpleNamespace(global_step=0)):
+        raise AssertionError("nothing is trained")
+    assert closed == [True]
 
 
 def test_lines_for_a_full_disk_are_lost_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
