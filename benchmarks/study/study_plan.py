@@ -357,9 +357,11 @@ URGENT = (
     *STAGES["replicas"][:2],
     STAGES["rounds"][0],
     *STAGES["gradients"],
+    *STAGES["main"],
+    *STAGES["replicas"],
 )
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
-what synchronous training with fewer bytes loses."""
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, what
+synchronous training with fewer bytes loses, and then the main table and numbers of replicas."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
