@@ -63,6 +63,11 @@ def check(recipe: Recipe, world_size: int | None) -> None:
     if recipe.parallel.in_process:
         _check_in_process(recipe, world_size)
         world_size = recipe.parallel.replicas
+    elif recipe.parallel.virtual_clock is not None:
+        raise RecipeError(
+            "parallel.virtual_clock is for replicas in one process, and processes have their own speed; give in_process=true, or "
+            "leave out virtual_clock"
+        )
     check_text_list(recipe.data, recipe.eval.sets)
     _check_length(recipe)
     _check_sync(recipe)
@@ -95,11 +100,16 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
         raise RecipeError(
             f"{given}, each on one device without sharding, but {what}; give engine=fsdp2 and shards=1, or leave out in_process"
         )
-    if sync.period.is_timed or sync.schedule.needs_threads:
+    clock = parallel.virtual_clock
+    if clock is not None and len(clock.step_seconds) != parallel.replicas:
+        raise RecipeError(
+            f"parallel.virtual_clock.step_seconds has {len(clock.step_seconds)} numbers for {parallel.replicas} replicas; give one each"
+        )
+    if clock is None and (sync.period.is_timed or sync.schedule.needs_threads):
         what = "sync.period is in seconds" if sync.period.is_timed else f"sync.schedule is {sync.schedule.kind}"
         raise RecipeError(
-            f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; "
-            "leave out in_process, or choose another method"
+            f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; give "
+            "these with parallel.virtual_clock, leave out in_process, or choose another method"
         )
     if recipe.log.trace or (profile and len(profile.ranks) > 1):
         what = "log.trace" if recipe.log.trace else f"log.profile with {len(profile.ranks)} ranks"

@@ -93,6 +93,7 @@ TITLES = {
     "main": "All methods, 4 replicas, H = 30",
     "gradients": "Synchronous training with rounded gradients",
     "together": "The first 8 % of the steps synchronous, 4 replicas, H = 30",
+    "uneven": "Uneven replicas by a virtual clock, H = 30",
     "replicas": "Numbers of replicas, H = 30",
     "rounds": "Lengths of rounds, 4 replicas",
     "batch": "Other batches, 4 replicas, H = 30",

@@ -12,25 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from study_values import ALWAYS, IN_SHORT_ROUNDS, OUTER, PULL, SHORT_ROUNDS, Overrides, QsrRounds, nesterov, nesterovs
+
 Records = Mapping[str, Mapping[str, Any]]
 """Records of finished runs by id, as `study_runs` writes them."""
 
-
-@dataclass(frozen=True)
-class QsrRounds:
-    """QSR's period, whose growth rate is in units of the learning rate."""
-
-    base: int
-    growth: float
-    """alpha, in units of peak learning rate x sqrt(base): with 1, rounds grow as soon as the learning rate falls."""
-
-    def key(self, lr: float) -> str:
-        """Return the recipe's key."""
-        return f"sync.period={{kind: qsr, base: {self.base}, alpha: {self.growth * lr * math.sqrt(self.base):.6g}}}"
-
-
-Overrides = tuple[str | QsrRounds, ...]
-"""Keys of a recipe, as `KEY=VALUE`."""
 
 TOKENS = 6_400_000
 """Training tokens of a final run: 20 per parameter."""
@@ -54,81 +40,10 @@ OWN_TRIALS = 6
 """Trials after these, of values of a method's own keys or of more learning rates."""
 
 
-def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
-    """Return an outer Nesterov step whose momentum is complete after `warmup` rounds."""
-    return (f"sync.outer={{kind: nesterov, lr: {lr}, momentum: {momentum}, rounds: {{momentum_warmup: {warmup}}}}}",)
-
-
-def nesterovs(*choices: tuple[float, ...]) -> tuple[Overrides, ...]:
-    """Return an outer Nesterov step for each (lr, momentum) or (lr, momentum, warmup)."""
-    return tuple(nesterov(*choice) for choice in choices)
-
-
-def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
-    """Return changes of the outer heavy-ball step of SlowMo and CO2."""
-    return (
-        f"sync.outer.lr={lr}",
-        f"sync.outer.momentum={momentum}",
-        f"sync.outer.rounds.momentum_warmup={warmup}",
-    )
-
-
-HEAVY_BALLS = tuple(
-    heavy_ball(*choice) for choice in ((1.0, 0.3), (1.0, 0.7), (0.7, 0.5), (0.7, 0.7), (1.0, 0.7, 4), (0.5, 0.7))
-)
-
-PULL = "sync.pull.probability="
-OUTER: dict[str, tuple[Overrides, ...]] = {
-    "synchronous": (),
-    "local_sgd": (),
-    "des_loc": tuple(
-        (f"sync.moments={{first: {first}, second: {second}}}",)
-        for first, second in ((1, 1), (1, 3), (2, 4), (3, 3), (1, "null"), ("null", 3))
-    ),
-    "gpa": tuple(
-        (f"sync.outer={{kind: gpa, decay: {decay}, share: {share}}}",)
-        for decay, share in ((0.9934, 0.7), (0.984, 0.7), (0.96, 0.7), (0.92, 0.7), (0.984, 0.9), (0.96, 0.9))
-    ),
-    "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
-    "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
-    "slowmo": HEAVY_BALLS,
-    "diloco": nesterovs((0.7, 0.9, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
-    "muloco": nesterovs((0.7, 0.6), (1.0, 0.5), (0.8, 0.8, 4), (0.6, 0.8), (1.0, 0.8, 4), (0.7, 0.9, 4)),
-    "sparseloco": (
-        ("sync.outer.lr=0.7",),
-        ("sync.outer.lr=1.4",),
-        ("sync.wire.keep=128",),
-        ("sync.wire.keep=256",),
-        ("sync.wire.feedback_decay=1.0",),
-        ("sync.wire.feedback_decay=0.8",),
-    ),
-    "streaming_diloco": nesterovs((0.4, 0.9, 4), (0.7, 0.5), (0.2, 0.9), (0.7, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
-    "co2": HEAVY_BALLS,
-    "palsgd": (
-        nesterov(0.7, 0.9, 4),
-        nesterov(0.7, 0.5),
-        nesterov(1.0, 0.2),
-        (*nesterov(0.7, 0.5), f"{PULL}0.1"),
-        (*nesterov(1.0, 0.2), f"{PULL}0.1"),
-        (*nesterov(0.7, 0.5), f"{PULL}0.05"),
-    ),
-    "edit": nesterovs((0.8, 0.85, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
-}
-"""Values of a method's own keys, beside its preset's. A method with fewer than OWN_TRIALS tries more inner learning rates
-instead."""
-ALWAYS: dict[str, Overrides] = {
-    "qsr": (QsrRounds(10, 1.0),),
-    "palsgd": (f"{PULL}0.2",),
-    "streaming_diloco": ("sync.schedule.fragments=3",),
-}
-"""Keys that a method's preset leaves open, that do not fit the model's three blocks, or on which the number of steps depends;
-`OUTER` may replace them."""
-SHORT_ROUNDS = 5
-"""Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
-IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
-"""Keys of the first trials in short rounds, in the place of the preset's; `OUTER` may replace them."""
 INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.momentum=0.9")}
 """Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
+CLOCKS = {"even": ((1, 1, 1, 1), 0), "half": ((1, 1, 1, 2), 0), "random": ((1, 1, 1, 1), 1)}
+"""Virtual clocks of 4 replicas: seconds of each one's steps, and by how many one, drawn for every step, is late."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa")
 """Methods whose rounds have no fixed number of steps."""
 
@@ -150,14 +65,17 @@ class Cell:
     """Tokens of a final run, in units of TOKENS."""
     gradients: str = ""
     """Wire format of the gradients in synchronous steps; empty: fp32."""
+    clock: str = ""
+    """Virtual clock, for methods whose results depend on speeds: a key of CLOCKS."""
 
     @property
     def label(self) -> str:
         """Return the method's name, with the inner optimizer if it is not its own, the gradients' format, the percentage of
-        synchronous steps, and how many times as many tokens it has."""
+        synchronous steps, how many times as many tokens it has, and an uneven clock."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
         length = f"x{self.length}" if self.length > 1 else ""
-        return "-".join(part for part in (self.method, self.inner, self.gradients, together, length) if part)
+        clock = self.clock if self.clock != "even" else ""
+        return "-".join(part for part in (self.method, self.inner, self.gradients, together, length, clock) if part)
 
     @property
     def name(self) -> str:
@@ -241,10 +159,17 @@ class Run:
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
             *([f"sync.wire={{kind: {cell.gradients}, gradients: true}}"] if cell.gradients else []),
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
+            *(clock_keys(cell.clock) if cell.clock else []),
             f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
             f"checkpoint.every={math.ceil(self.steps / 4)}",
             *self.setting.overrides(),
         ]
+
+
+def clock_keys(clock: str) -> list[str]:
+    """Return the keys of a virtual clock."""
+    seconds, delay = CLOCKS[clock]
+    return [f"parallel.virtual_clock={{step_seconds: {list(seconds)}, random_delay: {delay}}}"]
 
 
 def trials(cell: Cell, done: Records) -> Iterator[Run]:
@@ -326,9 +251,13 @@ STAGES = {
     "main": (
         *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
         Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
+        Cell("wagma", 4, 30, BATCH[4], clock="even"),
     ),
     "gradients": (Cell("synchronous", 4, 30, BATCH[4], gradients="int8"),),
     "together": tuple(Cell(method, 4, 30, BATCH[4], together=0.08) for method in ("diloco", "local_sgd", "edit")),
+    "uneven": tuple(
+        Cell(method, 4, 30, BATCH[4], clock=clock) for clock in ("half", "random") for method in ("a_edit", "wagma")
+    ),
     "replicas": (
         *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
         Cell("gpa", 1, 1, BATCH[1]),
@@ -341,7 +270,7 @@ STAGES = {
     "long": tuple(Cell(method, 4, 30, BATCH[4], length=4) for method in ("synchronous", "diloco", "edit", "local_sgd")),
 }
 """Cells by stage, in the order in which they are run."""
-SHORTENED = {cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-1], STAGES["long"][0])}
+SHORTENED = {cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0])}
 """Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
 HEAT_STEPS = tuple(
     (lr, momentum, warmup)
@@ -357,11 +286,13 @@ URGENT = (
     *STAGES["replicas"][:2],
     STAGES["rounds"][0],
     *STAGES["gradients"],
-    *STAGES["main"],
+    *(cell for cell in STAGES["main"] if not cell.clock),
     *STAGES["replicas"],
+    *STAGES["main"],
+    *STAGES["uneven"],
 )
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, what
-synchronous training with fewer bytes loses, and then the main table and numbers of replicas."""
+"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
+what synchronous training with fewer bytes loses; then the main table, numbers of replicas, and uneven replicas."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:

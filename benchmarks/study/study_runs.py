@@ -94,6 +94,7 @@ def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) ->
         "rounds": summary["sync_count"],
         "bytes": summary["bytes_sent"],
         "seconds": summary["train_seconds"],
+        **({"virtual_seconds": summary["virtual_seconds"]} if "virtual_seconds" in summary else {}),
         "warnings": len(summary["warnings"]),
         "curve": curve,
     }

@@ -72,7 +72,8 @@ def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
 
 @cache
 def _time_of(overrides: tuple[str, ...], message_steps: float) -> TimeEstimate:
-    recipe = load_recipe(ROOT / RECIPE, [*overrides, "parallel.in_process=false", "parallel.shards=1"])
+    processes = ("parallel.in_process=false", "parallel.virtual_clock=null", "parallel.shards=1")
+    recipe = load_recipe(ROOT / RECIPE, [*overrides, *processes])
     size, replicas = size_of(recipe, VOCABULARY), recipe.parallel.replicas
     sent = 8 * 2 * (replicas - 1) / replicas * 4 * size.parameters
     flops = recipe.train.tokens_per_step * size.flops_per_token / replicas

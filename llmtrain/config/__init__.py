@@ -20,6 +20,7 @@ from llmtrain.config.recipe import (
     SuiteSection,
     TraceSection,
     TrainSection,
+    VirtualClockSection,
     WandbSection,
 )
 from llmtrain.config.section import (
@@ -121,6 +122,7 @@ __all__ = [
     "TokenWeightedSection",
     "TraceSection",
     "TrainSection",
+    "VirtualClockSection",
     "WaitAvoidingSection",
     "WandbSection",
     "WireSection",

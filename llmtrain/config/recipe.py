@@ -152,6 +152,17 @@ class CpuMeshSection(Section):
     """Number of ranks per replica."""
 
 
+class VirtualClockSection(Section):
+    """Speeds of replicas in one process, which take turns: A-EDiT and WAGMA depend on who is ahead of whom. By this clock, steps take
+    the given time and messages none, so a run can be repeated. `perf/virtual_seconds` is the time that it would take. A run that
+    is continued within a round of WAGMA goes on with all replicas at the same time."""
+
+    step_seconds: tuple[PositiveFloat, ...]
+    """Seconds that a training step takes, one number per replica."""
+    random_delay: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds by which one of the replicas is late in each step; another one is drawn for every step."""
+
+
 class ParallelSection(Section):
     """Mesh of ranks: `replicas` copies of the model, each sharded over `shards` ranks."""
 
@@ -172,6 +183,8 @@ class ParallelSection(Section):
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
     GPU: results are those of as many processes, but for rounding errors in sums over more than two replicas."""
+    virtual_clock: VirtualClockSection | None = None
+    """With `in_process`, how long each replica's steps take. `null`: unknown, so methods that depend on it are refused."""
     on_cpu: CpuMeshSection | None = None
     """Values of `auto` on machines without a GPU. launch/train.sh starts as many ranks; with any other number of ranks this key
     has no effect."""

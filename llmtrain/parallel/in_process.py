@@ -9,7 +9,7 @@ those of processes by rounding errors, because gloo and NCCL add in other orders
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.parallel.mesh import Mesh, local_device
 from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
+from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World, node_name
 from llmtrain.turns import Turns
 
@@ -36,10 +37,17 @@ ALONE = World(0, 1, 0, 1)
 class InProcess:
     """The replicas of this process, each on a thread of its own."""
 
-    def __init__(self, replicas: int, timeout_seconds: float, networks: Networks | None = None):
+    def __init__(
+        self,
+        replicas: int,
+        timeout_seconds: float,
+        networks: Networks | None = None,
+        clocks: Sequence[VirtualClock] = (),
+    ):
         """Prepare for `replicas` replicas. A replica's wait fails after `timeout_seconds` in which no replica has run.
-        `networks` are the recipe's, over which no message is sent."""
+        `networks` are the recipe's, over which no message is sent. `clocks` are the replicas' virtual ones, if there are any."""
         self.networks = networks or Networks()
+        self.clocks = list(clocks) or [None] * replicas
         self.turns = Turns(replicas, timeout_seconds)
         self.device = local_device(ALONE)
         self._groups = {axis: MemoryGroup(self.turns) for axis in AXES}
@@ -68,8 +76,10 @@ class InProcess:
         """Provide the mesh as the replica with rank `world.rank` sees it. Called on the replica's own thread."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        clock = self.clocks[world.rank]
         replica, all_ranks, checkpoints = (
-            MemoryComms(self._groups[axis], world.rank, axis, self.device) for axis in AXES
+            MemoryComms(self._groups[axis], world.rank, axis, self.device, clock if axis == "replica" else None)
+            for axis in AXES
         )
         yield Mesh(
             world=world,
@@ -79,6 +89,7 @@ class InProcess:
             shard_comms=Comms(None, self.device, "shard"),
             all_ranks=all_ranks,
             checkpoint_group=checkpoints,
+            clock=clock,
         )
 
 
@@ -89,6 +100,8 @@ class Call:
         self.signature, self.is_complete = signature, False
         self.parts: dict[int, Any] = {}
         self.result: Any = None
+        self.time = 0.0
+        """Latest virtual time at which a rank began it."""
 
 
 class MemoryGroup:
@@ -99,9 +112,12 @@ class MemoryGroup:
         self._begun = [0] * turns.count
         self._calls: dict[int, Call] = {}
 
-    def begin(self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], Any]) -> Call:
-        """Contribute `part` to the next collective of this rank. The last rank to do so calls `complete` with all parts in rank
-        order, and what that returns is the result. `signature` describes the collective, and must be equal on all ranks.
+    def begin(
+        self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], Any], time: float = 0.0
+    ) -> Call:
+        """Contribute `part` to the next collective of this rank, at the virtual time `time`. The last rank to do so calls
+        `complete` with all parts in rank order, and what that returns is the result. `signature` describes the collective, and
+        must be equal on all ranks.
 
         Raises TrainingError if the others have begun another collective or a replica has failed.
         """
@@ -113,6 +129,7 @@ class MemoryGroup:
             if call.signature != signature:
                 raise TrainingError(f"other replicas began {call.signature}, this one {signature}")
             call.parts[rank] = part
+            call.time = max(call.time, time)
             is_last = len(call.parts) == self.turns.count
         if is_last:
             call.result = complete([call.parts[other] for other in range(self.turns.count)])
@@ -135,8 +152,8 @@ class MemoryGroup:
 class MemoryWork:
     """A collective in flight, with the methods of torch.distributed's Work that `PendingCollective` calls."""
 
-    def __init__(self, group: MemoryGroup, call: Call):
-        self._group, self._call = group, call
+    def __init__(self, group: MemoryGroup, call: Call, clock: VirtualClock | None):
+        self._group, self._call, self._clock = group, call, clock
 
     def is_completed(self) -> bool:
         """Return whether the result is available."""
@@ -145,6 +162,8 @@ class MemoryWork:
     def wait(self) -> bool:
         """Wait for the result."""
         self._group.wait(self._call)
+        if self._clock is not None:
+            self._clock.wait_until(self._call.time)
         return True
 
 
@@ -153,18 +172,28 @@ class MemoryComms(Comms):
 
     shares_memory = True
 
-    def __init__(self, group: MemoryGroup, rank: int, axis: str, device: torch.device):
+    def __init__(
+        self, group: MemoryGroup, rank: int, axis: str, device: torch.device, clock: VirtualClock | None = None
+    ):
         super().__init__(None, device, axis)
         self._memory, self.rank, self.size = group, rank, group.turns.count
+        self.turns, self.clock = group.turns, clock
+
+    def with_own_traffic(self) -> Comms:
+        """Return a communicator for the same group with counters of its own, for messages that do not belong to training. They
+        take no virtual time."""
+        other = super().with_own_traffic()
+        other.clock = None
+        return other
 
     def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> MemoryWork:
         self.traffic.bytes += sent
         result, *rest = (tensor.detach() for tensor in tensors)
         signature = (what, collective.__name__, tuple(result.shape), result.dtype)
+        time = 0.0 if self.clock is None else self.clock.now
         try:
-            return MemoryWork(
-                self._memory, self._memory.begin(self.rank, signature, (result, *rest), COMPLETE[collective])
-            )
+            call = self._memory.begin(self.rank, signature, (result, *rest), COMPLETE[collective], time)
+            return MemoryWork(self._memory, call, self.clock)
         except TrainingError as error:
             raise self.failure(what, error) from error
 

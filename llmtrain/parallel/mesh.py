@@ -21,6 +21,7 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, rendezvous
+from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
 T = TypeVar("T")
@@ -48,10 +49,17 @@ class Mesh:
     """The job's key-value store; None for a single process."""
     unencrypted: str | None = None
     """Warning about messages that cross a public network unencrypted, or None."""
+    clock: VirtualClock | None = None
+    """Virtual clock of a replica in one process, if the recipe gives one."""
 
     @property
     def replicas(self) -> int:
         return self.replica_comms.size
+
+    @property
+    def virtual_seconds(self) -> float:
+        """Return the time on the replica's virtual clock, 0 without one."""
+        return self.clock.now if self.clock is not None else 0.0
 
     @property
     def is_main(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from llmtrain.parallel.build_engine import build_engine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.public_network import ADVICE
+from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.plan.ineffective_keys import seconds_of_step
 from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.recipe_warnings import recipe_warnings
@@ -82,6 +84,7 @@ def build_trainer(
         compiled=recipe.parallel.compile,
         store=mesh.store,
         timeout_seconds=recipe.run.timeout_seconds,
+        clock=mesh.clock or time.monotonic,
         end_early=end_early,
     )
     shards, connections = mesh.shard_comms.size, len(mesh.replica_comms.groups)
@@ -107,7 +110,7 @@ def build_trainer(
     reducer = MetricReducer(mesh, flops, peak)
     io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
-    return Trainer(
+    trainer = Trainer(
         recipe,
         engine,
         method,
@@ -117,6 +120,21 @@ def build_trainer(
         checkpointer,
         texts,
     )
+    if mesh.clock is not None:
+        _run_clock(trainer, mesh.clock)
+    return trainer
+
+
+def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
+    """Let a step's virtual time pass before the forward of its last block: after what a synchronization does in the forward, and
+    before gradients are sent. A step without a gradient takes no time."""
+    last = len(trainer.engine.blocks) - 1
+
+    def before_block(index: int) -> None:
+        if index == last:
+            clock.complete_step(trainer.state.step)
+
+    trainer.engine.register_block_hook(before_block)
 
 
 def _configure_process(recipe: Recipe, mesh: Mesh) -> None:

@@ -65,6 +65,8 @@ class RankMetrics:
     spread_squared: float
     stop: float
     """1 if this process was asked to stop."""
+    virtual_seconds: float
+    """Time on the replica's virtual clock; 0 without one."""
     unwritten: float
     """1 if a checkpoint could not be written or another I/O error is pending."""
     fingerprint: float
@@ -195,6 +197,8 @@ class MetricReducer:
         }
         if reserved := float(line.column("reserved_memory").max()):
             tags["perf/reserved_memory_gib"] = reserved / 2**30
+        if virtual := float(line.column("virtual_seconds").max()):
+            tags["perf/virtual_seconds"] = virtual
         if padding := float(line.column("padding").sum()):
             tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:

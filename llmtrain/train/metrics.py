@@ -16,7 +16,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.reshard import Rules, first, mean, rules_of
+from llmtrain.reshard import Rules, first, largest, mean, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
@@ -33,8 +33,6 @@ from llmtrain.train.validation import Validation, ValidationSet
 from llmtrain.turns import own_time
 
 T = TypeVar("T")
-
-
 METRICS_RULES: Rules = {
     "interval": rules_of(IntervalMetrics),
     "train_seconds": first,
@@ -44,6 +42,7 @@ METRICS_RULES: Rules = {
     "last_line": first,
     "traffic": TRAFFIC_RULES,
     "other_traffic": TRAFFIC_RULES,
+    "virtual_seconds": largest,
 }
 """Resharding rules for `Metrics.state_dict`."""
 
@@ -200,6 +199,7 @@ class Metrics:
             "other_bytes_total": self.mesh.all_ranks.traffic.bytes,
             "mean_squared": report.mean_squared,
             "spread_squared": report.spread_squared,
+            "virtual_seconds": self.mesh.virtual_seconds,
             "stop": self.stop.requested,
             "unwritten": self.checkpointer.failed or self.io_errors.pending,
             "fingerprint": self._fingerprint(report.count),
@@ -321,6 +321,7 @@ class Metrics:
             "last_line": self.last_line,
             "traffic": self.mesh.replica_comms.traffic.state_dict(),
             "other_traffic": self.mesh.all_ranks.traffic.state_dict(),
+            "virtual_seconds": self.mesh.virtual_seconds,
         }
 
     def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
@@ -332,6 +333,8 @@ class Metrics:
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
+        if self.mesh.clock is not None:
+            self.mesh.clock.restore(state.get("virtual_seconds", 0.0))  # the checkpoint may be older than this key
 
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy

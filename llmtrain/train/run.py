@@ -20,6 +20,7 @@ from llmtrain.parallel.mesh import Mesh, open_mesh
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.rendezvous import rendezvous
 from llmtrain.parallel.shared_flag import shared_flag
+from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World
 from llmtrain.plan.mesh_plan import plan_mesh
 from llmtrain.recipe_check import check, check_group, check_vocabulary
@@ -60,8 +61,10 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     if not recipe.parallel.in_process:
         return _run_rank(recipe, world, alter)
     share_freed_memory()
-    networks = Networks.from_recipe(recipe.parallel)
-    process = InProcess(recipe.parallel.replicas, recipe.run.timeout_seconds, networks)
+    parallel = recipe.parallel
+    networks, section = Networks.from_recipe(parallel), parallel.virtual_clock
+    clocks = section and [VirtualClock(section, recipe.run.seed, replica) for replica in range(parallel.replicas)]
+    process = InProcess(parallel.replicas, recipe.run.timeout_seconds, networks, clocks or ())
     return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
 
 

@@ -44,6 +44,7 @@ RESUMABLE_KEYS = (
     "parallel.shards",
     "parallel.on_cpu",
     "parallel.in_process",
+    "parallel.virtual_clock",
     "parallel.replica_backend",
     "parallel.connections",
     "parallel.replica_network",

@@ -80,6 +80,48 @@ def test_every_method_is_that_of_two_processes(runs: Runs, method: str) -> None:
     assert differing(apart, train(runs, f"{method}-together", *HERE, *keys)) == []
 
 
+CLOCK = "parallel.virtual_clock.step_seconds="
+OUTER = "sync.outer={kind: nesterov, lr: 0.8, momentum: 0.85, rounds: {momentum_warmup: 0}}"
+A_EDIT = (
+    OUTER,
+    "sync.method=a_edit",
+    "sync.warmup_steps=2",
+    "sync.period={kind: seconds, every: 4, min_steps: 0}",
+    "train.steps=14",
+)
+EDIT = (OUTER, "sync.method=edit", "sync.warmup_steps=2", "sync.period.every=4", "train.steps=14")
+
+
+def test_rounds_of_seconds_of_even_replicas_are_rounds_of_steps(runs: Runs) -> None:
+    """To the last bit, for as many virtual seconds. If a replica is slow, rounds of steps take longer, and are the same."""
+    timed = summary(train(runs, "timed", *HERE, *A_EDIT, f"{CLOCK}[1, 1]"))
+    counted = summary(train(runs, "counted", *HERE, *EDIT, f"{CLOCK}[1, 3]"))
+    assert (timed["final_eval_loss"], timed["sync_count"]) == (counted["final_eval_loss"], counted["sync_count"])
+    assert (timed["virtual_seconds"], counted["virtual_seconds"]) == (14, 42)
+
+
+def test_a_slow_replica_takes_fewer_steps_and_a_continued_run_as_many(runs: Runs) -> None:
+    """Rounds of 4 s: four steps of the one and two of the other, after two synchronous steps of 2 s."""
+    keys = (*HERE, *A_EDIT, "log.every=1", "checkpoint.every=1", f"{CLOCK}[1, 2]")
+    alone = train(runs, "alone", *keys)
+    assert summary(alone)["virtual_seconds"] == 2 * 2 + 12 / 3 * 4
+    assert {line.get("perf/virtual_seconds") for line in lines_of(alone)} >= {4, 8, 12, 16, 20}
+    continued = runs.path("continued")
+    shutil.copytree(alone, continued)
+    for state in continued.rglob("recipe.yaml"):
+        state.write_text(state.read_text().replace("name: alone", "name: continued"))
+    forget_after(continued, 8)
+    assert differing(alone, train(runs, "continued", *keys)) == []
+
+
+def test_groups_that_wait_for_nobody_train_by_the_clock(runs: Runs) -> None:
+    mesh = ("parallel.replicas=4", "parallel.shards=1", "parallel.in_process=true", "train.micro_batch=1")
+    sync = ("sync.method=wagma", "sync.warmup_steps=0", "sync.period.every=4", "train.steps=12", "log.every=1")
+    path = train(runs, "wagma", *mesh, *sync, f"{CLOCK}[1, 1, 1, 2]")
+    assert max(line.get("sync/late", 0) for line in lines_of(path)) == 3 * 3
+    assert summary(path)["virtual_seconds"] == 24
+
+
 def test_a_signal_stops_all_replicas_with_a_checkpoint(runs: Runs) -> None:
     process = runs.start(runs.command("stopped", *HERE, "train.steps=100000", "checkpoint.every=4"))
     runs.wait_for("stopped", 4)

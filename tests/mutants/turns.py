@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 TURNS = ("tests/unit/test_turns.py",)
 IN_PROCESS = ("tests/distributed/test_in_process.py",)
+CLOCK = ("tests/distributed/test_virtual_clock.py",)
 
 MUTANTS = [
     Mutant(
@@ -105,5 +106,61 @@ MUTANTS = [
         "weights=in_turns * own.weights",
         "weights=own.weights",
         ("tests/unit/test_in_process_recipes.py",),
+    ),
+    Mutant(
+        "virtual clock: steps of a tenth of a second are a little shorter",
+        "llmtrain/parallel/virtual_clock.py",
+        "math.ceil((steps",
+        "math.floor((steps",
+        CLOCK,
+    ),
+    Mutant(
+        "virtual clock: every micro-batch takes the time of a step",
+        "llmtrain/parallel/virtual_clock.py",
+        "if step != self._last_step:",
+        "if True:",
+        CLOCK,
+    ),
+    Mutant(
+        "virtual clock: a continued run's round is as long as the whole run before it",
+        "llmtrain/parallel/virtual_clock.py",
+        "self._started_at += now - self.now",
+        "self._started_at += 0.0",
+        ("tests/end_to_end/test_in_process.py",),
+    ),
+    Mutant(
+        "in process: validation takes virtual time",
+        "llmtrain/parallel/in_process.py",
+        "other.clock = None",
+        "other.clock = self.clock",
+        CLOCK,
+    ),
+    Mutant(
+        "in process: a message arrives when the first replica has sent it",
+        "llmtrain/parallel/in_process.py",
+        "call.time = max(call.time, time)",
+        "call.time = min(call.time or time, time)",
+        CLOCK,
+    ),
+    Mutant(
+        "in process: who arrives together with the first is late",
+        "llmtrain/sync/memory_averager.py",
+        "arrivals[1][1] <= start",
+        "arrivals[1][1] < start",
+        CLOCK,
+    ),
+    Mutant(
+        "in process: the members of a group change one sum",
+        "llmtrain/sync/memory_averager.py",
+        "[part.clone() for part in total]",
+        "[part for part in total]",
+        CLOCK,
+    ),
+    Mutant(
+        "in process: messages that nobody needs any more are kept",
+        "llmtrain/sync/memory_averager.py",
+        "if iteration < version]",
+        "if iteration < version - 100]",
+        CLOCK,
     ),
 ]

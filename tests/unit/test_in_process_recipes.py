@@ -34,7 +34,16 @@ IN_PROCESS = [
     (["parallel.replicas=4"], 4, ["in one process, but there are 4", "start one (llmtrain train)"]),
     (["parallel.replicas=4", "parallel.shards=2"], 1, ["without sharding, but parallel.shards is 2", "shards=1"]),
     (["parallel.replicas=2", "parallel.engine=zero"], 1, ["but parallel.engine is zero", "engine=fsdp2"]),
-    (["parallel.replicas=2", "sync.method=a_edit"], 1, ["in turns", "sync.period is in seconds", "another method"]),
+    (
+        ["parallel.replicas=2", "sync.method=a_edit"],
+        1,
+        ["in turns", "sync.period is in seconds", "give these with parallel.virtual_clock", "another method"],
+    ),
+    (
+        ["parallel.replicas=2", "sync.method=a_edit", "parallel.virtual_clock.step_seconds=[1, 1, 2]"],
+        1,
+        ["parallel.virtual_clock.step_seconds has 3 numbers for 2 replicas", "one each"],
+    ),
     (["parallel.replicas=2", "sync.method=wagma"], 1, ["in turns", "sync.schedule is wait_avoiding"]),
     (
         ["parallel.replicas=8", "sync.method=wagma", "sync.schedule.group_size=4"],
@@ -45,6 +54,19 @@ IN_PROCESS = [
     (["parallel.replicas=2", "log.profile={ranks: [0, 1]}"], 1, ["log.profile with 2 ranks"]),
     (["parallel.replicas=3"], 1, ["train.global_batch"]),
 ]
+
+
+def test_processes_have_no_virtual_clock(right: Path) -> None:
+    recipe = load_recipe(right, ["parallel.replicas=2", "parallel.virtual_clock.step_seconds=[1, 2]"])
+    with pytest.raises(UserError) as caught:
+        check(recipe, 2)
+    assert_one_line_with(str(caught.value), ["processes have their own speed", "give in_process=true, or leave out"])
+
+
+@pytest.mark.parametrize("method", ["a_edit", "wagma"])
+def test_a_virtual_clock_stands_for_different_speeds(right: Path, method: str) -> None:
+    keys = ["parallel.in_process=true", "parallel.replicas=2", f"sync.method={method}"]
+    check(load_recipe(right, [*keys, "parallel.shards=1", "parallel.virtual_clock.step_seconds=[1, 2]"]), 1)
 
 
 @pytest.mark.parametrize(("overrides", "processes", "fragments"), IN_PROCESS)

@@ -24,7 +24,7 @@ from tests.unit.test_benchmarks import ROOT
 sys.path.append(str(ROOT / "benchmarks" / "study"))
 plan, runs, page, figures = map(importlib.import_module, ("study_plan", "study_runs", "study_page", "study_figures"))
 MAIN = plan.STAGES["main"]
-TIMED = {"a_edit", "wagma"}
+UNEVEN = plan.STAGES["uneven"]
 DIVERGED = (
     "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
 )
@@ -63,15 +63,31 @@ def likes(rate: float) -> Callable[[Any], float]:
     return loss
 
 
-def test_all_methods_but_those_of_uneven_replicas_are_studied() -> None:
+def test_all_methods_are_studied() -> None:
+    """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT."""
     of_one = {cell.method for cell in plan.STAGES["replicas"] if cell.replicas == 1} - {"synchronous", "diloco"}
-    assert {cell.method for cell in MAIN} | of_one == METHODS.keys() - TIMED - {"snoo"} == plan.OUTER.keys()
+    uneven = {cell.method for cell in UNEVEN}
+    assert {cell.method for cell in MAIN} | of_one | uneven == METHODS.keys() - {"snoo"} == plan.OUTER.keys()
 
 
-@pytest.mark.parametrize("cell", MAIN, ids=[cell.label for cell in MAIN])
+def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
+    cells = {cell.name: cell for stage in plan.STAGES.values() for cell in stage if cell.method in ("a_edit", "wagma")}
+    assert [*cells] == [
+        "wagma-m4-h30-b64",
+        *(f"{method}-{clock}-m4-h30-b64" for clock in ("half", "random") for method in ("a_edit", "wagma")),
+    ]
+    keys = plan.Run(
+        cells["a_edit-random-m4-h30-b64"], "final", 11, plan.Setting(0.003, plan.ALWAYS["a_edit"])
+    ).overrides()
+    recipe = load_recipe(ROOT / runs.RECIPE, keys)
+    assert (recipe.parallel.virtual_clock.step_seconds, recipe.parallel.virtual_clock.random_delay) == ((1, 1, 1, 1), 1)
+    assert (recipe.sync.period.every, recipe.sync.period.min_steps) == (30, 60)
+
+
+@pytest.mark.parametrize("cell", [*MAIN, *UNEVEN], ids=[cell.label for cell in [*MAIN, *UNEVEN]])
 def test_every_method_has_as_many_trials_and_three_seeds(cell: Any) -> None:
     made, _ = finished(cell, likes(0.0055))
-    shorter = {"shorter": 6} if cell in (MAIN[0], MAIN[-1]) else {}
+    shorter = {"shorter": 6} if cell.method == "synchronous" else {}
     heat = {"heat": 18} if cell == MAIN[1] else {}
     assert Counter(run.kind for run in made) == {"trial": 12, "final": 3, **shorter, **heat}
     assert len({run.id for run in made}) == len(made)
@@ -200,7 +216,7 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     done = {run.id: record(run, 3.0) for run in first[:1]}
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
-    assert plan.total(["main", "batch"]) == (14 + 4) * 15 + 2 * 6 + 18
+    assert plan.total(["main", "batch"]) == (15 + 4) * 15 + 2 * 6 + 18
     cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
     first = (
         "diloco-s8-m4-h30-b64",

@@ -139,6 +139,7 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "mean_squared": [2.0] * 4,
         "spread_squared": [1.0, 1.0, 2.0, 4.0],
         "stop": [0.0] * 4,
+        "virtual_seconds": [0.0] * 4,
         "unwritten": [0.0] * 4,
         "fingerprint": [0.0] * 4,
         **changed,
@@ -181,6 +182,8 @@ def test_gpus_that_ranks_share_count_once(monkeypatch):
 def test_reserved_memory_is_that_of_the_fullest_gpu():
     summarizer = MetricReducer(MESH, 1e9, None)
     assert "perf/reserved_memory_gib" not in summarizer.tags(line()), "a CPU's"
+    assert "perf/virtual_seconds" not in summarizer.tags(line())
+    assert summarizer.tags(line(virtual_seconds=[4.0, 4.0, 5.0, 4.0]))["perf/virtual_seconds"] == 5.0
     tags = summarizer.tags(line(reserved_memory=[2.0**30, 3.0 * 2**30, 2.0**30, 0.0]))
     assert (tags["perf/reserved_memory_gib"], tags["perf/peak_memory_gib"]) == (3.0, 1.0)
 

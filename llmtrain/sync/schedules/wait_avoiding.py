@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from llmtrain.config import WaitAvoidingSection
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
+from llmtrain.parallel.in_process import MemoryComms
 from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import GroupAverager, Payloads
+from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.sync_stats import RoundStats
 
@@ -25,7 +28,7 @@ class WaitAvoidingSchedule(Schedule):
     replicas synchronize.
     """
 
-    def __init__(self, block_sync: BlockSync, worker: GroupAverager | None, size: int):
+    def __init__(self, block_sync: BlockSync, worker: GroupAverager | MemoryAverager | None, size: int):
         """Create the schedule. `worker` is None for a single replica. `size` is S, the number of replicas in a group."""
         super().__init__(block_sync)
         self.worker, self.size = worker, size
@@ -144,22 +147,16 @@ class WaitAvoidingSchedule(Schedule):
 
 @build_schedule.register
 def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> WaitAvoidingSchedule:
-    """Return a wait-avoiding schedule with its thread and process groups; a single replica needs neither."""
-    block_sync, timeout = parts.block_sync, parts.timeout_seconds
-    replica, shard = block_sync.replica_comms, block_sync.shard_comms
+    """Return a wait-avoiding schedule with what averages for late replicas: a thread and process groups or, in one process, what
+    they share. A single replica needs neither."""
+    block_sync, replica = parts.block_sync, parts.block_sync.replica_comms
     if replica.size == 1:
         return WaitAvoidingSchedule(block_sync, None, 1)
-    assert parts.store is not None, "waking the others needs the job's store"
     size = section.resolve_group_size(replica.size)
-    comms: dict[str, Comms] = {}
-    for iteration in range(replica.size.bit_length()):  # covers all groups, which repeat after log2 P iterations
-        groups = butterfly.groups_at(iteration, size, replica.size)
-        if str(groups) not in comms:
-            comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
     last_length = parts.period.round_length(parts.total_steps + 1)  # of the rounds beyond `total_steps`
 
-    def group_of(iteration: int) -> Comms:
-        return comms[str(butterfly.groups_at(iteration, size, replica.size))]
+    def groups_at(iteration: int) -> list[list[int]]:
+        return butterfly.groups_at(iteration, size, replica.size)
 
     def is_global(iteration: int) -> bool:
         # A user's own loop may continue beyond `total_steps`. With rounds of one step, all iterations would be global, and
@@ -167,8 +164,36 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
         step = parts.period.warmup + 1 + iteration
         return (step <= parts.total_steps or last_length > 1) and parts.period.ends_round(step)
 
-    worker = GroupAverager(
-        group_of=group_of,
+    average = _memory_averager if isinstance(replica, MemoryComms) else _threaded_averager
+    return WaitAvoidingSchedule(block_sync, average(parts, groups_at, is_global), size)
+
+
+def _memory_averager(
+    parts: ScheduleParts, groups_at: Callable[[int], list[list[int]]], is_global: Callable[[int], bool]
+) -> MemoryAverager:
+    """Return this replica's averager in a process of several replicas, which share one object."""
+    replica, warmup = parts.block_sync.replica_comms, parts.period.warmup
+
+    def seconds_of(number: int, iteration: int) -> float:
+        return replica.clock.seconds_of(number, warmup + 1 + iteration)
+
+    own = SharedAverages(replica.turns, groups_at, is_global, seconds_of, parts.block_sync.wire)
+    return MemoryAverager(replica.broadcast_object(own, "sharing the group averages"), replica.rank)
+
+
+def _threaded_averager(
+    parts: ScheduleParts, groups_at: Callable[[int], list[list[int]]], is_global: Callable[[int], bool]
+) -> GroupAverager:
+    """Return this rank's averager with its process groups. A collective of all ranks."""
+    block_sync, timeout = parts.block_sync, parts.timeout_seconds
+    replica, shard = block_sync.replica_comms, block_sync.shard_comms
+    assert parts.store is not None, "waking the others needs the job's store"
+    comms: dict[str, Comms] = {}
+    for iteration in range(replica.size.bit_length()):  # covers all groups, which repeat after log2 P iterations
+        if str(groups := groups_at(iteration)) not in comms:
+            comms[str(groups)] = make_replica_groups(replica, shard, groups, timeout)
+    averager = GroupAverager(
+        group_of=lambda iteration: comms[str(groups_at(iteration))],
         is_global=is_global,
         shard_comms=shard_group(replica, shard, timeout),
         wake_signal=parts.wake_signal(parts.store),
@@ -176,5 +201,5 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
         timeout_seconds=timeout,
     )
     for group in comms.values():
-        group.traffic = worker.traffic
-    return WaitAvoidingSchedule(block_sync, worker, size)
+        group.traffic = averager.traffic
+    return averager

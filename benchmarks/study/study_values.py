@@ -1,0 +1,105 @@
+"""Values of the methods' own keys that the study's trials compare."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QsrRounds:
+    """QSR's period, whose growth rate is in units of the learning rate."""
+
+    base: int
+    growth: float
+    """alpha, in units of peak learning rate x sqrt(base): with 1, rounds grow as soon as the learning rate falls."""
+
+    def key(self, lr: float) -> str:
+        """Return the recipe's key."""
+        return f"sync.period={{kind: qsr, base: {self.base}, alpha: {self.growth * lr * math.sqrt(self.base):.6g}}}"
+
+
+Overrides = tuple[str | QsrRounds, ...]
+"""Keys of a recipe, as `KEY=VALUE`."""
+
+
+def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
+    """Return an outer Nesterov step whose momentum is complete after `warmup` rounds."""
+    return (f"sync.outer={{kind: nesterov, lr: {lr}, momentum: {momentum}, rounds: {{momentum_warmup: {warmup}}}}}",)
+
+
+def nesterovs(*choices: tuple[float, ...]) -> tuple[Overrides, ...]:
+    """Return an outer Nesterov step for each (lr, momentum) or (lr, momentum, warmup)."""
+    return tuple(nesterov(*choice) for choice in choices)
+
+
+def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
+    """Return changes of the outer heavy-ball step of SlowMo and CO2."""
+    return (
+        f"sync.outer.lr={lr}",
+        f"sync.outer.momentum={momentum}",
+        f"sync.outer.rounds.momentum_warmup={warmup}",
+    )
+
+
+HEAVY_BALLS = tuple(
+    heavy_ball(*choice) for choice in ((1.0, 0.3), (1.0, 0.7), (0.7, 0.5), (0.7, 0.7), (1.0, 0.7, 4), (0.5, 0.7))
+)
+
+PULL = "sync.pull.probability="
+OUTER: dict[str, tuple[Overrides, ...]] = {
+    "synchronous": (),
+    "local_sgd": (),
+    "des_loc": tuple(
+        (f"sync.moments={{first: {first}, second: {second}}}",)
+        for first, second in ((1, 1), (1, 3), (2, 4), (3, 3), (1, "null"), ("null", 3))
+    ),
+    "gpa": tuple(
+        (f"sync.outer={{kind: gpa, decay: {decay}, share: {share}}}",)
+        for decay, share in ((0.9934, 0.7), (0.984, 0.7), (0.96, 0.7), (0.92, 0.7), (0.984, 0.9), (0.96, 0.9))
+    ),
+    "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
+    "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
+    "slowmo": HEAVY_BALLS,
+    "diloco": nesterovs((0.7, 0.9, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
+    "muloco": nesterovs((0.7, 0.6), (1.0, 0.5), (0.8, 0.8, 4), (0.6, 0.8), (1.0, 0.8, 4), (0.7, 0.9, 4)),
+    "sparseloco": (
+        ("sync.outer.lr=0.7",),
+        ("sync.outer.lr=1.4",),
+        ("sync.wire.keep=128",),
+        ("sync.wire.keep=256",),
+        ("sync.wire.feedback_decay=1.0",),
+        ("sync.wire.feedback_decay=0.8",),
+    ),
+    "streaming_diloco": nesterovs((0.4, 0.9, 4), (0.7, 0.5), (0.2, 0.9), (0.7, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
+    "co2": HEAVY_BALLS,
+    "palsgd": (
+        nesterov(0.7, 0.9, 4),
+        nesterov(0.7, 0.5),
+        nesterov(1.0, 0.2),
+        (*nesterov(0.7, 0.5), f"{PULL}0.1"),
+        (*nesterov(1.0, 0.2), f"{PULL}0.1"),
+        (*nesterov(0.7, 0.5), f"{PULL}0.05"),
+    ),
+    "edit": (of_edit := nesterovs((0.8, 0.85, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4))),
+    "a_edit": of_edit,
+    "wagma": (
+        ("sync.schedule.group_size=4",),
+        ("sync.period.every=10",),
+        ("sync.schedule.group_size=4", "sync.period.every=10"),
+    ),
+}
+"""Values of a method's own keys, beside its preset's. A method with fewer than OWN_TRIALS tries more inner learning rates
+instead."""
+ALWAYS: dict[str, Overrides] = {
+    "qsr": (QsrRounds(10, 1.0),),
+    "palsgd": (f"{PULL}0.2",),
+    "streaming_diloco": ("sync.schedule.fragments=3",),
+    "a_edit": ("sync.period.min_steps=60",),
+}
+"""Keys that a method's preset leaves open, that do not fit the model's three blocks, or on which the number of steps depends;
+`OUTER` may replace them."""
+SHORT_ROUNDS = 5
+"""Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
+IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
+"""Keys of the first trials in short rounds, in the place of the preset's; `OUTER` may replace them."""
