@@ -42,7 +42,7 @@ from study_plan import (
     trials,
 )
 from study_runs import RECORDS, read_records
-from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells, token_speed
+from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells, token_speed, uneven_rows
 from table import ROOT, Row, markdown, parser, show
 
 COLUMNS = (
@@ -83,6 +83,7 @@ GAPS = "Gap against the number of rounds"
 STEPS = "Tokens per second, by network"
 SPEEDS = "Speed to its own final loss, by network"
 HEATS = "DiLoCo with other outer steps"
+UNEVEN = "Uneven replicas: losses and virtual times"
 BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
@@ -124,6 +125,10 @@ predicted duration of synchronous training divided by that of the method, times 
 seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the first three
 stages have a row if their `tokens to equal loss` is known and not below the smallest measured share. The figure leaves out Muon
 and synchronous starts."""
+UNEVEN_TEXT = """\
+`half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
+others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of
+synchronous training; `speed to its loss` is `tokens to equal loss` divided by it."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. In the study,
 nothing was chosen by them; `sync.outer=auto` follows the lowest."""
@@ -284,12 +289,14 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     rates = ("momentum", *(f"learning rate {rate:g}" for rate in dict.fromkeys(rate for rate, *_ in HEAT_STEPS)))
     by_rounds = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
     fit = ("replicas", "DiLoCo to synchronous", "published fit")
+    of_clocks = ("clock", "method", "loss ± seeds", *COLUMNS[4:6], "time", "speed to its loss")
     short = ("method", "loss", "± seeds", "to synchronous", "chosen")
     found += [
         (STEPS, STEPS_TEXT, networks, step_rows(done)),
         (SPEEDS, f"{SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
         (BY_SEED, "", seeds, seed_rows(done)),
         (GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),
+        (UNEVEN, UNEVEN_TEXT, of_clocks, uneven_rows(done)),
         (HEATS, HEATS_TEXT.format(seed=FINAL_SEEDS[0]), rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
         (FIRST, FIRST_TEXT, short, first_rows(first)),

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from functools import cache
+from statistics import mean
 
-from study_losses import equal_loss_share, losses_by_seed, mean_loss, mean_of, synchronous_beside
-from study_plan import STAGES, Cell, Records, runs_of
+from study_losses import (
+    equal_loss_share,
+    figures_of,
+    finals_of,
+    losses_by_seed,
+    mean_loss,
+    mean_of,
+    share_text,
+    synchronous_beside,
+)
+from study_plan import CLOCKS, FINAL_SEEDS, STAGES, Cell, Records, runs_of
 from study_runs import RECIPE
 from table import ROOT, Row
 
+from llmtrain.config import VirtualClockSection
+from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, TimeEstimate, estimate_time
 from llmtrain.recipe_loader import load_recipe
@@ -18,6 +30,8 @@ MESSAGES = (0.1, 1.0, 10.0, 100.0)
 MEASURED = 21.0
 """Longest message for which predictions were compared with measurements, in steps (docs/network.md)."""
 VOCABULARY = 1024
+WAITING = ("synchronous", "edit", "local_sgd")
+"""Methods of even replicas beside those of uneven ones: each replica waits for the slowest, after each step or each round."""
 
 
 def timed_cells(done: Records) -> list[Cell]:
@@ -78,3 +92,43 @@ def _time_of(overrides: tuple[str, ...], message_steps: float) -> TimeEstimate:
     sent = 8 * 2 * (replicas - 1) / replicas * 4 * size.parameters
     flops = recipe.train.tokens_per_step * size.flops_per_token / replicas
     return estimate_time(recipe, size, replicas, 1, HardwareRates(flops, mbit=sent / message_steps / 1e6))
+
+
+def uneven_rows(done: Records) -> list[Row]:
+    """Return, for each uneven virtual clock, the loss and the virtual time of methods that wait for slow replicas and of those that
+    do not, if any of the latter is complete."""
+    rows = []
+    for clock in dict.fromkeys(cell.clock for cell in STAGES["uneven"]):
+        complete = [cell for stage in ("main", "uneven") for cell in STAGES[stage] if mean_loss(cell, done) is not None]
+        cells = [cell for cell in complete if cell.clock == clock]
+        waiting = [cell for cell in complete if cell.label in WAITING] if cells else []
+        for cell in (*waiting, *cells):
+            ratio = virtual_seconds(cell, clock, done) / virtual_seconds(synchronous_beside(cell), clock, done)
+            share = 1.0 if cell == synchronous_beside(cell) else equal_loss_share(mean_loss(cell, done), cell, done)
+            loss, spread, gap, *_ = figures_of(cell, done)
+            speed = f"{share / ratio:.2f}" if share else ""
+            rows.append((clock, cell.method, f"{loss} ± {spread}", gap, share_text(cell, done), f"{ratio:.2f}", speed))
+    return rows
+
+
+def virtual_seconds(cell: Cell, clock: str, done: Records) -> float:
+    """Return the mean virtual time of a cell's final runs: as recorded or, for a method whose replicas wait for each other, as it
+    follows from the clock."""
+    finals = finals_of(cell, done)
+    if cell.clock == clock:
+        return mean(record["virtual_seconds"] for record in finals)
+    every = 1 if cell.method == "synchronous" else cell.every
+    return mean(
+        waiting_seconds(record["steps"], every, clock, seed) for record, seed in zip(finals, FINAL_SEEDS, strict=True)
+    )
+
+
+def waiting_seconds(steps: int, every: int, clock: str, seed: int) -> float:
+    """Return the virtual time of `steps` steps of which the replicas wait for each other after `every`."""
+    seconds, delay = CLOCKS[clock]
+    times = VirtualClock(VirtualClockSection(step_seconds=seconds, random_delay=delay), seed, 0)
+    total = 0.0
+    for first in range(1, steps + 1, every):
+        of_round = range(first, min(first + every, steps + 1))
+        total += max(sum(times.seconds_of(replica, step) for step in of_round) for replica in range(len(seconds)))
+    return total

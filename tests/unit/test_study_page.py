@@ -158,3 +158,22 @@ def test_muloco_is_compared_with_synchronous_muon() -> None:
     muon = plan.Cell("synchronous", 4, 30, 64, inner="muon")
     assert muon in MAIN and page.synchronous_beside(plan.Cell("muloco", 4, 30, 64)) == muon
     assert page.synchronous_beside(MAIN[1]) == MAIN[0] == page.synchronous_beside(plan.Cell("diloco", 4, 3, 64))
+
+
+def test_who_waits_for_slow_replicas_takes_longer() -> None:
+    """With one replica of half the speed, A-EDiT takes 240 / 420 of the time of those who wait for it."""
+    times = importlib.import_module("study_times")
+    assert times.waiting_seconds(60, 1, "half", 11) == times.waiting_seconds(60, 30, "half", 11) == 120
+    assert times.waiting_seconds(60, 1, "random", 11) == 120
+    assert 60 + 2 * 8 <= times.waiting_seconds(60, 30, "random", 11) < 60 + 2 * 18
+    done: dict[str, Any] = {}
+    [edit] = [cell for cell in MAIN if cell.method == "edit"]
+    a_edit = next(cell for cell in plan.STAGES["uneven"] if cell.method == "a_edit")
+    done |= finished(MAIN[0], likes(0.0055))[1] | finished(edit, likes(0.0055))[1]
+    assert page.uneven_rows(done) == []
+    made, of_a_edit = finished(a_edit, likes(0.0055))
+    assert {run.setting.own[0] for run in made} == {"sync.period.min_steps=60"}
+    done |= {name: {**one, "virtual_seconds": 780 * 2 * 240 / 420} for name, one in of_a_edit.items()}
+    rows = page.uneven_rows(done)
+    assert [row[:2] for row in rows] == [("half", "synchronous"), ("half", "edit"), ("half", "a_edit")]
+    assert [row[5] for row in rows] == ["1.00", "1.00", "0.57"] and rows[0][6] == "1.00"
