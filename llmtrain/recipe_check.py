@@ -111,6 +111,11 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
             f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; give "
             "these with parallel.virtual_clock, leave out in_process, or choose another method"
         )
+    if sync.schedule.needs_threads and sync.pull is not None:
+        raise RecipeError(
+            f"{given}; steps of sync.pull take no time by a virtual clock, and sync.schedule={sync.schedule.kind} can't tell which "
+            "they are; leave out one of the three"
+        )
     if recipe.log.trace or (profile and len(profile.ranks) > 1):
         what = "log.trace" if recipe.log.trace else f"log.profile with {len(profile.ranks)} ranks"
         raise RecipeError(f"{given}, which has one timeline, but {what} records one per rank; leave one of them out")

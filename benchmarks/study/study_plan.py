@@ -44,7 +44,7 @@ INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.m
 """Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
 CLOCKS = {"even": ((1, 1, 1, 1), 0), "half": ((1, 1, 1, 2), 0), "random": ((1, 1, 1, 1), 1)}
 """Virtual clocks of 4 replicas: seconds of each one's steps, and by how many one, drawn for every step, is late."""
-ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa")
+ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa", "wagma")
 """Methods whose rounds have no fixed number of steps."""
 
 
@@ -141,6 +141,11 @@ class Run:
         tokens = TOKENS * self.cell.length * share
         return UNIT * math.floor(tokens / (self.cell.batch * LENGTH * training) / UNIT + 0.5)
 
+    def _every(self, steps: float) -> int:
+        """Return an interval of about so many steps. By a virtual clock, it ends with a round: WAGMA's continued run would be
+        another one elsewhere."""
+        return UNIT * math.ceil(steps / UNIT) if self.cell.clock else math.ceil(steps)
+
     def overrides(self) -> list[str]:
         """Return what the run changes in study.yaml."""
         cell = self.cell
@@ -160,16 +165,16 @@ class Run:
             *([f"sync.wire={{kind: {cell.gradients}, gradients: true}}"] if cell.gradients else []),
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
             *(clock_keys(cell.clock) if cell.clock else []),
-            f"eval.every={'null' if self.kind == 'trial' else math.ceil(self.steps / 8)}",
-            f"checkpoint.every={math.ceil(self.steps / 4)}",
+            f"eval.every={'null' if self.kind == 'trial' else self._every(self.steps / 8)}",
+            f"checkpoint.every={self._every(self.steps / 4)}",
             *self.setting.overrides(),
         ]
 
 
 def clock_keys(clock: str) -> list[str]:
-    """Return the keys of a virtual clock."""
+    """Return the keys of a virtual clock, and of log lines at the end of rounds, at which an interrupted run stops."""
     seconds, delay = CLOCKS[clock]
-    return [f"parallel.virtual_clock={{step_seconds: {list(seconds)}, random_delay: {delay}}}"]
+    return [f"parallel.virtual_clock={{step_seconds: {list(seconds)}, random_delay: {delay}}}", f"log.every={UNIT}"]
 
 
 def trials(cell: Cell, done: Records) -> Iterator[Run]:

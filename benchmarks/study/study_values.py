@@ -96,6 +96,7 @@ ALWAYS: dict[str, Overrides] = {
     "palsgd": (f"{PULL}0.2",),
     "streaming_diloco": ("sync.schedule.fragments=3",),
     "a_edit": ("sync.period.min_steps=60",),
+    "wagma": ("sync.period.every=30",),
 }
 """Keys that a method's preset leaves open, that do not fit the model's three blocks, or on which the number of steps depends;
 `OUTER` may replace them."""

@@ -154,8 +154,8 @@ class CpuMeshSection(Section):
 
 class VirtualClockSection(Section):
     """Speeds of replicas in one process, which take turns: A-EDiT and WAGMA depend on who is ahead of whom. By this clock, steps take
-    the given time and messages none, so a run can be repeated. `perf/virtual_seconds` is the time that it would take. A run that
-    is continued within a round of WAGMA goes on with all replicas at the same time."""
+    the given time, messages and PALSGD's pulls none, so a run can be repeated. `perf/virtual_seconds` is the time that it would
+    take. If a run is continued within a round of WAGMA, the round's averages go on with all replicas at the same time."""
 
     step_seconds: tuple[PositiveFloat, ...]
     """Seconds that a training step takes, one number per replica."""

@@ -39,10 +39,13 @@ def ineffective_keys(recipe: Recipe, texts: Mapping[str, TokenDataset], step_sec
 
 
 def seconds_of_step(recipe: Recipe, vocab_size: int, replicas: int, shards: int, local_ranks: int) -> float | None:
-    """Return the estimated duration of a step on this machine, which has `local_ranks` of the ranks. Return None if no warning
-    depends on it, because the estimate times matrix products."""
+    """Return the estimated duration of a step on this machine, which has `local_ranks` of the ranks, or by the virtual clock.
+    Return None if no warning depends on it, because the estimate times matrix products."""
     if not recipe.sync.period.is_timed:
         return None
+    if (clock := recipe.parallel.virtual_clock) is not None:
+        mean_delay = clock.random_delay / replicas
+        return replicas / sum(1 / (seconds + mean_delay) for seconds in clock.step_seconds)
     rates = HardwareRates(rate_here(recipe, local_ranks), mbit=math.inf)
     return estimate_time(recipe, size_of(recipe, vocab_size), replicas, shards, rates).step
 

@@ -177,8 +177,9 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
     """Provide a function that returns whether any rank was asked to stop, for rounds of seconds, whose log lines are too
-    rare for agreeing on it. Otherwise the function returns False, and ranks agree at log lines."""
-    if not recipe.sync.period.is_timed:
+    rare for agreeing on it. Otherwise the function returns False, and ranks agree at log lines. So they do by a virtual clock, too: a
+    round that a signal cuts short would make another run of one that is continued."""
+    if not recipe.sync.period.is_timed or mesh.clock is not None:
         return nullcontext(lambda: False)
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
 

@@ -30,6 +30,7 @@ def summary_of(
     metrics, report = trainer.metrics, trainer.method.report()
     last, losses = metrics.last_line, read_losses(metrics.directory.checkpoints)
     best = best_step(losses)
+    virtual = max(metrics.mesh.virtual_seconds, last.get("perf/virtual_seconds", 0.0))
     return {
         "method": trainer.recipe.sync.method,
         "replicas": metrics.mesh.replicas,
@@ -46,7 +47,7 @@ def summary_of(
         "best_checkpoint_loss": losses[best].loss if best is not None else None,
         "bytes_sent": round(last.get("comm/bytes_total", 0)),
         "other_bytes_sent": round(last.get("comm/other_bytes_total", 0)),
-        **({"virtual_seconds": round(virtual, 3)} if (virtual := metrics.mesh.virtual_seconds) else {}),
+        **({"virtual_seconds": round(virtual, 3)} if virtual else {}),
         "sync_count": report.count,
         "sync_seconds": round(report.seconds, 3),
         "exposed_sync_seconds": round(metrics.exposed_seconds, 3),

@@ -114,6 +114,28 @@ def test_a_slow_replica_takes_fewer_steps_and_a_continued_run_as_many(runs: Runs
     assert differing(alone, train(runs, "continued", *keys)) == []
 
 
+@pytest.mark.deep
+def test_a_signal_within_a_round_of_seconds_changes_nothing(runs: Runs) -> None:
+    """By a virtual clock, the round is completed first, so the continued run is the run left alone."""
+    keys = (
+        *HERE,
+        *A_EDIT,
+        "train.steps=200",
+        "sync.period.every=20",
+        "log.every=1",
+        "checkpoint.every=1",
+        f"{CLOCK}[1, 2]",
+    )
+    alone = train(runs, "left-alone", *keys)
+    process = runs.start(runs.command("signaled", *keys))
+    runs.wait_for("signaled", 17)
+    process.send_signal(signal.SIGTERM)
+    code, output = runs.end(process)
+    assert code == STOPPED_EARLY, output
+    assert summary(runs.path("signaled"))["steps"] < 200
+    assert differing(alone, train(runs, "signaled", *keys)) == []
+
+
 def test_groups_that_wait_for_nobody_train_by_the_clock(runs: Runs) -> None:
     mesh = ("parallel.replicas=4", "parallel.shards=1", "parallel.in_process=true", "train.micro_batch=1")
     sync = ("sync.method=wagma", "sync.warmup_steps=0", "sync.period.every=4", "train.steps=12", "log.every=1")

@@ -12,6 +12,7 @@ from rich.console import Console
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.machine_check import check_machine
 from llmtrain.plan.hardware import Hardware, hardware_of
+from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
 from llmtrain.plan.show import _memory
@@ -67,6 +68,25 @@ def test_processes_have_no_virtual_clock(right: Path) -> None:
 def test_a_virtual_clock_stands_for_different_speeds(right: Path, method: str) -> None:
     keys = ["parallel.in_process=true", "parallel.replicas=2", f"sync.method={method}"]
     check(load_recipe(right, [*keys, "parallel.shards=1", "parallel.virtual_clock.step_seconds=[1, 2]"]), 1)
+
+
+def test_pulls_take_no_time_so_nobody_knows_who_is_late(right: Path) -> None:
+    keys = ["parallel.in_process=true", "parallel.shards=1", "parallel.replicas=2", "sync.method=wagma"]
+    keys += ["parallel.virtual_clock.step_seconds=[1, 2]", "sync.pull.probability=0.1"]
+    with pytest.raises(RecipeError, match=r"steps of sync\.pull take no time .* leave out one of the three"):
+        check(load_recipe(right, keys), 1)
+
+
+@pytest.mark.parametrize(("every", "lines"), [(4, 0), (60, 1)])
+def test_rounds_of_seconds_are_compared_with_the_runs_virtual_time(right: Path, every: int, lines: int) -> None:
+    """Twelve steps of 4/3 s each, however long they take here."""
+    keys = ["parallel.in_process=true", "parallel.replicas=2", "parallel.virtual_clock.step_seconds=[1, 2]"]
+    keys += ["sync.method=a_edit", f"sync.period.every={every}", "train.steps=14", "sync.warmup_steps=2"]
+    recipe = load_recipe(right, keys)
+    seconds = seconds_of_step(recipe, 1000, 2, 1, 1)
+    assert seconds == pytest.approx(4 / 3)
+    found = [line for line in ineffective_keys(recipe, {}, seconds) if line.startswith("sync.period.every")]
+    assert len(found) == lines and all("12 local steps take about 16 s" in line for line in found)
 
 
 @pytest.mark.parametrize(("overrides", "processes", "fragments"), IN_PROCESS)

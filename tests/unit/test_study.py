@@ -73,8 +73,8 @@ def test_all_methods_are_studied() -> None:
 def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
     cells = {cell.name: cell for stage in plan.STAGES.values() for cell in stage if cell.method in ("a_edit", "wagma")}
     assert [*cells] == [
-        "wagma-m4-h30-b64",
-        *(f"{method}-{clock}-m4-h30-b64" for clock in ("half", "random") for method in ("a_edit", "wagma")),
+        "wagma-m4-b64",
+        *(f"{cell}-b64" for clock in ("half", "random") for cell in (f"a_edit-{clock}-m4-h30", f"wagma-{clock}-m4")),
     ]
     keys = plan.Run(
         cells["a_edit-random-m4-h30-b64"], "final", 11, plan.Setting(0.003, plan.ALWAYS["a_edit"])
@@ -82,6 +82,8 @@ def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
     recipe = load_recipe(ROOT / runs.RECIPE, keys)
     assert (recipe.parallel.virtual_clock.step_seconds, recipe.parallel.virtual_clock.random_delay) == ((1, 1, 1, 1), 1)
     assert (recipe.sync.period.every, recipe.sync.period.min_steps) == (30, 60)
+    stops = recipe.log.every, recipe.eval.every, recipe.checkpoint.every
+    assert stops == (30, 120, 210), "an interrupted run stops at the end of a round"
 
 
 @pytest.mark.parametrize("cell", [*MAIN, *UNEVEN], ids=[cell.label for cell in [*MAIN, *UNEVEN]])

@@ -172,10 +172,11 @@ def _memory_averager(
     parts: ScheduleParts, groups_at: Callable[[int], list[list[int]]], is_global: Callable[[int], bool]
 ) -> MemoryAverager:
     """Return this replica's averager in a process of several replicas, which share one object."""
-    replica, warmup = parts.block_sync.replica_comms, parts.period.warmup
+    replica = parts.block_sync.replica_comms
 
     def seconds_of(number: int, iteration: int) -> float:
-        return replica.clock.seconds_of(number, warmup + 1 + iteration)
+        # A checkpoint that is loaded later may change the warm-up.
+        return replica.clock.seconds_of(number, parts.period.warmup + 1 + iteration)
 
     own = SharedAverages(replica.turns, groups_at, is_global, seconds_of, parts.block_sync.wire)
     return MemoryAverager(replica.broadcast_object(own, "sharing the group averages"), replica.rank)
