@@ -42,7 +42,16 @@ from study_plan import (
     trials,
 )
 from study_runs import RECORDS, read_records
-from study_times import MESSAGES, speed_rows, step_rows, step_speed, timed_cells, token_speed, uneven_rows
+from study_times import (
+    MESSAGES,
+    break_even_rows,
+    speed_rows,
+    step_rows,
+    step_speed,
+    timed_cells,
+    token_speed,
+    uneven_rows,
+)
 from table import ROOT, Row, markdown, parser, show
 
 COLUMNS = (
@@ -84,6 +93,8 @@ STEPS = "Tokens per second, by network"
 SPEEDS = "Speed to its own final loss, by network"
 HEATS = "DiLoCo with other outer steps"
 UNEVEN = "Uneven replicas: losses and virtual times"
+EVEN = "Where methods break even"
+TRAINED = "Losses on the training text"
 BY_SEED = "Differences to Local SGD, seed by seed"
 FIRST = "With a warm-up of 5 % of the steps"
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
@@ -107,7 +118,7 @@ TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
 `best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
-tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it leaves out the luck of
+tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it does not include the noise of
 tuning, because trials compare settings with one seed. `to synchronous` compares with the synchronous runs of the same number of
 replicas, batch and inner optimizer. `tokens to equal loss` is the share of the tokens with which synchronous training, annealed
 on them, reaches the same loss (interpolated between the means of runs with {shares} of the tokens, all with the full run's
@@ -115,20 +126,27 @@ warm-up; the range is that of the method's seeds. The losses fall ever more slow
 to 3 points too high: by a parabola, QSR's 65 % is 62 %). `sent` is the sum of what all replicas send. Cells without a loss are
 not complete; if a seed diverged, there is no mean."""
 STEPS_TEXT = """\
-How many times as many tokens per second as synchronous training a method makes, if a message of the whole model in fp32 takes
-so many steps' time. Predicted as by `llmtrain recipe show`, whose error was at most 3.5 points of utilization in
-[measurements](../../../docs/network.md#how-exact-are-the-predictions) with a model of 2.5 M parameters and messages of up to 21
-steps; the last column is extrapolated. Muon's own computation is included."""
+How many times as many tokens per second as synchronous training a method makes, if sending the whole model once in fp32 takes as
+long as this many steps. Predicted as by `llmtrain recipe show`, without latency. Its error was at most 3.5 points of utilization in
+[measurements](../../../docs/network.md#how-exact-are-the-predictions) whose steps sleep, with messages of up to 21 steps; the
+last column is extrapolated. With real steps on half a core per host, synchronous training used 50 % of the time where 67 % are predicted
+([time_to_loss](../compare/README.md#results)), because sending needs the same core. Muon's own computation is included."""
 SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
-seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the first three
-stages have a row if their `tokens to equal loss` is known and not below the smallest measured share. The figure leaves out Muon
-and synchronous starts."""
+seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the stages
+`main`, `gradients` and `together` have a row if their `tokens to equal loss` is known and not below the smallest measured share. The
+figure leaves out Muon and synchronous starts."""
 UNEVEN_TEXT = """\
 `half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of
 synchronous training; `speed to its loss` is `tokens to equal loss` divided by it."""
+EVEN_TEXT = """\
+How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous training
+with gradients in this format; above that, the method is faster."""
+TRAINED_TEXT = """\
+The last training loss is the mean of the last log interval, on text that is read once, with each replica's own parameters. Losses of all
+other tables are of the replicas' mean, on packages that are not in the training text."""
 HEATS_TEXT = """\
 Final losses with seed {seed}, 4 replicas, H = 30, all tokens and the inner learning rate that the trials chose. In the study,
 nothing was chosen by them; `sync.outer=auto` follows the lowest."""
@@ -166,6 +184,18 @@ def seed_rows(done: Records) -> list[Row]:
     for label, cell in cells.items():
         differences = [loss - other for loss, other in zip(losses_by_seed(cell, done), averaged, strict=True)]
         rows.append((label, *(f"{each:+.4f}" for each in (*differences, statistics.mean(differences)))))
+    return rows
+
+
+def trained_rows(done: Records) -> list[Row]:
+    """Return the last training losses of the complete cells of the main stage, beside their validation losses."""
+    rows = []
+    for cell in STAGES["main"]:
+        beside = synchronous_beside(cell)
+        if mean_loss(cell, done) is not None and mean_loss(beside, done) is not None:
+            loss, gap = mean_of(cell, "train_loss", done), figures_of(cell, done)[2]
+            above = f"{loss / mean_of(beside, 'train_loss', done) - 1:+.1%}" if gap else ""
+            rows.append((cell.label, f"{loss:.4f}", above, gap))
     return rows
 
 
@@ -294,6 +324,8 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     found += [
         (STEPS, STEPS_TEXT, networks, step_rows(done)),
         (SPEEDS, f"{SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
+        (EVEN, EVEN_TEXT, ("method", "fp32", "int8"), break_even_rows(done)),
+        (TRAINED, TRAINED_TEXT, ("method", "loss", "to synchronous", "validated, to synchronous"), trained_rows(done)),
         (BY_SEED, "", seeds, seed_rows(done)),
         (GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),
         (UNEVEN, UNEVEN_TEXT, of_clocks, uneven_rows(done)),

@@ -70,6 +70,38 @@ def speed_rows(done: Records) -> list[Row]:
     return rows
 
 
+def break_even_rows(done: Records) -> list[Row]:
+    """Return, for each cell that is local from the first step, the time of a message at which it reaches its loss as fast as
+    synchronous training, with its gradients in fp32 and in int8."""
+    rounded = {synchronous_beside(cell): cell for cell in STAGES["gradients"] if mean_loss(cell, done) is not None}
+    rows = []
+    for cell in timed_cells(done):
+        if cell.method in ("synchronous", "post_local_sgd") or cell.together:
+            continue
+        beside = synchronous_beside(cell)
+        found = [break_even(cell, other, done) if other else None for other in (beside, rounded.get(beside))]
+        rows.append((cell.label, *("" if steps is None else f"{steps:.2g}" for steps in found)))
+    return rows
+
+
+def break_even(cell: Cell, other: Cell, done: Records) -> float | None:
+    """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time; None
+    if there is none up to the longest message of the tables. `other` is the synchronous cell, which needs the tokens of
+    `equal_loss_share`."""
+    share = equal_loss_share(mean_loss(cell, done), cell, done)
+
+    def is_faster(steps: float) -> bool:
+        return share * time_of(other, done, steps).run > time_of(cell, done, steps).run
+
+    low, high = MESSAGES[0], MESSAGES[-1]
+    if is_faster(low) or not is_faster(high):
+        return None
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_faster(middle) else (middle, high)
+    return (low * high) ** 0.5
+
+
 def step_speed(cell: Cell, done: Records, message_steps: float) -> float:
     """Return the duration of synchronous training divided by that of a cell's run, if a message of the model in fp32 takes
     `message_steps` synchronous steps without communication."""

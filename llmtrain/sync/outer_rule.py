@@ -20,9 +20,10 @@ def outer_for(rounds: int, steps: float) -> NesterovSection:
     """Return the outer step for a run of so many rounds, of so many local steps each.
 
     In the study (benchmarks/results/study: DiLoCo with AdamW, 4 replicas, 26 rounds of 30 steps, one seed), the lowest loss of
-    18 outer steps was that of learning rate 0.7 and momentum 0.8 with a warm-up of the momentum over 4 rounds; two more
-    seeds agree. The scale for other numbers and lengths of rounds is chosen: with fewer or shorter ones, the step comes nearer
-    to plain averaging. docs/results.md has the two runs in which it was tried.
+    18 outer steps was that of learning rate 0.7 and momentum 0.8 with a warm-up of the momentum over 4 rounds; with two more
+    seeds, it ended below the outer step that trials had chosen. The scale for other numbers and lengths of rounds is chosen:
+    with fewer or shorter ones, the step comes nearer to plain averaging. docs/results.md has the two runs in which it was
+    tried.
     """
     covered = min(MOST, max(1.0, rounds * SHARE * min(1.0, steps / LONG)))
     momentum = round(1 - 1 / covered, 2)

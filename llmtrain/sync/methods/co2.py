@@ -7,12 +7,12 @@ Rule      at the end of round k, replica n sends D_k,n = anchor_k - theta_n and 
           (`sync.schedule.fragments`), each has such rounds for itself, which end in turn at even intervals.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, hidden behind the next round.
 Memory    anchor, momentum and the mean in flight: 12 bytes per parameter, sharded like the parameters (the paper's CO2*).
-Defaults  H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's. In units of parameters, phi = 1 is
-          wide: a phi that clips is near the largest change of a parameter per round.
-Differs   the paper's exact L was not available to us: ours follows from the learning rates and is 1 while they are
-          constant; the paper's may also depend on the parameters.
-          The published code computes the clipped momentum but does not use it, and averages parameters while
-          training changes them; here clipping takes effect, and messages are copies.
+Defaults  H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's, which does not clip by default. In units of
+          parameters, phi = 1 is wide: a phi that clips is near the largest change of a parameter per round.
+Differs   the paper's exact L, which also depends on the parameters, was not available to us: ours follows from the
+          learning rates and is 1 while they are constant. The published code clips only if asked to, and then computes
+          the clipped momentum but does not use it. It averages parameters while training changes them or, by default,
+          waits for the present ones. Here clipping takes effect, messages are copies, and means are one round old.
 """
 
 PAPER = "arXiv 2401.16265"
