@@ -61,7 +61,7 @@ def test_the_page_compares_with_synchronous_runs(
     assert "| replicas | DiLoCo to synchronous | published fit |" in written
     assert "## Gap against the number of rounds\n\n| method | H |" in written
     assert "## With a warm-up of 5 % of the steps\n\nThese runs were made first" in written
-    assert written.count("## ") == 9 and (tmp_path / "losses.png").stat().st_size > 5_000
+    assert written.count("## ") == 11 and (tmp_path / "losses.png").stat().st_size > 5_000
     summary = results.read_text().splitlines()
     assert (summary[0], summary[-1]) == ("before", "after") and "old" not in summary
     assert [line for line in summary if line.startswith("| diloco |")] and "| 4 replicas, H = 3 | 64 |" in "\n".join(
