@@ -85,7 +85,10 @@ CHANGES = (
     "above it",
     "published fit",
 )
-CHANGES_TEXT = "What changes DiLoCo's distance to synchronous training with the same batch and tokens:"
+CHANGES_TEXT = """\
+What changes DiLoCo's distance to synchronous training with the same batch and tokens. *published fit*: of arXiv 2503.09799,
+extrapolated from 35 M parameters and more to this size; there, both have their own best batch, and the text of training and
+validation is the same:"""
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 GAPS = "Gap against the number of rounds"
@@ -135,8 +138,8 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
 seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the stages
-`main`, `gradients` and `together` have a row if their `tokens to equal loss` is known and not below the smallest measured share. The
-figure leaves out Muon and synchronous starts."""
+`main`, `gradients` and `together` have a row if their `tokens to equal loss` is known and not below the smallest measured share. All
+have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts."""
 UNEVEN_TEXT = """\
 `half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of
@@ -346,7 +349,7 @@ def page(done: Records, tables: Sequence[tuple[str, str, Sequence[str], list[Row
     lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
     *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
     intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
-    return "\n\n".join(["# Does it pay? Losses of all methods, tuned alike", made_by(done), intro, *sections]) + "\n"
+    return "\n\n".join(["# Does it pay? Losses of all methods, with the same number of trials", made_by(done), intro, *sections]) + "\n"
 
 
 def with_summary(text: str, done: Records) -> str:
