@@ -41,9 +41,9 @@ def draw_losses(done: Records, path: Path) -> None:
     for share, losses in by_share.items():
         if share < 1 and len(losses) == len(FINAL_SEEDS):
             axes.axvline(statistics.mean(losses), color="gray", linestyle=":")
-            what = f"synchronous, {100 * share:.0f} % of the tokens "
+            what = f"synchronous,\n{100 * share:.0f} % of the tokens"
             axes.annotate(
-                what, (statistics.mean(losses), len(cells) - 0.4), ha="right", va="bottom", fontsize=8, color="gray"
+                what, (statistics.mean(losses), len(cells) - 0.4), ha="center", va="bottom", fontsize=8, color="gray"
             )
     if any(share < 1 for share in by_share):  # losses far above those of the shortest runs would squeeze the others
         least, most = min(map(min, by_share.values())), max(map(max, by_share.values())) + 0.05

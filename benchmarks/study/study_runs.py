@@ -43,6 +43,8 @@ DIVERGED = re.compile(
     r"error: .*(the (loss|norm of the gradient) is (nan|-?inf) on rank|no gradient was finite|\(sync\.reduction\.max_exclusions\))"
 )
 """Error line of a run that diverged: from the trainer's check of its numbers, or from EDiT's of its norms."""
+DIAGNOSTICS = ("sync/divergence", "sync/pseudo_grad_norm", "sync/weights_max", "sync/anomalies", "sync/rollbacks", "sync/late")
+"""Tags of which a record has the last value: whether replicas drift apart, and whether EDiT's penalty did anything."""
 NO_LOSS = "error: the validation loss at the end is not finite"
 
 
@@ -96,6 +98,7 @@ def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) ->
         "seconds": summary["train_seconds"],
         **({"virtual_seconds": summary["virtual_seconds"]} if "virtual_seconds" in summary else {}),
         "warnings": len(summary["warnings"]),
+        "diagnostics": {tag: line[tag] for line in lines for tag in DIAGNOSTICS if tag in line},
         "curve": curve,
     }
 

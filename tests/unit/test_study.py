@@ -239,8 +239,8 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [
         {"step": 0, "eval/loss": 7.0, "eval/bpb": 3.0},
-        {"step": 100, "comm/bytes_total": 500.0},
-        {"step": 195, "comm/bytes_total": 900.0},
+        {"step": 100, "comm/bytes_total": 500.0, "sync/divergence": 0.5, "sync/anomalies": 1},
+        {"step": 195, "comm/bytes_total": 900.0, "sync/divergence": 0.25},
         {"step": 195, "eval/loss": 3.25, "eval/bpb": 1.42},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -248,6 +248,7 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert (line["method"], line["replicas"], line["every"], line["batch"]) == ("diloco", 4, 30, 64)
     assert (line["loss"], line["bits_per_byte"], line["bytes"], line["warnings"]) == (3.25, 1.42, 900, 1)
     assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.003"]
+    assert line["diagnostics"] == {"sync/divergence": 0.25, "sync/anomalies": 1} and "virtual_seconds" not in line
     path = tmp_path / "results" / "runs.jsonl"
     failed = runs.record_of(run, folder, "abc", "error: the loss is nan")
     for one in (line, {**failed, "id": "other"}):
