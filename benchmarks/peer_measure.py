@@ -105,7 +105,7 @@ class PeerLoop:
         from peer_loops import LOOPS, Job
 
         from llmtrain.data.build_loader import build_loader
-        from llmtrain.data.loader import PrefetchLoader
+        from llmtrain.data.loader import BatchShape, PrefetchLoader
         from llmtrain.lr import LRSchedule
         from llmtrain.model import blocks_of, initialize, model_config
         from llmtrain.model import build as build_model
@@ -115,9 +115,8 @@ class PeerLoop:
         blocks = blocks_of(self.model)
         for block in blocks:
             initialize(self.model, block, recipe.run.seed, torch.device("cpu"), torch.float32)
-        loader = build_loader(
-            recipe, prepared, replica=member.rank, replicas=member.size, shard_rank=0, shards=1, write=False
-        )
+        shape = BatchShape.of(recipe, replica=member.rank, replicas=member.size)
+        loader = build_loader(recipe, prepared, shape, write=False)
         optim, outer = recipe.optim, recipe_of(task, COUNTERPARTS.get(task["loop"], "diloco")).sync.outer
         job = Job(
             model=self.model,

@@ -210,19 +210,10 @@ def step_of(
     """Build the loop of an engine, and return a function that takes one step of it."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
-    from llmtrain.data.loader import Loader, PrefetchLoader
+    from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
 
-    loader = Loader(
-        prepared.tokens("train"),
-        sequence_length=recipe.train.sequence_length,
-        global_batch=recipe.train.global_batch,
-        micro_batch=recipe.train.micro_batch,
-        replica=0,
-        replicas=1,
-        shard_rank=mesh.shard_comms.rank,
-        shards=mesh.shard_comms.size,
-        seed=recipe.run.seed,
-    )
+    shape = BatchShape.of(recipe, shard_rank=mesh.shard_comms.rank, shards=mesh.shard_comms.size)
+    loader = Loader(prepared.tokens("train"), shape)
     batches = PrefetchLoader(
         loader, recipe.run.timeout_seconds, pin=mesh.device.type == "cuda"
     ).next  # as the trainer has them

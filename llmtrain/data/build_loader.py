@@ -11,7 +11,7 @@ from llmtrain.config import Recipe
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.document_loader import DocumentLoader, document_eval_batches
 from llmtrain.data.documents import document_samples
-from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.loader import BatchShape, Loader, eval_batches
 from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError
 
@@ -19,33 +19,19 @@ from llmtrain.errors import DataError
 def build_loader(
     recipe: Recipe,
     prepared: TokenDataset,
+    shape: BatchShape,
     *,
-    replica: int,
-    replicas: int,
-    shard_rank: int,
-    shards: int,
     tokens: GrowingTokens | None = None,
     write: bool = True,
 ) -> Loader:
     """Return the loader of one rank. `tokens`, if given, are the training tokens of a folder that still grows; they are
     shuffled in blocks. With `write`, the positions at which documents start are stored in the folder of the shards. Raises
     DataError if the text is shorter than one global batch."""
-    train = recipe.train
-    shape = {
-        "sequence_length": train.sequence_length,
-        "global_batch": train.global_batch,
-        "micro_batch": train.micro_batch,
-        "replica": replica,
-        "replicas": replicas,
-        "shard_rank": shard_rank,
-        "shards": shards,
-        "seed": recipe.run.seed,
-    }
     if recipe.data.packing == "none":
-        return DocumentLoader(document_samples(prepared, "train", train.sequence_length, write), **shape)
+        return DocumentLoader(document_samples(prepared, "train", shape.sequence_length, write), shape)
     if tokens is not None:
-        return Loader(tokens, **shape, in_blocks=True)
-    return Loader(prepared.tokens("train"), **shape)
+        return Loader(tokens, shape, in_blocks=True)
+    return Loader(prepared.tokens("train"), shape)
 
 
 def validation_batches(

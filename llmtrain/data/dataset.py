@@ -30,6 +30,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.data.token_ids import Vocabulary
+from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError, one_line, panics_as_errors, reason
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class LazyShard:
         return array[part]
 
 
-class TokenShards:
+class TokenShards(Tokens):
     """Sequence of tokens over several arrays, read without loading them into memory."""
 
     def __init__(self, arrays: Sequence[np.ndarray | LazyShard], limit: int | None = None) -> None:
@@ -145,19 +146,6 @@ class TokenShards:
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def most(self) -> int:
-        """Return the largest number of tokens that the sequence can ever have: here its length, because it does not grow."""
-        return self._length
-
-    def wait_for(self, tokens: int) -> int:
-        """Return the number of tokens at once, because all of them exist. `GrowingTokens.wait_for` waits."""
-        return self._length
-
-    def is_waiting(self, seconds: float) -> bool:
-        """Return False, because complete shards are never waited for."""
-        return False
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Return tokens [start, start + length) in the shards' dtype, joined across shards if necessary. The array

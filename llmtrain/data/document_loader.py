@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from llmtrain.data.documents import DocumentSamples
-from llmtrain.data.loader import Loader
+from llmtrain.data.loader import BatchShape, Loader
 from llmtrain.data.order import SampleOrder, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX, inputs_and_labels
@@ -97,10 +97,10 @@ class BucketedOrder:
 class DocumentLoader(Loader):
     """Loader of this rank's part of the global batches, whose samples are padded documents. See `Loader`."""
 
-    def __init__(self, samples: DocumentSamples, **shape: int) -> None:
-        """Take the keywords of `Loader`. Raises DataError if there are fewer samples than one global batch."""
+    def __init__(self, samples: DocumentSamples, shape: BatchShape) -> None:
+        """Raise DataError if there are fewer samples than one global batch."""
         self.samples = samples
-        super().__init__(samples.tokens, **shape)
+        super().__init__(samples.tokens, shape)
         self._set_order(self.order.sizes, self.micro_batch)
 
     @property
@@ -111,7 +111,7 @@ class DocumentLoader(Loader):
         """Return this rank's micro-batches for the next step: int64 [micro_batch, T + 1] each, where T is the number of tokens
         of the micro-batch's longest document, rounded up to a multiple of LENGTH_STEP. Padding is IGNORE_INDEX."""
         everyone = np.array(self._samples(0, self.global_batch))
-        self.replica_tokens = int(self.samples.lengths(everyone).sum()) / self._replicas
+        self.replica_tokens = int(self.samples.lengths(everyone).sum()) / self.shape.replicas
         return super().next()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class DocumentLoader(Loader):
         self._set_order(sizes, state["unit"])
 
     def _set_order(self, sizes: Sequence[int], unit: int) -> None:
-        shuffled = SampleOrder(self.num_samples, self._seed, sizes)
-        self.order = BucketedOrder(shuffled, self.samples.lengths, self.global_batch, unit, self._seed)
+        shuffled = SampleOrder(self.num_samples, self.shape.seed, sizes)
+        self.order = BucketedOrder(shuffled, self.samples.lengths, self.global_batch, unit, self.shape.seed)
 
     def _count_samples(self) -> int:
         return len(self.samples)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.config import Recipe
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
-from llmtrain.data.stream import GrowingTokens
+from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import Rule, by_replica
@@ -40,6 +42,55 @@ Its arguments are the text's name, the text's number of samples now, and a funct
 run to the number of those that are of this text."""
 
 
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of the batches that replicas share, and one rank's part of them."""
+
+    sequence_length: int
+    global_batch: int
+    """Sequences that all replicas read per step."""
+    micro_batch: int
+    """Sequences per micro-batch of a rank."""
+    seed: int
+    """Seed of the order of samples."""
+    replica: int = 0
+    replicas: int = 1
+    shard_rank: int = 0
+    shards: int = 1
+    """Number of ranks that share a replica's part of a batch."""
+
+    def __post_init__(self) -> None:
+        assert self.global_batch % (self.micro_batch * self.replicas * self.shards) == 0, self
+        assert 0 <= self.replica < self.replicas and 0 <= self.shard_rank < self.shards, self
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, *, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shards: int = 1
+    ) -> BatchShape:
+        """Return the shape that a recipe gives to this rank."""
+        train = recipe.train
+        return cls(
+            sequence_length=train.sequence_length,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            seed=recipe.run.seed,
+            replica=replica,
+            replicas=replicas,
+            shard_rank=shard_rank,
+            shards=shards,
+        )
+
+    @property
+    def per_rank(self) -> int:
+        """Return the number of sequences of a global batch that a rank reads."""
+        return self.global_batch // (self.replicas * self.shards)
+
+    @property
+    def first(self) -> int:
+        """Return the index in a global batch of the first sequence that this rank reads."""
+        return (self.replica * self.shards + self.shard_rank) * self.per_rank
+
+
 class Loader:
     """Loader of this rank's part of the global batches.
 
@@ -48,38 +99,22 @@ class Loader:
     earlier replicas left unread come first (`merge_cursors`).
     """
 
-    def __init__(
-        self,
-        tokens: TokenShards | GrowingTokens,
-        *,
-        sequence_length: int,
-        global_batch: int,
-        micro_batch: int,
-        replica: int,
-        replicas: int,
-        shard_rank: int,
-        shards: int,
-        seed: int,
-        in_blocks: bool = False,
-    ) -> None:
-        """Set the shape of the batches, counted in sequences; `micro_batch` is per rank. With `in_blocks`, the first epoch is
-        shuffled in blocks, which are waited for. Raises DataError if the data is smaller than one global batch."""
-        assert global_batch % (micro_batch * replicas * shards) == 0, (global_batch, micro_batch, replicas, shards)
-        assert 0 <= replica < replicas and 0 <= shard_rank < shards, (replica, replicas, shard_rank, shards)
-        self.tokens, self.sequence_length = tokens, sequence_length
-        self.global_batch, self.micro_batch = global_batch, micro_batch
+    def __init__(self, tokens: Tokens, shape: BatchShape, *, in_blocks: bool = False) -> None:
+        """Read `tokens` in batches of a shape. With `in_blocks`, they are `GrowingTokens`, and the first epoch is shuffled in blocks,
+        which are waited for. Raises DataError if the data is smaller than one global batch."""
+        self.tokens, self.shape = tokens, shape
+        self.sequence_length = shape.sequence_length
+        self.global_batch, self.micro_batch = shape.global_batch, shape.micro_batch
         self.num_samples = self._count_samples()
         """Number of samples in the data; an upper bound while the length of the source is unknown."""
         self.cursor = SampleCursor()
         """Cursor at the entries that no replica has read, provided that all replicas have taken as many steps as
         this one."""
-        if self.num_samples < global_batch:
+        if self.num_samples < self.global_batch:
             raise DataError(f"training data: {self._shortage()}")
-        self.replica_tokens = global_batch * sequence_length / replicas
+        self.replica_tokens = self.global_batch * self.sequence_length / shape.replicas
         """Tokens of the last step's global batch, divided by the number of replicas."""
-        self._replicas, self._per_rank = replicas, global_batch // (replicas * shards)
-        self._first = (replica * shards + shard_rank) * self._per_rank
-        self._seed, self._in_blocks = seed, in_blocks
+        self._in_blocks = in_blocks
         self.order = self._new_order()
 
     @property
@@ -93,7 +128,7 @@ class Loader:
             # All ranks wait here for the text of the complete step. Otherwise a rank that has its own part would wait in
             # a collective for a rank that does not.
             self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
-        micro_batches = self._read(self._samples(self._first, self._per_rank))
+        micro_batches = self._read(self._samples(self.shape.first, self.shape.per_rank))
         self.cursor.advance(self.global_batch)
         self.order.forget(self.cursor.lowest)
         return micro_batches
@@ -143,9 +178,9 @@ class Loader:
 
     def _new_order(self, sizes: Sequence[int] = ()) -> SampleOrder:
         if not self._in_blocks:
-            return SampleOrder(self.num_samples, self._seed, sizes)
+            return SampleOrder(self.num_samples, self.shape.seed, sizes)
         block = partial(block_of_sample, sequence_length=self.sequence_length)
-        return SampleOrder(self.num_samples, self._seed, sizes, block=block, wait=self._wait_for_samples)
+        return SampleOrder(self.num_samples, self.shape.seed, sizes, block=block, wait=self._wait_for_samples)
 
     def _wait_for_samples(self, samples: int) -> int:
         """Wait until `samples` samples exist or the source has ended. Return how many exist. Raises DataError if they are

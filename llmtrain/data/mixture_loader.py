@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader, SamplesBefore
+from llmtrain.data.loader import BatchShape, Loader, SamplesBefore
 from llmtrain.data.mixture import MixtureOrder, most_of
 from llmtrain.data.order import SampleOrder, grow, merge_cursors
+from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError
 
 
-class MixedShards:
-    """Tokens of several texts, one after the other, each cut to complete samples. Read like `TokenShards`."""
+class MixedShards(Tokens):
+    """Tokens of several texts, one after the other, each cut to complete samples."""
 
     def __init__(self, texts: Sequence[TokenShards], sequence_length: int) -> None:
         self._texts = texts
@@ -25,19 +26,6 @@ class MixedShards:
 
     def __len__(self) -> int:
         return int(self._starts[-1]) + 1  # the last token is only a label
-
-    @property
-    def most(self) -> int:
-        """Return the largest number of tokens that the sequence can ever have: here its length, because it does not grow."""
-        return len(self)
-
-    def wait_for(self, tokens: int) -> int:
-        """Return the number of tokens at once, because all of them exist."""
-        return len(self)
-
-    def is_waiting(self, seconds: float) -> bool:
-        """Return False, because no reader ever waits for text to be tokenized."""
-        return False
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Return the sample of `length` tokens at `start`, which must be the start of a sample."""
@@ -60,20 +48,20 @@ class MixtureLoader(Loader):
 
     order: MixtureOrder
 
-    def __init__(self, texts: Mapping[str, TokenShards], weights: Sequence[float], **shape: int) -> None:
-        """Take `shape` as `Loader` does, and texts by name with a weight for each. Raises DataError if a text has no complete
-        sample, or if all texts together have fewer samples than one global batch."""
-        length = shape["sequence_length"]
+    def __init__(self, texts: Mapping[str, TokenShards], weights: Sequence[float], shape: BatchShape) -> None:
+        """Take texts by name, and a weight for each. Raises DataError if a text has no complete sample, or if all texts together
+        have fewer samples than one global batch."""
+        length = shape.sequence_length
         self.samples = {name: count_samples(name, tokens, length) for name, tokens in texts.items()}
         """Number of samples of each text."""
         self.weights = weights
-        super().__init__(MixedShards(list(texts.values()), length), **shape)
+        super().__init__(MixedShards(list(texts.values()), length), shape)
 
     def _new_order(self, sizes: Sequence[Sequence[int]] = ()) -> MixtureOrder:
         given = sizes or [()] * len(self.samples)
         numbers = self.samples.values()
-        orders = [SampleOrder(number, self._seed, before) for number, before in zip(numbers, given, strict=True)]
-        return MixtureOrder(orders, self.weights, self._seed)
+        orders = [SampleOrder(number, self.shape.seed, before) for number, before in zip(numbers, given, strict=True)]
+        return MixtureOrder(orders, self.weights, self.shape.seed)
 
     def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
         """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards
-from llmtrain.data.loader import Loader, SamplesBefore
+from llmtrain.data.loader import BatchShape, Loader, SamplesBefore
 from llmtrain.data.order import SampleCursor, grow, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
@@ -26,19 +26,18 @@ class SiteLoader(Loader):
     """Loader of batches from the text of this rank's site. All replicas of the run read the same number of sequences per
     step."""
 
-    def __init__(
-        self, tokens: TokenShards, sites: Sequence[str], replica: int, *, global_batch: int, **shape: int
-    ) -> None:
-        """Take `shape` as `Loader` does. `sites` has the name of each replica's site. `global_batch` is that of the run, in
-        sequences. Raises DataError if the text is shorter than one step of its site."""
-        self.sites, self.site = list(sites), sites[replica]
+    def __init__(self, tokens: TokenShards, sites: Sequence[str], shape: BatchShape) -> None:
+        """Take the run's shape; the loader's is that of the site. `sites` has the name of each replica's site. Raises DataError if
+        the text is shorter than one step of its site."""
+        self.sites, self.site = list(sites), sites[shape.replica]
         self.absent: dict[str, dict[str, Any]] = {}
         """States of sites that have no replica now, by name."""
-        self._batch = global_batch
+        self._batch = shape.global_batch
         own = [number for number, site in enumerate(sites) if site == self.site]
-        shape |= {"global_batch": self._batch_of(len(own), len(sites)), "replica": own.index(replica)}
+        batch = self._batch_of(len(own), len(sites))
+        at_site = replace(shape, global_batch=batch, replica=own.index(shape.replica), replicas=len(own))
         try:
-            super().__init__(tokens, replicas=len(own), **shape)
+            super().__init__(tokens, at_site)
         except DataError as error:
             raise DataError(f"{self.site}: {error}".replace("data.source", "data.per_replica")) from None
 
@@ -94,11 +93,10 @@ class SiteLoader(Loader):
         return self._batch // replicas * members
 
 
-def check_site(tokens: TokenShards, sites: Sequence[str], site: str, global_batch: int, sequence_length: int) -> None:
+def check_site(tokens: TokenShards, sites: Sequence[str], site: str, shape: BatchShape) -> None:
     """Raise DataError if the text of `site` is shorter than one step of that site. `sites` has the name of each replica's
-    site."""
-    shape = {"sequence_length": sequence_length, "micro_batch": 1, "shard_rank": 0, "shards": 1, "seed": 0}
-    SiteLoader(tokens, sites, sites.index(site), global_batch=global_batch, **shape)
+    site, and `shape` is that of any rank."""
+    SiteLoader(tokens, sites, replace(shape, replica=sites.index(site)))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from llmtrain.data.dataset import (
 )
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.sources import HUB
+from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.waiting import QUIET_SECONDS
 
@@ -78,7 +79,7 @@ def write_status(directory: Path, **status: Any) -> None:
     temporary.rename(directory / STATUS)
 
 
-class GrowingTokens:
+class GrowingTokens(Tokens):
     """Sequence of the training tokens of a folder, which another process may extend up to the recipe's limit."""
 
     def __init__(
@@ -93,8 +94,7 @@ class GrowingTokens:
         announced on stderr with `announce`. `agree(self, tokens)` is called when more tokens than ever before have been waited
         for. It may wait for other hosts, and raises DataError if they have other tokens."""
         self.directory, self.source = prepared.directory, prepared.index.source
-        self.most = prepared.limits.get("train", sys.maxsize)
-        """Largest number of tokens that the sequence can ever have; sys.maxsize if the length of the source is unknown."""
+        self._most = prepared.limits.get("train", sys.maxsize)
         self.closed = threading.Event()
         """Set at the end of the run, to end a wait."""
         self.is_complete = False
@@ -114,8 +114,13 @@ class GrowingTokens:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that the sequence can ever have; sys.maxsize if the length of the source is
+        unknown."""
+        return self._most
+
     def window(self, start: int, length: int) -> np.ndarray:
-        """Return tokens [start, start + length), which must exist, as `TokenShards.window` does."""
         return self._tokens.window(start, length)
 
     def wait_for(self, tokens: int) -> int:
@@ -130,7 +135,6 @@ class GrowingTokens:
         return len(self)
 
     def is_waiting(self, seconds: float) -> bool:
-        """Return whether text was waited for within the last `seconds`."""
         return time.monotonic() - self._last_wait < seconds + POLL_SECONDS
 
     def refresh(self) -> None:

@@ -19,6 +19,7 @@ from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.hub import require
+from llmtrain.data.loader import BatchShape
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path, one_document
 from llmtrain.data.ready_made import check_separators, find_ready_made
@@ -253,13 +254,14 @@ def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replic
     train, splits, data = recipe.train, prepared.index.splits, recipe.data.texts()[name]
     if is_complete(prepared, data):
         # the folder has all training tokens of the run; otherwise `prepare` adds the missing ones
+        shape = BatchShape.of(recipe, replicas=replicas, shards=shards)
         if recipe.data.per_replica:
             sites = [entry.name for entry in recipe.data.per_replica[:replicas]]
-            check_site(prepared.tokens("train"), sites, name, train.global_batch, train.sequence_length)
+            check_site(prepared.tokens("train"), sites, name, shape)
         elif recipe.data.sources:
             count_samples(name, prepared.tokens("train"), train.sequence_length)
         else:
-            build_loader(recipe, prepared, replica=0, replicas=replicas, shard_rank=0, shards=shards, write=False)
+            build_loader(recipe, prepared, shape, write=False)
     elif data.source.startswith(HUB) and splits["train"].tokens <= train.total_steps * train.tokens_per_step:
         _check_source(data)
     if splits["validation"].exhausted:

@@ -14,7 +14,7 @@ import torch
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
 from llmtrain.data.dataset import ChecksumScan, TokenDataset
-from llmtrain.data.loader import Loader, count_windows
+from llmtrain.data.loader import BatchShape, Loader, count_windows
 from llmtrain.data.mixture import BLOCK
 from llmtrain.data.mixture_loader import MixtureLoader
 from llmtrain.data.same_tokens import check_same_tokens
@@ -111,23 +111,22 @@ class RunTexts:
 
     def loader(self) -> Loader:
         """Return this rank's loader."""
-        mesh, data, train = self.mesh, self.recipe.data, self.recipe.train
-        rank = {"shard_rank": mesh.shard_comms.rank, "shards": mesh.shard_comms.size}
-        replica = {"replica": mesh.replica_comms.rank, "replicas": mesh.replicas}
+        data, mesh = self.recipe.data, self.mesh
+        shape = BatchShape.of(
+            self.recipe,
+            replica=mesh.replica_comms.rank,
+            replicas=mesh.replicas,
+            shard_rank=mesh.shard_comms.rank,
+            shards=mesh.shard_comms.size,
+        )
         if not data.is_list:
             growing = None if self.train_text is None else self.train_text.tokens
-            return build_loader(self.recipe, self.texts[""], **rank, **replica, tokens=growing)
+            return build_loader(self.recipe, self.texts[""], shape, tokens=growing)
         tokens = {name: text.tokens("train") for name, text in self.texts.items()}
-        shape = rank | {
-            "sequence_length": train.sequence_length,
-            "global_batch": train.global_batch,
-            "micro_batch": train.micro_batch,
-            "seed": self.recipe.run.seed,
-        }
         if data.per_replica:
             (own,) = tokens.values()
-            return SiteLoader(own, self._site_of_replica(), mesh.replica_comms.rank, **shape)
-        return MixtureLoader(tokens, [entry.weight for entry in data.sources], **shape, **replica)
+            return SiteLoader(own, self._site_of_replica(), shape)
+        return MixtureLoader(tokens, [entry.weight for entry in data.sources], shape)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identities of the training texts that this rank reads, for a checkpoint."""

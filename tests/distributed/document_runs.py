@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.document_loader import DocumentLoader
 from llmtrain.data.documents import DocumentSamples, find_starts
+from llmtrain.data.loader import BatchShape
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.engine import count_tokens
 from tests.distributed.pairs_reference import Replicas
@@ -26,8 +27,7 @@ def loader_of(case: Case, rank: int = 0, replicas: int = 1, shard: int = 1) -> D
     ids = draw.integers(1, VOCABULARY, 4000).astype(np.uint16)
     ids[np.cumsum(draw.integers(1, 41, 180))] = EOS
     tokens = TokenShards([ids])
-    return DocumentLoader(
-        DocumentSamples(tokens, find_starts(tokens, EOS, LENGTH), EOS),
+    shape = BatchShape(
         sequence_length=LENGTH,
         global_batch=case.global_batch,
         micro_batch=case.micro_batch,
@@ -37,6 +37,7 @@ def loader_of(case: Case, rank: int = 0, replicas: int = 1, shard: int = 1) -> D
         shards=shard,
         seed=5,
     )
+    return DocumentLoader(DocumentSamples(tokens, find_starts(tokens, EOS, LENGTH), EOS), shape)
 
 
 @dataclass

@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "loader: all shards of a replica read the same",
         "llmtrain/data/loader.py",
-        "self._first = (replica * shards + shard_rank) * self._per_rank",
-        "self._first = replica * shards * self._per_rank",
+        "return (self.replica * self.shards + self.shard_rank) * self.per_rank",
+        "return self.replica * self.shards * self.per_rank",
         ("tests/unit/test_data_loader.py",),
     ),
     Mutant(

@@ -68,7 +68,7 @@ MUTANTS = [
         "documents: a replica divides by its own tokens",
         "llmtrain/data/document_loader.py",
         "self._samples(0, self.global_batch)",
-        "self._samples(self._first, self._per_rank)",
+        "self._samples(self.shape.first, self.shape.per_rank)",
         SAMPLES,
     ),
     Mutant(

@@ -86,8 +86,8 @@ MUTANTS = [
     Mutant(
         "sites: all replicas of a site read the same",
         "llmtrain/data/sites.py",
-        '"replica": own.index(replica)}',
-        '"replica": 0}',
+        "replica=own.index(shape.replica)",
+        "replica=0",
         SITES,
     ),
     Mutant(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from llmtrain.data import order
-from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader, PrefetchLoader
+from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
 from llmtrain.data.order import block_of, block_of_sample, grow
 from llmtrain.errors import DataError, TrainingError
 from tests.unit.test_data_loader import MESHES
@@ -55,8 +55,8 @@ class SlowTokens:
 
 
 def loader(tokens: object, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **keys: int):
-    keys = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "in_blocks": True} | keys
-    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shards=shard, **keys)
+    shape = BatchShape(LENGTH, BATCH, 1, 7, replica, replicas, shard_rank, shard)
+    return Loader(tokens, replace(shape, **keys), in_blocks=True)
 
 
 def steps(tokens: list, replicas: int, shard: int, count: int) -> list[list[int]]:
@@ -162,8 +162,8 @@ def test_a_source_that_ends_before_one_batch_is_an_error() -> None:
 
 
 def test_a_source_that_is_complete_has_the_same_order_without_waiting() -> None:
-    tokens = TokenShards([np.arange(90 * LENGTH + 1, dtype=np.uint16)])
-    assert steps([tokens], 1, 1, 20) == steps([SlowTokens(90)], 1, 1, 20)
+    complete = SlowTokens(90, most=90, ahead=90 * LENGTH + 1)
+    assert steps([complete], 1, 1, 20) == steps([SlowTokens(90)], 1, 1, 20) and not complete.waits
 
 
 def test_a_wait_for_text_is_no_wait_for_the_disk(capsys: pytest.CaptureFixture[str]) -> None:

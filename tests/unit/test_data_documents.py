@@ -21,6 +21,7 @@ from llmtrain.data.document_loader import (
     padded,
 )
 from llmtrain.data.documents import DocumentSamples, document_samples, find_starts
+from llmtrain.data.loader import BatchShape
 from llmtrain.data.order import SampleOrder, grow
 from llmtrain.data.sources import Position
 from llmtrain.errors import DataError
@@ -75,8 +76,8 @@ def test_a_limit_cuts_the_last_document(limit: int) -> None:
 
 
 def rank(samples: DocumentSamples, r: int = 0, replicas: int = 1, s: int = 0, shard: int = 1, micro_batch: int = 1):
-    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": micro_batch, "seed": 7}
-    return DocumentLoader(samples, replica=r, replicas=replicas, shard_rank=s, shards=shard, **shape)
+    shape = BatchShape(LENGTH, BATCH, micro_batch, seed=7, replica=r, replicas=replicas, shard_rank=s, shards=shard)
+    return DocumentLoader(samples, shape)
 
 
 def documents_in(batch: torch.Tensor) -> list[tuple[int, ...]]:

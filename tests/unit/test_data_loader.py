@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
+from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader, eval_batches
 from llmtrain.data.order import grow, merge_cursors
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
@@ -28,8 +29,8 @@ def sequence(samples: int) -> TokenShards:
 
 
 def loader(tokens: TokenShards, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **keys: int):
-    keys = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7} | keys
-    return Loader(tokens, replica=replica, replicas=replicas, shard_rank=shard_rank, shards=shard, **keys)
+    shape = BatchShape(LENGTH, BATCH, 1, 7, replica, replicas, shard_rank, shard)
+    return Loader(tokens, replace(shape, **keys))
 
 
 def steps(tokens: TokenShards, replicas: int, shard: int, count: int, micro_batch: int = 1) -> list[list[int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader, PrefetchLoader
+from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
 from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
 from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors
@@ -20,6 +21,7 @@ LENGTH, BATCH = 4, 8
 WEIGHTS = {"a": 7.0, "b": 2.5, "c": 0.5}
 SAMPLES = {"a": 90, "b": 40, "c": 11}
 MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+SHAPE = BatchShape(LENGTH, BATCH, micro_batch=1, seed=7)
 
 
 def text(samples: int, first: int) -> TokenShards:
@@ -31,11 +33,10 @@ TEXTS = {name: text(samples, 10_000 * number) for number, (name, samples) in enu
 
 
 def loader(replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int = 1, **changes) -> MixtureLoader:
-    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shards": shard}
     texts = changes.pop("texts", TEXTS)
     weights = [WEIGHTS[name] for name in texts]
-    shape |= {"replica": replica, "replicas": replicas, "shard_rank": shard_rank}
-    return MixtureLoader(texts, weights, **shape | changes)
+    shape = replace(SHAPE, replica=replica, replicas=replicas, shard_rank=shard_rank, shards=shard, **changes)
+    return MixtureLoader(texts, weights, shape)
 
 
 def read(one: Loader, steps: int) -> list[tuple[str, int]]:
@@ -103,9 +104,7 @@ def test_the_order_is_the_same_on_every_mesh_and_after_a_resume(replicas: int, s
 
 
 def test_a_mixture_of_one_text_is_that_text() -> None:
-    shape = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7, "shards": 1}
-    plain = Loader(TEXTS["a"], replica=0, replicas=1, shard_rank=0, **shape)
-    assert read(loader(texts={"a": TEXTS["a"]}), 300) == read(plain, 300)
+    assert read(loader(texts={"a": TEXTS["a"]}), 300) == read(Loader(TEXTS["a"], SHAPE), 300)
 
 
 @pytest.mark.parametrize("steps", [(3, 3), (40, 17), (0, 130)])

@@ -13,7 +13,7 @@ import pytest
 from llmtrain.config import DataSection
 from llmtrain.data import ready_made
 from llmtrain.data.dataset import ChecksumScan, TokenDataset, TokenShards, open_dataset, token_digest
-from llmtrain.data.loader import Loader, eval_batches
+from llmtrain.data.loader import BatchShape, Loader, eval_batches
 from llmtrain.data.prepare import prepare
 from llmtrain.data.token_files import read_header
 from llmtrain.errors import DataError, UserError
@@ -66,9 +66,7 @@ def documents(lengths: list[int]) -> np.ndarray:
 
 
 def samples(prepared: TokenDataset) -> list[np.ndarray]:
-    loader = Loader(
-        prepared.tokens("train"), sequence_length=32, global_batch=4, micro_batch=2, replica=0, replicas=1, shard_rank=0, shards=1, seed=7
-    )  # fmt: skip
+    loader = Loader(prepared.tokens("train"), BatchShape(sequence_length=32, global_batch=4, micro_batch=2, seed=7))
     train = [batch.numpy() for _ in range(20) for batch in loader.next()]
     held_out = eval_batches(
         prepared.tokens("validation"), max_tokens=300, sequence_length=32, micro_batch=2, rank=0, world=1

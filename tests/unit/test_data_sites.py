@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import Loader
+from llmtrain.data.loader import BatchShape, Loader
 from llmtrain.data.sites import SiteLoader, tokenizer_digest
 from llmtrain.errors import DataError
 from llmtrain.reshard import MeshChange
@@ -21,16 +22,14 @@ from llmtrain.reshard import MeshChange
 LENGTH, BATCH = 4, 24
 TEXTS = {name: TokenShards([10_000 * number + np.arange(480 * LENGTH + 1)]) for number, name in enumerate("ABC")}
 """480 samples at each site: no epoch ends in these tests."""
-SHAPE = {"sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1, "seed": 7}
+SHAPE = BatchShape(LENGTH, BATCH, micro_batch=1, seed=7)
 
 
 def loaders(sites: str, shards: int = 1) -> list[list[SiteLoader]]:
     """The loaders of each replica, which is at the site of its letter."""
+    run = replace(SHAPE, replicas=len(sites), shards=shards)
     return [
-        [
-            SiteLoader(TEXTS[site], [*sites], replica, shard_rank=shard, shards=shards, **SHAPE)
-            for shard in range(shards)
-        ]
+        [SiteLoader(TEXTS[site], [*sites], replace(run, replica=replica, shard_rank=shard)) for shard in range(shards)]
         for replica, site in enumerate(sites)
     ]
 
@@ -57,7 +56,7 @@ def continued(replicas: list[list[SiteLoader]], sites: str, shards: int = 1) -> 
 
 
 def test_a_site_alone_is_a_run_on_its_text() -> None:
-    plain = Loader(TEXTS["A"], replica=0, replicas=1, shard_rank=0, shards=1, **SHAPE)
+    plain = Loader(TEXTS["A"], SHAPE)
     rows = [int(row[0]) // LENGTH for _ in range(5) for batch in plain.next() for row in batch]
     assert read(loaders("A"), [5]) == [("A", row) for row in rows]
 
@@ -138,9 +137,8 @@ def test_each_sample_comes_once_over_many_changes(seed: int) -> None:
 
 def test_a_text_smaller_than_a_step_of_its_site_is_refused_by_its_name() -> None:
     small = TokenShards([np.arange(13)])
-    keys = {"shard_rank": 0, "shards": 1, **SHAPE}
     with pytest.raises(DataError, match=r"A: training data: 13 tokens there, 49 needed .* \(data.per_replica, "):
-        SiteLoader(small, ["A", "B"], 0, **keys)
+        SiteLoader(small, ["A", "B"], replace(SHAPE, replicas=2))
 
 
 def test_a_longer_run_asks_for_its_site_s_samples() -> None:

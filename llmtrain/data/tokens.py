@@ -1,0 +1,28 @@
+"""What a reader of tokens needs to know of a sequence of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+
+class Tokens(ABC):
+    """Sequence of tokens. By default, all of them exist: it neither grows nor waits."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of tokens that exist."""
+
+    @abstractmethod
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Return tokens [start, start + length), which must exist. The array may be a read-only view."""
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that the sequence can ever have."""
+        return len(self)
+
+    def is_waiting(self, seconds: float) -> bool:
+        """Return whether a reader has waited for more tokens within the last `seconds`."""
+        return False
