@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
-from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
+from llmtrain.step_counts import warmup_steps
 from llmtrain.suites import check_suite
 from llmtrain.sync.compatibility import find_conflict
-from llmtrain.sync.period import warmup_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -240,8 +239,7 @@ def _check_sync(recipe: Recipe) -> None:
         raise RecipeError(reason)
     if sync.period.averages_gradients:
         return
-    warmup = warmup_of(sync, LRSchedule.of(recipe))
-    if warmup >= total:
+    if warmup_steps(recipe) >= total:
         key = f"sync.warmup_steps is {sync.warmup_steps}"
         if sync.warmup_steps < total:
             key = f"sync.warmup_until_lr is {sync.warmup_until_lr}, which optim.lr's schedule never falls to"

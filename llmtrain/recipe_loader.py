@@ -27,12 +27,11 @@ from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import LISTS
 from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
-from llmtrain.lr import LRSchedule
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
+from llmtrain.step_counts import local_steps, round_count
 from llmtrain.sync.methods import METHODS, inner_preset
 from llmtrain.sync.outer_rule import outer_for
-from llmtrain.sync.period import build_period, warmup_of
 
 COMMAND_LINE = "command line"
 UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
@@ -88,10 +87,8 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
             "rounds of seconds have no number" if sync.period.is_timed else "a step that averages gradients is no round"
         )
         raise RecipeError(f"sync.outer is auto, but {why}; leave it out, or give {{kind: nesterov, lr, momentum}}")
-    rates = LRSchedule.of(recipe)
-    warmup, steps = warmup_of(sync, rates), recipe.train.total_steps
-    rounds = max(1, build_period(sync.period, warmup, rates).round_number(steps))
-    outer = outer_for(rounds, (steps - warmup) / rounds)
+    rounds = round_count(recipe)
+    outer = outer_for(rounds, local_steps(recipe) / rounds)
     return recipe.model_copy(update={"sync": sync.model_copy(update={"outer": outer})})
 
 

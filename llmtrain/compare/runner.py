@@ -74,7 +74,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     try:
         with progress, _interruptions() as signals:
             for run, recipe in {one.run: recipe for one, recipe in zip(planned, recipes, strict=True)}.items():
-                for line in recipe_warnings(recipe, {}, None):
+                for line in recipe_warnings(recipe):
                     progress.print(f"warning: runs.{run}: {line}")
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)

@@ -35,9 +35,8 @@ from llmtrain.machine_check import check_machine
 from llmtrain.model import blocks_of, build, check_initial_values, model_config
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
-from llmtrain.plan.ineffective_keys import seconds_of_step
-from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
-from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.plan.mesh_plan import given_shards, plan_mesh, size_or_assumed
+from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
 from llmtrain.recipe_check import check, check_group, check_vocabulary
 from llmtrain.run_list import is_locked
 from llmtrain.suites import check_suite_data
@@ -104,7 +103,11 @@ def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
     and is not checked."""
     check(recipe, processes)
     check_model(recipe)
-    return recipe_warnings(recipe, {}, None)
+    ranks = processes * recipe.parallel.ranks_per_process
+    replicas = 1 if ranks == 1 else None
+    if (given := given_shards(recipe.parallel, ranks, on_gpu=True)) is not None:  # holds without GPUs, too
+        replicas = ranks // given[0]
+    return recipe_warnings(recipe, mesh=MeshSize(ranks, replicas))
 
 
 def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> Preflight:
@@ -131,10 +134,9 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     prepared = next(iter(texts.values()), None)
     if prepared is not None:  # again, now with the vocabulary of the tokens
         check_initial_weights(recipe, prepared)
-    vocab_size = prepared.vocab_size if prepared else size_or_assumed(recipe).vocabulary
-    step_seconds = seconds_of_step(recipe, vocab_size, start.replicas, start.shards, start.ranks_on_each(nodes))
     sets = check_sets(recipe, prepared)
-    warnings = recipe_warnings(recipe, {**texts, **sets}, step_seconds)
+    mesh = MeshSize(start.replicas * start.shards, start.replicas, start.ranks_on_each(nodes))
+    warnings = recipe_warnings(recipe, {**texts, **sets}, mesh)
     change = directory.length_change()
     jump = change.rate_jump() if change is not None and not change.is_none else None
     return replace(

@@ -11,13 +11,12 @@ from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
 from llmtrain.config import PrimalAverageSection, Recipe, WireSection
-from llmtrain.lr import LRSchedule
 from llmtrain.parallel.sparse_format import CHUNK, SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
 from llmtrain.plan.model_size import ModelSize
-from llmtrain.sync.period import warmup_of
+from llmtrain.step_counts import warmup_steps
 
 SAVED_PER_LINEAR = {
     "fused": {"bf16": 1.2, "fp32": 1.1, "fp64": 1.1},
@@ -186,7 +185,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
         backward, last = forward - layer - mask + in_backward, in_backward
     loss = _loss(recipe, size, tokens)
 
-    is_synchronous = sync.period.averages_gradients or warmup_of(sync, LRSchedule.of(recipe)) > 0
+    is_synchronous = sync.period.averages_gradients or warmup_steps(recipe) > 0
     gradients_of_others = (in_turns - 1) * own.gradients if is_synchronous else 0
     forward_of_others = (in_turns - 1) * forward if sync.schedule.syncs_in_forward else 0
     last_of_others = 0 if sync.period.averages_gradients else (in_turns - 1) * master * size.block_parameters[-1]

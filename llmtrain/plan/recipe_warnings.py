@@ -1,16 +1,181 @@
-"""All warnings about the values of a recipe."""
+"""All warnings about the values of a recipe: of values that have less effect than they seem to have, and of values that make the
+run worse. Training is possible with each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
-from llmtrain.config import Recipe
+from llmtrain.config import MomentumSection, NesterovSection, PrimalAverageSection, Recipe
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.plan.harmful_keys import harmful_keys
-from llmtrain.plan.ineffective_keys import ineffective_keys
+from llmtrain.data.text_list import key_of
+from llmtrain.files import local_path
+from llmtrain.plan.duration import format_duration
+from llmtrain.plan.mesh_plan import size_or_assumed
+from llmtrain.plan.model_size import size_of
+from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
+from llmtrain.plan.unused_keys import is_given, unused_keys
+from llmtrain.step_counts import local_steps
+from llmtrain.sync.methods import is_for_one_replica
+
+SEVERAL = 3
+"""Minimum length of a run, as a multiple of what its running average covers. At this length, the parameters from which the
+average began still have 5 % of its weight."""
+FEW = 30
+"""Rounds up to which the warning of early momentum was tested: in 26 rounds of 30 steps (one seed), DiLoCo with an outer learning
+rate of 0.7 and momentum 0.8 ended 6 % higher than with a warm-up of the momentum over four rounds, and in 7 rounds DiLoCo and EDiT
+with their presets 11 and 13 % (benchmarks/results/study); in 13 rounds of 20, EDiT 3 %. With Muon, 7 rounds show no difference."""
+LARGE, LARGE_LR = 0.8, 0.7
+"""Smallest momentum and learning rate with which it was. With a learning rate of 0.4, the warm-up changed less than 0.02."""
+NO_TEXTS: Mapping[str, TokenDataset] = MappingProxyType({})
 
 
-def recipe_warnings(recipe: Recipe, texts: Mapping[str, TokenDataset], step_seconds: float | None) -> list[str]:
-    """Return a line for each value that has less effect than it seems to have, and for each that makes the run worse. The
-    arguments are those of `ineffective_keys`."""
-    return [*ineffective_keys(recipe, texts, step_seconds), *harmful_keys(recipe)]
+@dataclass(frozen=True)
+class MeshSize:
+    """What is known of the size of a run's mesh."""
+
+    ranks: int
+    replicas: int | None = None
+    """None if their number depends on nodes that are not known."""
+    local_ranks: int | None = None
+    """Ranks on this machine; None if the run is for other machines."""
+
+
+def recipe_warnings(
+    recipe: Recipe, texts: Mapping[str, TokenDataset] = NO_TEXTS, mesh: MeshSize | None = None
+) -> list[str]:
+    """Return a line for each value that has less effect than it seems to have, and for each that makes the run worse.
+
+    `texts` holds the texts that are prepared, by name; the run's own has the name "". Warnings that depend on a mesh or text that is
+    not given are left out.
+    """
+    return [
+        *_period(recipe, texts, mesh),
+        *_average(recipe),
+        *_validation(recipe, texts),
+        *_trained_on(recipe),
+        *_recordings(recipe),
+        *unused_keys(recipe),
+        *_early_momentum(recipe),
+        *_ranks(recipe, mesh),
+    ]
+
+
+def seconds_of_step(
+    recipe: Recipe, texts: Mapping[str, TokenDataset] = NO_TEXTS, mesh: MeshSize | None = None
+) -> float | None:
+    """Return the estimated duration of a step by the virtual clock or on this machine; None if the run is for other machines. Without a
+    clock, the estimate times matrix products."""
+    if (clock := recipe.parallel.virtual_clock) is not None:
+        mean_delay = clock.random_delay / len(clock.step_seconds)
+        return len(clock.step_seconds) / sum(1 / (seconds + mean_delay) for seconds in clock.step_seconds)
+    if mesh is None or mesh.local_ranks is None:
+        return None
+    prepared = next(iter(texts.values()), None)
+    size = size_or_assumed(recipe) if prepared is None else size_of(recipe, prepared.vocab_size)
+    rates = HardwareRates(rate_here(recipe, mesh.local_ranks), mbit=math.inf)
+    return estimate_time(recipe, size, mesh.replicas, mesh.ranks // mesh.replicas, rates).step
+
+
+def _period(recipe: Recipe, texts: Mapping[str, TokenDataset], mesh: MeshSize | None) -> Iterator[str]:
+    period, local = recipe.sync.period, local_steps(recipe)
+    once = "replicas synchronize once, after the last step"
+    if period.is_timed:
+        seconds = seconds_of_step(recipe, texts, mesh)
+        if seconds is not None and period.every > local * seconds:
+            run = format_duration(local * seconds)
+            yield f"sync.period.every is {period.every:g} s, but the run's {local:,} local steps take about {run}: {once}"
+    elif period.min_length is not None and period.min_length > local:
+        yield (
+            f"sync.period.{period.shortest_round} is {period.min_length:,}, but the run has {local:,} local steps: {once}"
+        )
+
+
+def _average(recipe: Recipe) -> Iterator[str]:
+    """Yield a line if the run is too short for a running average of its parameters."""
+    sync, outer = recipe.sync, recipe.sync.outer
+    if not isinstance(outer, PrimalAverageSection) or sync.period.min_length is None:
+        return
+    rounds, covered = local_steps(recipe) // sync.period.min_length, round(1 / (1 - outer.decay))
+    if rounds < SEVERAL * covered:
+        yield (
+            f"sync.outer.decay is {outer.decay:g}, an average over about {covered:,} synchronizations, but the run has {rounds:,}: "
+            "it ends with much of its early parameters"
+        )
+
+
+def _validation(recipe: Recipe, texts: Mapping[str, TokenDataset]) -> Iterator[str]:
+    section = recipe.eval
+    for name, text in texts.items():
+        split = text.index.splits["validation"]
+        if is_given(recipe, "eval.tokens") and split.exhausted and split.tokens < section.tokens:
+            what = f"the text {name} of eval.sets" if name in section.sets else "the validation text"
+            what += f" of {name}" if name and name not in section.sets else ""
+            yield f"eval.tokens is {section.tokens:,}, but {what} has {split.tokens:,} tokens: all of them are used"
+    is_cut = section.sample_tokens >= recipe.train.sequence_length
+    if section.sample_prompt is not None and is_cut and is_given(recipe, "eval.sample_tokens"):
+        yield (
+            f"eval.sample_tokens is {section.sample_tokens:,}, but a sample with its prompt ends at "
+            f"train.sequence_length = {recipe.train.sequence_length:,} tokens"
+        )
+
+
+def _trained_on(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each validation text that is also trained on, because it is a part of a training text."""
+    texts = recipe.data.texts()
+    held_out = [(f"eval.sets.{name}", None, text) for name, text in recipe.eval.sets.items()]
+    for name, section in texts.items():
+        if section.validation not in (None, section.source):  # its own text leaves these files out
+            key = key_of(recipe.data, name).removesuffix("source") + "validation"
+            held_out.append((key, name, section.validation))
+    for key, owner, text in held_out:
+        for name, section in texts.items():
+            is_left_out = name == owner or (section.validation != section.source and _is_in(text, section.validation))
+            if _is_in(text, section.source) and not is_left_out:
+                yield (
+                    f"{key}: {text} is in {key_of(recipe.data, name)}={section.source}, so it is trained on; move it elsewhere"
+                )
+
+
+def _is_in(text: str, folder: str | None) -> bool:
+    """Return whether a file or folder is another one, or in it."""
+    here, there = local_path(text), None if folder is None else local_path(folder)
+    return here is not None and there is not None and here.resolve().is_relative_to(there.resolve())
+
+
+def _recordings(recipe: Recipe) -> Iterator[str]:
+    total = recipe.train.total_steps
+    for key, section in (("trace", recipe.log.trace), ("profile", recipe.log.profile)):
+        if section is not None and section.first > total:
+            yield f"log.{key}.first is {section.first:,}, but the run has {total:,} steps: nothing is recorded"
+
+
+def _early_momentum(recipe: Recipe) -> Iterator[str]:
+    """Yield a line, with a better value, if the outer momentum is there from the first round of a short run."""
+    sync, outer = recipe.sync, recipe.sync.outer
+    if not isinstance(outer, NesterovSection | MomentumSection) or not sync.period.min_length:
+        return
+    rounds = local_steps(recipe) // sync.period.min_length
+    is_tested = outer.momentum >= LARGE and outer.lr >= LARGE_LR and recipe.optim.kind == "adamw"
+    if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= FEW and not outer.rounds.momentum_warmup:
+        yield (
+            f"sync.outer.momentum is {outer.momentum:g} from the first of about {rounds} rounds: so short a run ended lower in tests with "
+            f"sync.outer.rounds.momentum_warmup={max(1, rounds // 6)}"
+        )
+
+
+def _ranks(recipe: Recipe, mesh: MeshSize | None) -> Iterator[str]:
+    """Yield a line if replicas that would average are one, and one if a rank that would be profiled does not exist."""
+    if mesh is None:
+        return
+    is_meant = recipe.parallel.replicas == 1 or is_for_one_replica(recipe.sync.method)
+    if mesh.replicas == 1 and not (is_meant or recipe.sync.period.averages_gradients):
+        yield (
+            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
+            "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
+        )
+    missing = [rank for rank in recipe.log.profile.ranks if rank >= mesh.ranks] if recipe.log.profile else []
+    if missing:
+        yield f"log.profile.ranks has {missing[0]}, but the ranks are 0 to {mesh.ranks - 1}, so nothing is recorded for it"

@@ -11,7 +11,6 @@ import torch
 from rich.filesize import decimal
 
 from llmtrain.config import Recipe, WireSection
-from llmtrain.lr import LRSchedule
 from llmtrain.parallel.connections import connections_for
 from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
@@ -21,7 +20,7 @@ from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time, timed_round
 from llmtrain.process_limits import usable_cores
-from llmtrain.sync.period import build_period, warmup_of
+from llmtrain.step_counts import local_steps, round_count, warmup_steps
 
 TRAINING_EFFICIENCY = 0.5
 """Fraction of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
@@ -87,12 +86,8 @@ class Rounds:
 
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
     """Return the rounds of a recipe whose period is a number of local steps, and neither `every_step` nor `seconds`."""
-    sync, steps = recipe.sync, recipe.train.total_steps
-    rates = LRSchedule.of(recipe)
-    warmup = warmup_of(sync, rates)
-    period = build_period(sync.period, warmup, rates)
-    number = max(1, period.round_number(steps))
-    every = (steps - warmup) / number
+    sync, warmup, number = recipe.sync, warmup_steps(recipe), round_count(recipe)
+    every = local_steps(recipe) / number
     per_round = per_average(recipe, size, replicas, sync.wire) + moment_bytes(recipe, size, replicas)
     members = sync.schedule.resolve_group_size(replicas)
     if members is None:
@@ -111,7 +106,7 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
     if sync.period.averages_gradients:
         return f"{gradients} per step {whose} (gradients in every step)"
     if sync.period.is_timed:
-        warmup = warmup_of(sync, LRSchedule.of(recipe))
+        warmup = warmup_steps(recipe)
         per_round = decimal(int(round_bytes(recipe, size, replicas, shards=1)))
         line = f"{per_round} {whose} per round, a round every {sync.period.every:g} s"
         if sync.period.min_steps:
@@ -133,10 +128,8 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
 def pull_share(recipe: Recipe) -> float:
     """Return the expected fraction of a run's steps that are pulls, which compute no gradient: `sync.pull.probability` of the
     local ones."""
-    sync, steps = recipe.sync, recipe.train.total_steps
-    if sync.pull is None or sync.period.averages_gradients:
-        return 0.0
-    return sync.pull.probability * max(0, steps - warmup_of(sync, LRSchedule.of(recipe))) / steps
+    pull = recipe.sync.pull
+    return 0.0 if pull is None else pull.probability * local_steps(recipe) / recipe.train.total_steps
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
         return TimeEstimate(average_step, message, gradients, steps * (average_step + gradients))
     local_step = step * (1 - (sync.pull.probability if sync.pull is not None else 0.0))
     if sync.period.is_timed:
-        first = warmup_of(sync, LRSchedule.of(recipe))
+        first = warmup_steps(recipe)
         message = seconds(round_bytes(recipe, size, replicas, shards=1))
         one = timed_round(sync, values, replicas, local_step, link, forward_share, master)
     else:

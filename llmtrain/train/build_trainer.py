@@ -18,12 +18,10 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.virtual_clock import VirtualClock
-from llmtrain.plan.ineffective_keys import seconds_of_step
 from llmtrain.plan.mesh_plan import with_resharding_decided
-from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build_method import build_method, build_wire
-from llmtrain.sync.methods import is_for_one_replica
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.devices import (
     avoid_cudnn_attention,
@@ -98,7 +96,7 @@ def build_trainer(
     console.print(f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues")
     if weights is not None:
         console.print(weights.describe())
-    for line in _start_warnings(recipe, mesh, prepared, texts) if mesh.is_main else ():
+    for line in _start_warnings(recipe, mesh, texts) if mesh.is_main else ():
         console.print(f"warning: {line}")
     peak = peak_flops(mesh.device)
     if peak is None and mesh.device.type == "cuda":
@@ -178,18 +176,8 @@ def _build_engine(
     )
 
 
-def _start_warnings(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, texts: RunTexts) -> Iterator[str]:
+def _start_warnings(recipe: Recipe, mesh: Mesh, texts: RunTexts) -> Iterator[str]:
     """Yield the warnings about a run that are known before its first step."""
-    mesh_size = mesh.replicas, mesh.shard_comms.size, mesh.world.local_size
-    yield from recipe_warnings(recipe, texts.all, seconds_of_step(recipe, prepared.vocab_size, *mesh_size))
-    is_given = recipe.parallel.replicas == 1 or is_for_one_replica(recipe.sync.method)
-    if mesh.replicas == 1 and not (is_given or recipe.sync.period.averages_gradients):
-        yield (
-            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
-            "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
-        )
-    missing = [rank for rank in recipe.log.profile.ranks if rank >= mesh.world.size] if recipe.log.profile else []
-    if missing:
-        yield f"log.profile.ranks has {missing[0]}, but the ranks are 0 to {mesh.world.size - 1}, so nothing is recorded for it"
+    yield from recipe_warnings(recipe, texts.all, MeshSize(mesh.world.size, mesh.replicas, mesh.world.local_size))
     if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
         yield f"{mesh.unencrypted}; {ADVICE}"

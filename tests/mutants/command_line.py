@@ -5,35 +5,36 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PREFLIGHT = ("tests/unit/test_preflight.py",)
+AGAIN = ("tests/unit/test_preflight_again.py",)
 RECIPES = ("tests/unit/test_recipe_files.py",)
 
 MUTANTS = [
     Mutant(
         "warnings: outer momentum overshoots with a warm-up, too",
-        "llmtrain/plan/harmful_keys.py",
+        "llmtrain/plan/recipe_warnings.py",
         " and not outer.rounds.momentum_warmup",
         "",
         ("tests/unit/test_outer_rule.py",),
     ),
     Mutant(
         "warnings: outer momentum overshoots with one replica",
-        "llmtrain/plan/harmful_keys.py",
+        "llmtrain/plan/recipe_warnings.py",
         " and recipe.parallel.replicas != 1",
         "",
         ("tests/unit/test_outer_rule.py",),
     ),
     Mutant(
         "warnings: rounds are counted in synchronous steps, too",
-        "llmtrain/plan/harmful_keys.py",
-        "recipe.train.total_steps - warmup_of(sync, LRSchedule.of(recipe))",
-        "recipe.train.total_steps",
+        "llmtrain/plan/recipe_warnings.py",
+        "rounds = local_steps(recipe) // sync.period.min_length\n",
+        "rounds = recipe.train.total_steps // sync.period.min_length\n",
         ("tests/unit/test_outer_rule.py",),
     ),
     Mutant(
         "outer: auto counts synchronous steps as rounds",
         "llmtrain/recipe_loader.py",
-        "outer_for(rounds, (steps - warmup) / rounds)",
-        "outer_for(rounds, steps / rounds)",
+        "outer_for(rounds, local_steps(recipe) / rounds)",
+        "outer_for(rounds, recipe.train.total_steps / rounds)",
         ("tests/unit/test_outer_rule.py",),
     ),
     Mutant(
@@ -80,10 +81,52 @@ MUTANTS = [
     ),
     Mutant(
         "warnings: synchronous steps count as local ones",
-        "llmtrain/plan/ineffective_keys.py",
-        "local = total - warmup_of(sync, LRSchedule.of(recipe))",
-        "local = total",
+        "llmtrain/plan/recipe_warnings.py",
+        "period, local = recipe.sync.period, local_steps(recipe)",
+        "period, local = recipe.sync.period, recipe.train.total_steps",
         PREFLIGHT,
+    ),
+    Mutant(
+        "warnings: replicas that are one average with each other",
+        "llmtrain/plan/recipe_warnings.py",
+        "if mesh.replicas == 1 and not",
+        "if False and not",
+        AGAIN,
+    ),
+    Mutant(
+        "warnings: a method for one replica averages with nobody, too",
+        "llmtrain/plan/recipe_warnings.py",
+        " or is_for_one_replica(recipe.sync.method)",
+        "",
+        AGAIN,
+    ),
+    Mutant(
+        "warnings: recipe check does not know its mesh",
+        "llmtrain/launch/preflight.py",
+        "recipe_warnings(recipe, {**texts, **sets}, mesh)",
+        "recipe_warnings(recipe, {**texts, **sets})",
+        AGAIN,
+    ),
+    Mutant(
+        "warnings: recipe check does not know the number of processes elsewhere",
+        "llmtrain/launch/preflight.py",
+        "recipe_warnings(recipe, mesh=MeshSize(ranks, replicas))",
+        "recipe_warnings(recipe)",
+        AGAIN,
+    ),
+    Mutant(
+        "warnings: a process elsewhere is a rank, also with all replicas in one",
+        "llmtrain/launch/preflight.py",
+        "ranks = processes * recipe.parallel.ranks_per_process",
+        "ranks = processes",
+        AGAIN,
+    ),
+    Mutant(
+        "warnings: an automatic mesh elsewhere is one replica",
+        "llmtrain/launch/preflight.py",
+        "replicas = 1 if ranks == 1 else None",
+        "replicas = 1",
+        AGAIN,
     ),
     Mutant(
         "warnings: none in training",
@@ -185,10 +228,10 @@ MUTANTS = [
     ),
     Mutant(
         "warnings: defaults that have no effect are named",
-        "llmtrain/plan/ineffective_keys.py",
-        "!= type(section).model_fields[key].default:",
-        "is not None:",
-        ("tests/unit/test_preflight.py",),
+        "llmtrain/plan/unused_keys.py",
+        "if is_unused and is_given(recipe, key):",
+        "if is_unused:",
+        PREFLIGHT,
     ),
     Mutant(
         "run directory: a moved folder begins another run",

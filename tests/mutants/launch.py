@@ -199,8 +199,8 @@ MUTANTS = [
     Mutant(
         "recipe check: a warm-up as long as the run",
         "llmtrain/recipe_check.py",
-        "if warmup >= total:",
-        "if warmup > total:",
+        "if warmup_steps(recipe) >= total:",
+        "if warmup_steps(recipe) > total:",
         ("tests/unit/test_recipe_wrong.py",),
     ),
     Mutant(

@@ -224,9 +224,9 @@ MUTANTS = [
     ),
     Mutant(
         "warnings: a run's own recipe has chosen every key",
-        "llmtrain/plan/ineffective_keys.py",
-        " and getattr(section, key) != default",
-        "",
+        "llmtrain/plan/unused_keys.py",
+        "return value_of(recipe, key) != default",
+        "return name in value_of(recipe, path).model_fields_set",
         ("tests/unit/test_preflight_again.py",),
     ),
     Mutant(

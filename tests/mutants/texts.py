@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "warnings: validation text that is trained on passes",
-        "llmtrain/plan/ineffective_keys.py",
+        "llmtrain/plan/recipe_warnings.py",
         "if _is_in(text, section.source) and not is_left_out:",
         "if False:",
         ("tests/unit/test_preflight_again.py",),

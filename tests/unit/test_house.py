@@ -55,6 +55,7 @@ LAYERS = [
         "compare_runs",
         "plan",
         "pretrained",
+        "step_counts",
         "suites",
     },
     {"train"},

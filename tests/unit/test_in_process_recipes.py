@@ -12,9 +12,9 @@ from rich.console import Console
 from llmtrain.errors import RecipeError, UserError
 from llmtrain.machine_check import check_machine
 from llmtrain.plan.hardware import Hardware, hardware_of
-from llmtrain.plan.ineffective_keys import ineffective_keys, seconds_of_step
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import plan_mesh, size_or_assumed
+from llmtrain.plan.recipe_warnings import recipe_warnings, seconds_of_step
 from llmtrain.plan.show import _memory
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time
 from llmtrain.recipe_check import check
@@ -83,9 +83,8 @@ def test_rounds_of_seconds_are_compared_with_the_runs_virtual_time(right: Path, 
     keys = ["parallel.in_process=true", "parallel.replicas=2", "parallel.virtual_clock.step_seconds=[1, 2]"]
     keys += ["sync.method=a_edit", f"sync.period.every={every}", "train.steps=14", "sync.warmup_steps=2"]
     recipe = load_recipe(right, keys)
-    seconds = seconds_of_step(recipe, 1000, 2, 1, 1)
-    assert seconds == pytest.approx(4 / 3)
-    found = [line for line in ineffective_keys(recipe, {}, seconds) if line.startswith("sync.period.every")]
+    assert seconds_of_step(recipe) == pytest.approx(4 / 3)
+    found = [line for line in recipe_warnings(recipe) if line.startswith("sync.period.every")]
     assert len(found) == lines and all("12 local steps take about 16 s" in line for line in found)
 
 

@@ -17,9 +17,10 @@ from llmtrain.launch import preflight
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import check_elsewhere, check_here, check_start
 from llmtrain.parallel.world import World
-from llmtrain.plan import ineffective_keys as ineffective
+from llmtrain.plan import recipe_warnings as warnings_module
 from llmtrain.plan.model_size import size_of
-from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
+from llmtrain.plan.time_estimate import TimeEstimate
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run import run_training
@@ -190,7 +191,8 @@ def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
         return [*output.out.splitlines(), *output.err.splitlines()]
 
     parameters = size_of(load_recipe(RECIPE, keys)).parameters
-    note, mesh, model, memory, end = lines()
+    *warning, note, mesh, model, memory, end = lines()
+    assert len(warning) == (command == "train") and all("there is one replica" in line for line in warning)
     assert note.startswith("note: the text is not tokenized yet")
     expected = "1 replicas x 1 shards on cpu (one process)"
     if command == "launch":
@@ -210,7 +212,7 @@ def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
     assert lines("train.micro_batch=64")[-1].startswith("error: train.global_batch is 16, not a multiple")
     prepared = prepare(load_recipe(RECIPE, keys).data, 1, 10**9)
     sequences = (prepared.index.splits["train"].tokens - 1) // 32
-    assert f"data: {sequences} sequences, {20 * 16 / sequences:.2f} epochs" in lines()[1]
+    assert f"data: {sequences} sequences, {20 * 16 / sequences:.2f} epochs" in lines()[len(warning) + 1]
 
 
 def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixture[str], keys: list[str]) -> None:
@@ -317,11 +319,9 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
 def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, keys: list[str], changed: Sequence[str], line: str
 ) -> None:
-    monkeypatch.setattr(ineffective, "estimate_time", lambda *_: ineffective_step(2.0))
-    monkeypatch.setattr(ineffective, "rate_here", lambda recipe, local_ranks: 1e9)
-    recipe = load_recipe(RECIPE, [*keys, *changed])
-    step = preflight.seconds_of_step(recipe, 300, 2, 2, 4)
-    (warning,) = ineffective.ineffective_keys(recipe, {}, step)
+    monkeypatch.setattr(warnings_module, "estimate_time", lambda *_: TimeEstimate(2.0, 0, 0, 0))
+    monkeypatch.setattr(warnings_module, "rate_here", lambda recipe, local_ranks: 1e9)
+    (warning,) = recipe_warnings(load_recipe(RECIPE, [*keys, *changed]), mesh=MeshSize(4, 2, 4))
     assert warning.startswith(line)
 
 
@@ -329,7 +329,7 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
     """Two nodes with two of four ranks each."""
     mesh = ["parallel.replicas=2", "parallel.shards=2"]
     asked: list[int] = []
-    monkeypatch.setattr(ineffective, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e9)
+    monkeypatch.setattr(warnings_module, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e9)
     recipe = load_recipe(RECIPE, [*keys, "sync.method=a_edit", "sync.period.every=600", *mesh])
     check_here(recipe, Nodes(count=2), per_node=2)
     assert asked == [2]
@@ -345,16 +345,10 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
-    assert ineffective.ineffective_keys(load_recipe(RECIPE, [*keys, *fine]), {}, None) == []
-
-
-def ineffective_step(seconds: float) -> object:
-    from llmtrain.plan.time_estimate import TimeEstimate
-
-    return TimeEstimate(seconds, 0, 0, 0)
+    assert recipe_warnings(load_recipe(RECIPE, [*keys, *fine])) == []
 
 
 def test_no_recipe_of_the_repository_has_a_warning() -> None:
     for path in sorted(RECIPE.parent.glob("*.yaml")):
         recipe = load_recipe(path)
-        assert recipe_warnings(recipe, {}, None) == [], path.name
+        assert recipe_warnings(recipe) == [], path.name

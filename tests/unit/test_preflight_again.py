@@ -1,4 +1,4 @@
-"""`recipe check` and a start agree: on a run's own recipe, and on texts of `eval.sets`, which must not be trained on."""
+"""`recipe check` and a start agree: on a run's own recipe, on its mesh, and on texts of `eval.sets`, which must not be trained on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmtrain.errors import DataError
-from llmtrain.launch.preflight import check_here
-from llmtrain.plan.ineffective_keys import ineffective_keys
+from llmtrain.launch.preflight import check_elsewhere, check_here
+from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.build_trainer import _start_warnings
 from llmtrain.train.prepare_data import prepare_for
@@ -46,7 +46,7 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
     folder = tmp_path / "texts"
 
     def warnings_of(*changed: str) -> list[str]:
-        return ineffective_keys(load_recipe(RECIPE, [*keys, *changed]), {}, None)
+        return recipe_warnings(load_recipe(RECIPE, [*keys, *changed]))
 
     news, source = f"eval.sets={{news: {folder}/news.txt}}", f"data.source={folder}"
     (line,) = warnings_of(source, f"data.validation={folder}/held.txt", news)
@@ -58,10 +58,41 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
     assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
 
 
-def test_a_rank_to_profile_that_does_not_exist_is_a_warning() -> None:
-    world = SimpleNamespace(size=4, local_size=4)
-    mesh = SimpleNamespace(replicas=2, shard_comms=SimpleNamespace(size=2), world=world, unencrypted=None)
-    for ranks, lines in (("[0, 3]", []), ("[0, 4]", ["log.profile.ranks has 4, but the ranks are 0 to 3"])):
-        recipe = load_recipe(RECIPE, [f"log.profile={{ranks: {ranks}}}"])
-        found = _start_warnings(recipe, mesh, SimpleNamespace(vocab_size=2048), SimpleNamespace(all={}))
-        assert [line.partition(", so")[0] for line in found] == lines
+ONE_REPLICA, RANK_4 = (
+    "there is one replica, so sync.method=edit averages with nobody",
+    "log.profile.ranks has 4, but the ranks",
+)
+AUTO = ["parallel.replicas=auto", "parallel.shards=auto", "parallel.on_cpu=null"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "processes", "lines"),
+    [
+        (AUTO, 1, [ONE_REPLICA]),
+        ([*AUTO, "log.profile={ranks: [0, 4]}"], 1, [ONE_REPLICA, f"{RANK_4} are 0 to 0,"]),
+        (["parallel.shards=2"], 2, [ONE_REPLICA]),
+        (["parallel.shards=2", "log.profile={ranks: [0, 4]}"], 4, [f"{RANK_4} are 0 to 3,"]),
+        (["parallel.shards=2", "log.profile={ranks: [0, 3]}"], 4, []),
+        ([*AUTO, "parallel.replicas=1"], 1, []),
+        ([*AUTO, "sync.method=gpa", "sync.period=1", "sync.outer.decay=0.5"], 1, []),
+        ([*AUTO, "sync.method=synchronous", "sync.period=every_step", "sync.warmup_steps=0"], 1, []),
+        ([*AUTO, "parallel.replicas=4", "parallel.in_process=true", "log.profile={ranks: [3]}"], 1, []),
+    ],
+    ids=str,
+)
+def test_recipe_check_warns_of_the_mesh_as_a_start_does(
+    keys: list[str], changed: list[str], processes: int, lines: list[str]
+) -> None:
+    recipe = load_recipe(RECIPE, [*keys, *changed])
+    here = check_here(recipe, per_node=processes)
+    ranks, shards = here.replicas * here.shards, SimpleNamespace(size=here.shards)
+    world = SimpleNamespace(size=ranks, local_size=ranks)
+    mesh = SimpleNamespace(replicas=here.replicas, shard_comms=shards, world=world, unencrypted=None)
+    start = list(_start_warnings(recipe, mesh, SimpleNamespace(all={})))
+    assert start == here.warnings == check_elsewhere(recipe, processes)
+    assert len(start) == len(lines) and all(map(str.startswith, start, lines))
+
+
+def test_the_number_of_replicas_elsewhere_may_depend_on_nodes(keys: list[str]) -> None:
+    (line,) = check_elsewhere(load_recipe(RECIPE, [*keys, *AUTO, "log.profile={ranks: [4]}"]), 2)
+    assert line.startswith(f"{RANK_4} are 0 to 1,")

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
+from llmtrain.plan import recipe_warnings
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
-from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
@@ -248,10 +248,11 @@ def test_recipes_of_several_texts_are_the_quickstart_on_these(recipes: dict[str,
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_the_quickstart_with_rounds_that_fit(method: str) -> None:
+def test_every_method_trains_the_quickstart_with_rounds_that_fit(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     recipe = load_recipe(ROOT / "quickstart.yaml", [f"sync.method={method}", *ALSO_FOR_QUICKSTART.get(method, [])])
     check(recipe, 4)
-    assert not recipe_warnings(recipe, {}, step_seconds=0.2)
+    monkeypatch.setattr(recipe_warnings, "seconds_of_step", lambda *_: 0.2)
+    assert not recipe_warnings.recipe_warnings(recipe)
     if recipe.sync.period.kind == "steps":
         assert recipe.train.total_steps / recipe.sync.period.every >= 20, "rounds"
 
