@@ -61,7 +61,7 @@ class Preflight:
     texts: Mapping[str, TokenDataset] = field(default_factory=dict)
     """The token shards of each text by name, if all are prepared; otherwise empty."""
     warnings: Sequence[str] = ()
-    """Values of the recipe that have less effect than they seem to have."""
+    """Lines of `recipe_warnings`, and one if the run's change of length makes the learning rate jump."""
     weights: InitialWeights | None = None
     """Weights that the run starts from, if it starts from any and they are on this machine."""
     completed: str | None = None

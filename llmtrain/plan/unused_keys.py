@@ -12,7 +12,7 @@ from llmtrain.sync.methods import inner_preset
 
 
 def unused_keys(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each key that is given and unused."""
+    """Yield a line for each key that has another value than its default, and no effect."""
     sync, optim, schedule, parallel = recipe.sync, recipe.optim, recipe.schedule, recipe.parallel
     averages_gradients, moments = sync.period.averages_gradients, sync.moments
     synchronous = f"sync.method={sync.method} averages gradients in every step"
@@ -61,8 +61,8 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
 
 
 def is_given(recipe: Recipe, key: str) -> bool:
-    """Return whether a recipe has another value than the default. The recipe.yaml of a run gives all keys, so whether a key is
-    given says nothing."""
+    """Return whether a key has another value than its default. Whether a file names the key says nothing, because the recipe.yaml
+    of a run names all keys."""
     path, _, name = key.rpartition(".")
     default = type(value_of(recipe, path)).model_fields[name].get_default(call_default_factory=True)
     return value_of(recipe, key) != default
