@@ -229,8 +229,8 @@ MUTANTS = [
     Mutant(
         "warnings: defaults that have no effect are named",
         "llmtrain/plan/unused_keys.py",
-        "if is_unused and is_given(recipe, key):",
-        "if is_unused:",
+        "if is_given(recipe, key):",
+        "if True:",
         PREFLIGHT,
     ),
     Mutant(
