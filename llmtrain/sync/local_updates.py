@@ -16,6 +16,7 @@ from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.torch_engine import local
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.loop_checks import (
@@ -27,7 +28,7 @@ from llmtrain.sync.loop_checks import (
     needs_equal_rates,
 )
 from llmtrain.sync.methods import METHODS
-from llmtrain.sync.module_replica import ModuleReplica, layers_of, local_part
+from llmtrain.sync.module_replica import ModuleReplica, layers_of
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
@@ -220,7 +221,7 @@ class LocalUpdates:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = local_part(parameter.grad)
+            gradient = local(parameter.grad.detach())
             mean = gradient / self._replicas.size
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.engine import Block, Replica
 from llmtrain.parallel.fsdp import release_gathered
 from llmtrain.parallel.optimizers import moments_of
+from llmtrain.parallel.torch_engine import local
 from llmtrain.sync.anchors import INTEGERS
 
 
@@ -42,7 +42,7 @@ class ModuleReplica(Replica):
                 "the optimizer has no trainable parameters of the module, so there is nothing to synchronize"
             )
         self.blocks = [
-            Block(name, [local_part(parameter) for parameter in unit], [names[parameter] for parameter in unit])
+            Block(name, [local(parameter.detach()) for parameter in unit], [names[parameter] for parameter in unit])
             for name, _, unit in units
         ]
         self._modules = [module for _, module, _ in units]
@@ -71,7 +71,7 @@ class ModuleReplica(Replica):
         """Raise RecipeError if a parameter has other memory than at construction, for example after `model.to`."""
         for block, unit in zip(self.blocks, self._units, strict=True):
             for parameter, shard in zip(unit, block.shards, strict=True):
-                if local_part(parameter).data_ptr() != shard.data_ptr():
+                if local(parameter.detach()).data_ptr() != shard.data_ptr():
                     raise RecipeError(
                         f"the parameters of {block.name} have moved since LocalUpdates was constructed; move or convert the module first"
                     )
@@ -104,19 +104,13 @@ class ModuleReplica(Replica):
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         moments = moments_of(self._optimizer.state, self._units[index], order)
-        return [None if moment is None else local_part(moment) for moment in moments]
+        return [None if moment is None else local(moment.detach()) for moment in moments]
 
 
 def layers_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the elements of the module's longest ModuleList or Sequential."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return max(lists, key=len, default=nn.ModuleList())
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharing its storage."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
