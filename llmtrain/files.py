@@ -45,6 +45,12 @@ def local_path(name: str) -> Path | None:
     return Path(path) if os.path.exists(path) else None  # False also for a text that is too long for a path
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path` if it exists, or else the nearest path above it that does, which is absolute."""
+    # Path.exists raises PermissionError below a folder that may not be read
+    return next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+
+
 def visible_files(folder: Path) -> list[Path]:
     """Return the files of a folder and its subfolders, sorted by path. Hidden files and folders are left out. Links to folders
     are followed, but each folder is read once. Raises OSError if one can't be listed."""

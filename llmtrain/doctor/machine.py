@@ -20,6 +20,7 @@ import torch.distributed as dist
 import llmtrain
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.errors import one_line
+from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, given_interface, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.process_limits import usable_cores
@@ -108,9 +109,7 @@ def disk(key: str, folder: str, needed: int | None) -> Finding:
     `needed` is the number of bytes the run writes, or None if unknown. A read-only folder is a problem, and too little
     space a warning.
     """
-    there = Path(os.path.expanduser(folder)).absolute()
-    while not os.path.exists(there):  # Path.exists raises PermissionError below a folder that may not be read
-        there = there.parent
+    there = nearest_existing(Path(os.path.expanduser(folder)).absolute())
     if not os.access(there, os.W_OK):
         return problem(f"{key}={folder} can't be written to ({there} is read-only for this user)", f"change {key}")
     free = shutil.disk_usage(there).free

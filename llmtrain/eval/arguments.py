@@ -10,6 +10,7 @@ from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import check_path, labels
 from llmtrain.export.request import Step
+from llmtrain.files import nearest_existing
 from llmtrain.suites import check_device_name, check_local_files, harness_version, load_suite
 
 
@@ -47,7 +48,7 @@ def check_arguments(
 
 def _check_out(folder: Path) -> None:
     """Raise UserError unless `folder` exists, or can be made, and can be written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = nearest_existing(folder)
     if not there.is_dir():
         raise UserError(f"--out {folder}: {there} is a file; choose another folder")
     if not os.access(there, os.W_OK):

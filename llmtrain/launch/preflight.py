@@ -28,7 +28,7 @@ from llmtrain.data.sources import HUB, Split, TextStream, documents
 from llmtrain.data.text_list import check_token_files, key_of, reported_as, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError
-from llmtrain.files import lock_holder
+from llmtrain.files import lock_holder, nearest_existing
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.loss import summed_loss
 from llmtrain.machine_check import check_machine
@@ -290,7 +290,7 @@ def _check_source(data: DataSection) -> None:
 
 def _check_folder(key: str, folder: Path) -> None:
     """Raise RecipeError if `folder` can't be created or written. Creates nothing."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    nearest = nearest_existing(folder.absolute())
     if not nearest.is_dir():
         raise RecipeError(f"{key}: {nearest} is a file; choose another folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

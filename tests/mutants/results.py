@@ -257,6 +257,13 @@ MUTANTS = [
         ("tests/unit/test_doctor.py",),
     ),
     Mutant(
+        "files: a folder that may not be read ends the search for one above",
+        "llmtrain/files.py",
+        "if os.path.exists(one))",
+        "if one.exists())",
+        ("tests/unit/test_doctor.py",),
+    ),
+    Mutant(
         "doctor: forgets the checkpoint that replaces the oldest",
         "llmtrain/config/recipe.py",
         "self.keep + self.keep_best + for_good + 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -32,6 +33,7 @@ from llmtrain.doctor.network_speed import (
     tournament,
 )
 from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, versions, who_is_where
+from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
 from llmtrain.plan.time_estimate import round_bytes
@@ -113,6 +115,19 @@ def test_room_is_that_of_the_folder_above_if_there_is_none_yet(monkeypatch, tmp_
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=2 * GIB))
     assert machine.disk("run.out_dir", str(tmp_path / "a" / "b" / "c"), needed).level == level
     assert asked == [tmp_path]
+
+
+def test_a_folder_below_one_that_may_not_be_read_has_the_nearest_one_above(monkeypatch, tmp_path):
+    real = os.stat
+
+    def stat(path, *arguments, **named):
+        if Path(path).is_relative_to(tmp_path / "locked") and path != tmp_path / "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    assert nearest_existing(tmp_path / "locked/a/b") == tmp_path / "locked"
 
 
 def test_a_folder_that_is_read_only_is_a_problem(monkeypatch, tmp_path):
