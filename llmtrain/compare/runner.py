@@ -41,7 +41,7 @@ from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import lock_folder
-from llmtrain.train.signals import is_ignored
+from llmtrain.train.signals import handled
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
@@ -214,13 +214,8 @@ def _interruptions() -> Iterator[list[int]]:
         signals.append(number)
         raise KeyboardInterrupt
 
-    requests = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not is_ignored(number)]
-    before = {number: signal.signal(number, interrupt) for number in requests}
-    try:
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), interrupt):
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class ComparisonProgress(Progress):

@@ -34,7 +34,7 @@ from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
-from llmtrain.train.signals import REQUESTS, is_ignored
+from llmtrain.train.signals import REQUESTS, handled, is_ignored
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
@@ -297,9 +297,5 @@ def _stop_requests_raise(when: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number), when)
 
-    before = {number: signal.signal(number, stop) for number in REQUESTS if not is_ignored(number)}
-    try:
+    with handled(REQUESTS, stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

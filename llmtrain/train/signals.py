@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -90,6 +90,17 @@ def is_ignored(number: signal.Signals) -> bool:
 
 
 @contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let `handler` handle the signals that are not ignored. Restore the previous handlers on exit."""
+    before = {number: signal.signal(number, handler) for number in numbers if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
     thread, because Python allows handlers only there. Without handlers, a stop is never requested."""
@@ -97,9 +108,5 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request.handle) for number in REQUESTS if not is_ignored(number)}
-    try:
+    with handled(REQUESTS, request.handle):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
