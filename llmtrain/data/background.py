@@ -25,6 +25,7 @@ from llmtrain.data.dataset import read_index
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.stream import STATUS, text_error, write_status
 from llmtrain.errors import BAD_USAGE, STOPPED_EARLY, DataError, exit_with_status, one_line
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.waiting import announced
 
 COMMAND = (sys.executable, "-m", "llmtrain.data.background")
@@ -36,9 +37,6 @@ END_SECONDS = 60.0
 """Maximum seconds that the process may take to commit its tokens when the run ends."""
 STATUS_SECONDS = 1.0
 """Minimum seconds between two reports of the process's progress."""
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
-"""Environment variables that mark a process as one rank of many, which this process must not inherit."""
 
 
 class BackgroundTokenizer:
@@ -85,11 +83,6 @@ class BackgroundTokenizer:
     def _start(self) -> None:
         """Start a process. It reads its job from the first line of its standard input. The end of that input tells it that
         the run has ended."""
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in RANK_VARIABLES and not key.startswith(RANK_PREFIXES)
-        }
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -99,7 +92,7 @@ class BackgroundTokenizer:
             errors="replace",
             start_new_session=True,  # Ctrl-C must reach the run alone, because its last steps may need more text
             # tokenizing needs no GPU, but libraries would allocate some of its memory
-            env={**environment, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "true"},
+            env={**environment_without_rank(), "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "true"},
         )
         with suppress(OSError):  # the process has already ended, which the supervising thread finds out
             self._process.stdin.write(self._job)

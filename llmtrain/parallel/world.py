@@ -32,6 +32,9 @@ SHARE_GPU = "LLMTRAIN_SHARE_GPU"
 synchronization on one GPU, not for speed."""
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 """Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
+RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
+"""Names and name prefixes of the environment variables with which launchers mark a process as one rank of many."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,15 @@ class World:
                 f"environment: {told} are not a rank among others; start with launch/train.sh, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
+
+
+def environment_without_rank() -> dict[str, str]:
+    """Return this process's environment for a process that is no rank, although a rank starts it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_NAMES and not name.startswith(RANK_PREFIXES)
+    }
 
 
 def may_share_gpu() -> bool:

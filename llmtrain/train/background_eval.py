@@ -21,16 +21,13 @@ from pathlib import Path
 from types import TracebackType
 
 from llmtrain.config import Recipe, SuiteSection
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import RUN, StopRequest
 
-NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
-"""Names and name prefixes of the environment variables with which launchers mark a process as one rank of many. An
-evaluation must not inherit them."""
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL for an evaluation that is terminated."""
 LOOK_EVERY_SECONDS = 0.2
@@ -178,7 +175,7 @@ class BackgroundEval:
         return ["llmtrain", "eval", str(self.run), *options, *arguments]
 
     def _environment(self) -> dict[str, str]:
-        found = {key: value for key, value in os.environ.items() if key not in NAMES and not key.startswith(PREFIXES)}
+        found = environment_without_rank()
         found["OMP_NUM_THREADS"] = str(self.section.threads)
         found[RUN] = str(os.getpid())
         if self.section.device == "cpu":

@@ -329,9 +329,9 @@ MUTANTS = [
     ),
     Mutant(
         "suite runs: the launcher's variables reach the evaluation",
-        "llmtrain/train/background_eval.py",
-        "if key not in NAMES and not key.startswith(PREFIXES)}",
-        "if key not in NAMES}",
+        "llmtrain/parallel/world.py",
+        "if name not in RANK_NAMES and not name.startswith(RANK_PREFIXES)",
+        "if name not in RANK_NAMES",
         ("tests/unit/test_suite_runs.py",),
     ),
     Mutant(
