@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 QUIET_SECONDS = 2.0
 """Seconds of a wait before it is announced."""
@@ -24,3 +27,18 @@ def announced(what: str, at_most: float | None = None, quiet: float | None = Non
         yield
     finally:
         timer.cancel()
+
+
+def acquire(path: Path, seconds: float, announce: Callable[[], object]) -> AbstractContextManager:
+    """Acquire the lock of a file until the end of a `with` block. If another process holds it, call `announce` and wait.
+
+    Raises Timeout after `seconds`, and OSError at once if the file can't be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()  # fails at once if no file can be created, where FileLock would retry until its timeout
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        announce()
+        return lock.acquire(timeout=seconds)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
@@ -31,6 +31,7 @@ from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
 from llmtrain.files import atomic_write, check_path
+from llmtrain.waiting import acquire
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
@@ -160,27 +161,24 @@ def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
 
 @contextmanager
 def _lock(directory: Path, say: bool) -> Iterator[None]:
-    lock = FileLock(f"{directory}.lock")
+    path = Path(f"{directory}.lock")
+
+    def announce() -> None:
+        if say:
+            print(f"waiting for another process that prepares {directory} (lock {path})", flush=True)
+
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if say:
-                print(f"waiting for another process that prepares {directory} (lock {lock.lock_file})", flush=True)
-            lock.acquire(timeout=LOCK_SECONDS)
+        lock = acquire(path, LOCK_SECONDS, announce)
     except Timeout:
         raise DataError(
-            f"{lock.lock_file}: another process has held this lock for {LOCK_SECONDS:g} s; wait for it or stop it"
+            f"{path}: another process has held this lock for {LOCK_SECONDS:g} s; wait for it or stop it"
         ) from None
     except OSError as error:
         raise DataError(
             f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
         ) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from llmtrain.export.parity import Parity
 from llmtrain.export.request import DTYPES
 from llmtrain.export.source import TOKENIZER_CONFIG, TOKENIZER_FILE, ChosenWeights
 from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
+from llmtrain.waiting import acquire
 
 MANIFEST = "export.json"
 CARD = "README.md"
@@ -113,25 +114,17 @@ def locked(final: Path) -> Iterator[None]:
     Raises UserError if the lock is not available within LOCK_SECONDS, or at once if the folder cannot be written.
     """
     path = final.parent / f".{final.name}.lock"
-    lock = FileLock(path)
+    waits = f"waiting for another process that exports to {final} (it holds {path}), at most {LOCK_SECONDS:g} s"
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # fails at once if no file can be created, where FileLock would retry until its timeout
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            note(f"waiting for another process that exports to {final} (it holds {path}), at most {LOCK_SECONDS:g} s")
-            lock.acquire(timeout=LOCK_SECONDS)
+        lock = acquire(path, LOCK_SECONDS, lambda: note(waits))
     except Timeout:
         raise UserError(
             f"{final}: another process has been exporting it for {LOCK_SECONDS:g} s (it holds {path}); wait for it or stop it"
         ) from None
     except OSError as error:
         raise cannot_write(final, error) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def cannot_write(final: Path, error: Exception, command: str = COMMAND) -> UserError:

@@ -49,16 +49,16 @@ MUTANTS = [
     ),
     Mutant(
         "export: waits on a lock where no file can be made",
-        "llmtrain/export/folder.py",
-        "        path.touch()",
-        "        path.exists()",
-        ("tests/unit/test_export_folder.py",),
+        "llmtrain/waiting.py",
+        "    path.touch()",
+        "    path.exists()",
+        ("tests/unit/test_export_folder.py", "tests/unit/test_data_prepare.py"),
     ),
     Mutant(
         "export: waits for another export without a word",
-        "llmtrain/export/folder.py",
-        "            lock.acquire(timeout=0)",
-        "            lock.acquire(timeout=LOCK_SECONDS)",
+        "llmtrain/waiting.py",
+        "return lock.acquire(timeout=0)",
+        "return lock.acquire(timeout=seconds)",
         ("tests/unit/test_export_folder.py",),
     ),
     Mutant(

@@ -321,9 +321,11 @@ def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path)
     assert cached(data) == []
 
 
-def test_a_cache_that_can_t_be_written_is_named(data: DataSection) -> None:
-    with pytest.raises(DataError, match=r"data\.cache_dir: .*stories\.txt: .*; expected a folder to write in"):
-        prepare(data.model_copy(update={"cache_dir": data.source}), 100, 100)
+def test_a_cache_that_can_t_be_written_is_named(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.1)
+    for given in (data.source, "/proc"):  # a file, and a folder that takes none
+        with pytest.raises(DataError, match=rf"data\.cache_dir: {given}: .*; expected a folder to write in"):
+            prepare(data.model_copy(update={"cache_dir": given}), 100, 100)
 
 
 def test_a_disk_that_fails_is_not_taken_for_a_full_one(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
