@@ -29,7 +29,7 @@ from llmtrain.attention import (
     prepared_mask,
 )
 from llmtrain.config import ModelSection
-from llmtrain.errors import ModelError
+from llmtrain.errors import ModelError, first_line
 from llmtrain.loss import LossHead
 from llmtrain.seeding import derive_seed
 
@@ -136,9 +136,8 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
             return AutoConfig.from_pretrained(section.from_config, **changes)
         return AutoConfig.for_model(section.type, **changes)
     except OSError as error:
-        reason = str(error).splitlines()[0]
         raise ModelError(
-            f"model.from_config={section.from_config!r} can't be read ({reason}); give a folder with config.json"
+            f"model.from_config={section.from_config!r} can't be read ({first_line(error)}); give a folder with config.json"
         ) from error
     except StrictDataclassError as error:  # its first line names the validator, the rest what is wrong
         reason = " ".join(str(error).partition("\n")[2].split()).partition(": ")[2]
@@ -148,9 +147,7 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
             raise ModelError(f"model.config.{name} is {given}, expected {kind}") from error
         raise ModelError(f"model.config does not make a {section.type} model: {reason}") from error
     except (ValueError, TypeError) as error:
-        raise ModelError(
-            f"model: {section.type!r} can't be built from model.config: {str(error).splitlines()[0]}"
-        ) from error
+        raise ModelError(f"model: {section.type!r} can't be built from model.config: {first_line(error)}") from error
 
 
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
@@ -179,9 +176,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         # An assertion of torch says that pad_token_id is in the vocabulary.
-        raise ModelError(
-            f"model: transformers can't build {config.model_type!r}: {str(error).splitlines()[0]}"
-        ) from error
+        raise ModelError(f"model: transformers can't build {config.model_type!r}: {first_line(error)}") from error
     model = LanguageModel(causal_lm, loss_chunk, separator)
     if config.tie_word_embeddings:
         causal_lm.tie_weights()

@@ -18,7 +18,7 @@ from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, first_line
 from llmtrain.recipe_files import recipe_named_in
 from llmtrain.recipe_loader import parse_overrides
 from llmtrain.recipe_messages import explain_in, format_value
@@ -219,7 +219,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
             f"{path}: can't be read as a comparison: a key is not a word or a number; give every value a key"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{path}: can't be read as a comparison: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"{path}: can't be read as a comparison: {first_line(error)}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")
     data = {"name": path.stem} | data

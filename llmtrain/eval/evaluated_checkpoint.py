@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from llmtrain.best_checkpoint import BEST
-from llmtrain.errors import ModelError, UserError
+from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step, complete_checkpoints
 from llmtrain.files import read_lines
 from llmtrain.parallel.world import environment_number
@@ -157,8 +157,7 @@ def check_folder(folder: Path) -> None:
             with safe_open(path, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{path} is damaged or cut short ({reason}); export the model again") from None
+            raise ModelError(f"{path} is damaged or cut short ({one_line(error)}); export the model again") from None
 
 
 def is_main_process() -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmtrain.errors import DataError, ModelError, SuiteError, first_line
+from llmtrain.errors import DataError, ModelError, SuiteError, first_line, one_line
 from llmtrain.eval.scores import ACCURACIES, Entry, bits_per_byte, chance_of
 from llmtrain.recipe_messages import closest
 from llmtrain.suites import TaskSection, harness_version
@@ -121,9 +121,8 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
         try:
             loaded = manager.load([section.task])
         except OSError as error:
-            reason = " ".join(str(error).split())[:200]
             raise DataError(
-                f"task {section.task}: its data can't be had ({reason}); without internet, take --suite offline with --data-dir"
+                f"task {section.task}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
             ) from None
         except (ValueError, LookupError, UndefinedError) as error:  # of JSON, text encodings, columns and empty files
             raise DataError(

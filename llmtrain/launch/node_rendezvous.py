@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
 
-from llmtrain.errors import FAILED, RecipeError, TrainingError
+from llmtrain.errors import FAILED, RecipeError, TrainingError, first_line
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.nodes import Nodes
 from llmtrain.waiting import announced
@@ -358,7 +358,7 @@ def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
             multi_tenant=True,  # torchrun's store on this port becomes another client of the same server
         )
     except DistError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
         raise (RecipeError if is_taken else TrainingError)(
             f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "

@@ -27,7 +27,7 @@ from llmtrain.data.sites import check_site
 from llmtrain.data.sources import HUB, Split, TextStream, documents
 from llmtrain.data.text_list import check_token_files, key_of, reported_as, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
-from llmtrain.errors import DataError, RecipeError
+from llmtrain.errors import DataError, RecipeError, one_line
 from llmtrain.files import lock_holder, nearest_existing
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.loss import summed_loss
@@ -303,5 +303,6 @@ def _check_mirror(url: str | None) -> None:
     try:
         RemoteRun(url)
     except Exception as error:  # some file systems connect at once, with errors of their own
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"checkpoint.mirror: {url}: {reason}; expected a folder or URL that fsspec opens") from None
+        raise RecipeError(
+            f"checkpoint.mirror: {url}: {one_line(error)}; expected a folder or URL that fsspec opens"
+        ) from None

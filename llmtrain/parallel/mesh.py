@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError, TrainingError, UserError, one_line
+from llmtrain.errors import RecipeError, TrainingError, UserError, first_line, one_line
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
@@ -241,8 +241,7 @@ def _join(world: World, peers: Rendezvous, backend: str, timeout: timedelta) -> 
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         rank_info = peers.ranks[world.rank]
-        reason = str(error).splitlines()[0]
         raise TrainingError(
             f"rank {world.rank} of {world.size} on {rank_info.host} could not connect to the others over "
-            f"{peers.networks.replica or 'the card that gloo found'}: {reason}"
+            f"{peers.networks.replica or 'the card that gloo found'}: {first_line(error)}"
         ) from error

@@ -207,6 +207,15 @@ def test_a_model_of_another_shape_is_refused_in_one_line(do, config, message):
     assert "\n" not in str(caught.value)
 
 
+def test_an_error_of_transformers_without_a_message_is_named_by_its_kind(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", fail)
+    with pytest.raises(ModelError, match="transformers can't build 'llama': AssertionError"):
+        build(LlamaConfig(**LLAMA, vocab_size=97), 64)
+
+
 def test_the_row_of_padding_begins_and_stays_at_zero():
     embedding = materialized(ModelSection(config={**LLAMA, "pad_token_id": 5})).causal_lm.get_input_embeddings()
     assert embedding.padding_idx == 5
