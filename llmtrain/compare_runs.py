@@ -14,7 +14,7 @@ from rich.table import Table
 
 from llmtrain.errors import ResultsError
 from llmtrain.files import read_lines
-from llmtrain.plan.duration import format_duration
+from llmtrain.quantities import format_duration
 from llmtrain.run_list import METRICS, RunRow, console_for_output, loss_in_words, name_below, read_run, run_directories
 from llmtrain.run_plots import draw_runs
 from llmtrain.validated_text import LossUnit, common_unit, read_validated_text

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from llmtrain.best_checkpoint import best_step, complete_checkpoints, read_loss
 from llmtrain.errors import ResultsError, UserError
-from llmtrain.plan.duration import format_duration
+from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.waiting import announced
 

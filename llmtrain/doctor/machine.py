@@ -24,9 +24,9 @@ from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, given_interface, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.process_limits import usable_cores
+from llmtrain.quantities import GIB
 from llmtrain.train.devices import memory_bytes
 
-GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = GIB
 LEAST_OPEN_FILES = 4096

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from llmtrain.config import Recipe
 from llmtrain.doctor.finding import Finding, ok, warning
 from llmtrain.errors import RecipeError
-from llmtrain.plan.duration import format_duration
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import PREDICTION_ERROR
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time
+from llmtrain.quantities import format_duration
 from llmtrain.recipe_check import check
 
 WELL_USED = 0.95

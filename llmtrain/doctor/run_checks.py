@@ -15,7 +15,6 @@ import torch
 from llmtrain.config import ParallelSection, Recipe
 from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show, warning
 from llmtrain.doctor.machine import (
-    GIB,
     UNKNOWN,
     axis_interfaces,
     disk,
@@ -52,6 +51,7 @@ from llmtrain.plan.memory import Memory, checkpoint_bytes, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
+from llmtrain.quantities import GIB
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.recipe_messages import one_of

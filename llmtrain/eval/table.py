@@ -12,7 +12,7 @@ from rich.table import Table
 from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
 from llmtrain.eval.scores import ACCURACIES, SEPARATE, Entry, PairedTest, compare, verdict
-from llmtrain.train.loggers import format_si
+from llmtrain.quantities import format_si
 
 NOTES = {
     "near chance": "near chance: within 2 standard errors of what guessing gives; such a score says nothing about the model",

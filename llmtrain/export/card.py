@@ -20,8 +20,8 @@ from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
 from llmtrain.export.separators import describe_separators
 from llmtrain.export.source import Source
+from llmtrain.quantities import format_si
 from llmtrain.recipe_loader import resolved_yaml
-from llmtrain.train.loggers import format_si
 from llmtrain.train.stored_weights import validates_anchor
 
 

@@ -30,7 +30,7 @@ from llmtrain.export.parity import check_logits, check_tokenizer
 from llmtrain.export.request import Request, Step
 from llmtrain.export.source import ChosenWeights, Source, find_source
 from llmtrain.model import build, learned_positions, model_config
-from llmtrain.train.loggers import format_si
+from llmtrain.quantities import format_si
 
 MAX_SHARD_SIZE = "5GB"
 

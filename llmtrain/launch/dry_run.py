@@ -12,9 +12,8 @@ from llmtrain.launch.preflight import Preflight, check_here, notes
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import size_or_assumed
 from llmtrain.plan.model_size import size_of
+from llmtrain.quantities import GIB
 from llmtrain.train.loggers import mesh_line, model_line
-
-GIB = 2**30
 
 
 def dry_run(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None = None) -> list[str]:

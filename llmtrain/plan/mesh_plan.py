@@ -11,6 +11,7 @@ from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
 from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.model_size import ModelSize, size_of
+from llmtrain.quantities import GIB
 from llmtrain.recipe_messages import one_of
 
 
@@ -140,7 +141,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
             each, there = "for all replicas in one process", "the process has"
         raise RecipeError(
             f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shards} shards it needs "
-            f"{what} {total / 2**30:.1f} GiB {each}, and {there} {least / 2**30:.1f} GiB; "
+            f"{what} {total / GIB:.1f} GiB {each}, and {there} {least / GIB:.1f} GiB; "
             f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1))}"
         )
     return replicas, shards, reason

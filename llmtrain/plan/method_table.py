@@ -11,11 +11,11 @@ from rich.table import Table
 
 from llmtrain.config import Recipe, SyncSection
 from llmtrain.errors import RecipeError, UserError
-from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.show import footnote
 from llmtrain.plan.time_estimate import TimeEstimate, estimate_time
+from llmtrain.quantities import format_duration
 from llmtrain.recipe_check import check
 from llmtrain.sync.methods import METHODS
 

@@ -12,11 +12,11 @@ from llmtrain.config import MomentumSection, NesterovSection, PrimalAverageSecti
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.text_list import key_of
 from llmtrain.files import local_path
-from llmtrain.plan.duration import format_duration
 from llmtrain.plan.mesh_plan import size_or_assumed
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.plan.unused_keys import is_given, unused_keys
+from llmtrain.quantities import format_duration
 from llmtrain.step_counts import local_steps
 from llmtrain.sync.methods import is_for_one_replica
 

@@ -7,19 +7,18 @@ from dataclasses import fields
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
-from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
 from llmtrain.config import Recipe
 from llmtrain.plan.cards import GpuCard
-from llmtrain.plan.duration import YEAR, format_duration
 from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, estimate, reshards
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.network_time import PREDICTION_ERROR
 from llmtrain.plan.time_estimate import estimate_time, pull_share, traffic
+from llmtrain.quantities import GIB, YEAR, format_duration, format_si
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import resolved_yaml
 
@@ -65,16 +64,17 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("parameters", f"{size.parameters:,}, {_si(size.embedding_parameters)} of them embedding")
+    table.add_row("parameters", f"{size.parameters:,}, {format_si(size.embedding_parameters)} of them embedding")
     table.add_row(
-        "blocks", f"{len(size.block_parameters)}: {_si(layer)} in a layer, {_si(largest)} in the largest block"
+        "blocks",
+        f"{len(size.block_parameters)}: {format_si(layer)} in a layer, {format_si(largest)} in the largest block",
     )
     at_most = recipe.data.at_most
     taken = computed if keeps_batches else steps * per_step
     pulled = f", none in pulls (about {pulls:.0%} of steps)" if pulls and keeps_batches else ""
-    table.add_row("tokens", f"{at_most}{_si(taken)}: {steps:,} steps of {at_most}{per_step:,}{pulled}")
+    table.add_row("tokens", f"{at_most}{format_si(taken)}: {steps:,} steps of {at_most}{per_step:,}{pulled}")
     table.add_row(
-        "FLOPs", f"{_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * computed:.2e} in all"
+        "FLOPs", f"{format_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * computed:.2e} in all"
     )
     table.add_row("traffic", traffic(recipe, size, replicas))
     return table
@@ -84,7 +84,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     """Return the table of memory: one row per part, one column per mesh."""
     estimates = [estimate(recipe, size, *mesh) for mesh in meshes]
     totals = [memory.total(hardware.on_gpu) for memory in estimates]
-    scale, unit = (2**30, "GiB") if max(totals) >= 2**30 else (2**20, "MiB")
+    scale, unit = (GIB, "GiB") if max(totals) >= GIB else (2**20, "MiB")
     device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"
     table = _by_mesh(meshes)
     for part in (field.name for field in fields(Memory) if not field.name.startswith("host")):
@@ -107,7 +107,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
 
 
 def _fits(needed: float, card: GpuCard) -> str:
-    share = needed / (card.gigabytes * 2**30)
+    share = needed / (card.gigabytes * GIB)
     return "yes" if share <= MEMORY_HEADROOM else "tight" if share <= 1 else "no"
 
 
@@ -162,10 +162,3 @@ def _accumulation(recipe: Recipe, ranks: int) -> str:
     """Return the number of micro-batches per rank and step, or "uneven" if the global batch can't be divided equally."""
     at_once = recipe.train.micro_batch * ranks
     return "uneven" if recipe.train.global_batch % at_once else str(recipe.train.global_batch // at_once)
-
-
-def _si(number: float) -> str:
-    """Return a number with three significant digits and an SI suffix."""
-    number = float(f"{number:.3g}")
-    unit, suffix = pick_unit_and_suffix(int(number), ["", "k", "M", "G", "T"], 1000)
-    return f"{number / unit:.3g}{suffix}"

@@ -17,6 +17,7 @@ from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
 from llmtrain.files import atomic_write, read_lines
+from llmtrain.quantities import format_si
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.startup import seconds_since_command
 from llmtrain.train.progress import DelayedProgress
@@ -280,15 +281,6 @@ class Console:
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
-
-
-def format_si(number: float) -> str:
-    """Format a number with three digits and a unit: 41200 -> 41.2k."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:

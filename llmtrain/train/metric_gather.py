@@ -17,6 +17,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import ranks_per_device
+from llmtrain.quantities import GIB
 from llmtrain.sync.reductions.edit_penalty import RunningMoments
 from llmtrain.train.device_numbers import DeviceNumbers
 
@@ -181,7 +182,7 @@ class MetricReducer:
             "perf/tokens_per_second": rate,
             "perf/step_seconds": float((step_seconds / steps).max()),
             "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
-            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / 2**30,
+            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / GIB,
             "comm/bytes_total": float(line.column("bytes_total").sum()),
             "comm/other_bytes_total": float(line.column("other_bytes_total").sum()),
             "comm/seconds": float(line.column("comm_seconds").mean()),
@@ -196,7 +197,7 @@ class MetricReducer:
             **line.common,
         }
         if reserved := float(line.column("reserved_memory").max()):
-            tags["perf/reserved_memory_gib"] = reserved / 2**30
+            tags["perf/reserved_memory_gib"] = reserved / GIB
         if virtual := float(line.column("virtual_seconds").max()):
             tags["perf/virtual_seconds"] = virtual
         if padding := float(line.column("padding").sum()):

@@ -24,8 +24,8 @@ from llmtrain.data.text_identity import TextIdentity, check_continued
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.quantities import format_si
 from llmtrain.reshard import FromAllRanks
-from llmtrain.train.loggers import format_si
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import RunDirectory, check_order
 from llmtrain.train.run_length import is_fixed

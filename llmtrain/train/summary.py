@@ -11,9 +11,10 @@ from llmtrain.best_checkpoint import best_step
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
 from llmtrain.plan.model_size import size_of
+from llmtrain.quantities import GIB, format_si
 from llmtrain.run_plots import draw_run
 from llmtrain.train.checkpoint_files import read_losses
-from llmtrain.train.loggers import SampleLogger, format_si
+from llmtrain.train.loggers import SampleLogger
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.trainer import Trainer
 
@@ -51,7 +52,7 @@ def summary_of(
         "sync_count": report.count,
         "sync_seconds": round(report.seconds, 3),
         "exposed_sync_seconds": round(metrics.exposed_seconds, 3),
-        "peak_memory_bytes": round(last.get("perf/peak_memory_gib", 0) * 2**30),
+        "peak_memory_bytes": round(last.get("perf/peak_memory_gib", 0) * GIB),
         "from_weights": trainer.checkpointer.from_weights,
         "stopped": stopped,
         "mirrored": mirrored,

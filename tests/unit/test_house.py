@@ -37,6 +37,7 @@ LAYERS = [
         "process_limits",
         "reshard",
         "waiting",
+        "quantities",
     },
     {"loss", "model", "data", "parallel"},
     {"sync"},

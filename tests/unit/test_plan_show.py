@@ -19,11 +19,11 @@ from llmtrain.parallel.muon import orthogonalization_flops
 from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.plan import time_estimate
 from llmtrain.plan.cards import GPU_EFFICIENCY
-from llmtrain.plan.duration import format_duration
 from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.show import show
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, pull_share, rate_here
+from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

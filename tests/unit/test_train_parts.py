@@ -21,11 +21,12 @@ from llmtrain.config import LRScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.cards import CARDS
+from llmtrain.quantities import format_si
 from llmtrain.sync.method import Method
 from llmtrain.train import devices, metric_gather, signals
 from llmtrain.train.checkpoint_files import FORMAT, list_checkpoints, read_state
 from llmtrain.train.devices import enable_determinism, peak_flops
-from llmtrain.train.loggers import JsonlLogger, format_si
+from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer, RankMetrics
 from llmtrain.train.signals import stop_requests
 
@@ -365,7 +366,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, text: str, mes
 def test_numbers_for_people():
     numbers = {0: "0", 999: "999", 41_200: "41.2k", 3.03e9: "3.03G", 2e15: "2e+03T"}
     assert {number: format_si(number) for number in numbers} == numbers
-    assert format_si(999.4) == "999" and format_si(999_600) == "1M"
+    assert format_si(999.4) == "999" and format_si(999_600) == "1M" and format_si(1015) == "1.02k"
 
 
 def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):

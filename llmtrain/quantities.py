@@ -1,7 +1,18 @@
-"""Durations in units that people read."""
+"""Numbers, durations and sizes in units that people read."""
 
+GIB = 2**30
 YEAR = 365 * 24 * 3600.0
 UNITS = (("days", 24 * 3600.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+def format_si(number: float) -> str:
+    """Return a number with three digits and a unit: 41200 -> 41.2k."""
+    number = float(f"{number:.3g}")  # first, so that 999600 is 1M
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
 
 
 def format_duration(seconds: float) -> str:
