@@ -30,8 +30,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from llmtrain.data.sources import SPLITS, Position, Split
 from llmtrain.data.token_ids import Vocabulary
+from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.data.tokens import Tokens
-from llmtrain.errors import DataError, UnavailableError, one_line, panics_as_errors, reason
+from llmtrain.errors import DataError, UnavailableError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,18 +252,10 @@ class TokenDataset:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer that produced the tokens. Needs no network. Raises DataError if it is damaged."""
-        from transformers import AutoTokenizer
-
-        folder = self.directory / TOKENIZER
-        try:
-            with panics_as_errors():
-                tokenizer = AutoTokenizer.from_pretrained(folder)
-                tokenizer("a")  # raises for settings of the wrong kind
-            return tokenizer
-        except Exception as error:  # tokenizers raises plain Exceptions
-            raise DataError(
-                f"{folder}: the tokenizer can't be read ({reason(error)}); delete {self.directory} and prepare again"
-            ) from None
+        folder, remedy = self.directory / TOKENIZER, f"delete {self.directory} and prepare again"
+        return read_tokenizer(
+            folder, lambda why: DataError(f"{folder}: the tokenizer can't be read ({why}); {remedy}"), try_out=True
+        )
 
 
 def open_dataset(directory: Path | str, limits: Mapping[Split, int] | None = None) -> TokenDataset:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import DataSection
 from llmtrain.data.hub import require
 from llmtrain.data.sentencepiece_model import MODEL_FILE, load_sentencepiece
 from llmtrain.data.sources import documents
 from llmtrain.data.trained_tokenizer import EOS, TRAIN, TrainedOn, train_tokenizer
-from llmtrain.errors import DataError, first_line, panics_as_errors, reason
+from llmtrain.errors import DataError, UserError, first_line, panics_as_errors, reason
 from llmtrain.files import local_path
 from llmtrain.waiting import announced
 
@@ -29,8 +30,6 @@ TRAINED_ON = "trained_on.json"
 def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer saved in the folder `cache`. If none is, first save the one that `data.tokenizer` names.
     Raises DataError if that one can't be loaded or trained, or has no eos token."""
-    from transformers import AutoTokenizer
-
     if not (cache / "tokenizer_config.json").exists():
         new = _new_tokenizer(data)
         _check_eos(new.tokenizer, data)
@@ -39,14 +38,35 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
             (cache / MODEL_FILE).write_bytes(new.model)
         if new.trained_on is not None:
             (cache / TRAINED_ON).write_text(json.dumps(new.trained_on.as_json(), indent=2) + "\n")
+    remedy = "copy the tokenizer again, and delete that folder"
+    return read_tokenizer(
+        cache,
+        lambda why: DataError(f"data.tokenizer: {data.tokenizer}: its copy {cache} can't be read ({why}); {remedy}"),
+    )
+
+
+def read_tokenizer(
+    path: Path, error: Callable[[str], UserError], *, try_out: bool = False, **settings: Any
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder or in a tokenizer.json. If it can't be read, raise what `error` makes of the reason.
+
+    With `try_out`, let it encode a text, too, which raises for settings of the wrong kind. This starts threads, so a process that
+    will be forked must not do it.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     try:
         with panics_as_errors():
-            return AutoTokenizer.from_pretrained(cache)
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise DataError(
-            f"data.tokenizer: {data.tokenizer}: its copy {cache} can't be read ({reason(error)}); copy the tokenizer again, and "
-            "delete that folder"
-        ) from None
+            tokenizer = (
+                PreTrainedTokenizerFast(tokenizer_file=str(path))
+                if path.is_file()
+                else AutoTokenizer.from_pretrained(path, **settings)
+            )
+            if try_out:
+                tokenizer("a")
+    except Exception as caught:  # tokenizers raises plain Exceptions
+        raise error(reason(caught)) from None
+    return tokenizer
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -127,22 +147,14 @@ def _model_file(path: Path) -> Path | None:
 
 
 def _load_local(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if (model := _model_file(path)) is not None:
         return load_sentencepiece(model)
     if path.is_dir() and not tokenizer_files(str(path)):
         raise DataError(f"data.tokenizer: {path}: a folder without a tokenizer.json; give that of a tokenizer")
-    try:
-        is_file = path.is_file()
-        with panics_as_errors():
-            tokenizer = (
-                PreTrainedTokenizerFast(tokenizer_file=str(path)) if is_file else AutoTokenizer.from_pretrained(path)
-            )
-    except Exception as error:
-        raise DataError(
-            f"data.tokenizer: {path}: not a tokenizer ({reason(error)}); expected a tokenizer.json or its folder, or a tokenizer.model"
-        ) from None
+    expected = "expected a tokenizer.json or its folder, or a tokenizer.model"
+    tokenizer = read_tokenizer(
+        path, lambda why: DataError(f"data.tokenizer: {path}: not a tokenizer ({why}); {expected}")
+    )
     if tokenizer.eos_token is None:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         tokenizer.eos_token = next((token for token in KNOWN_EOS if token in special), None)

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llmtrain.data.sources import split_text
-from llmtrain.errors import DataError, ModelError, UserError, panics_as_errors, reason
+from llmtrain.data.tokenizer import read_tokenizer
+from llmtrain.errors import DataError, ModelError, UserError, reason
 from llmtrain.eval.evaluated_checkpoint import check_path
 from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio
 from llmtrain.export.export import exported
@@ -101,16 +102,16 @@ def load(folder: Path, device: str | None = None) -> Loaded:
 
     Raises ModelError unless the folder has what transformers needs, and exactly the model's weights.
     """
+
+    def unreadable(why: str) -> ModelError:
+        return ModelError(f"{folder} can't be loaded by transformers ({why}); export the model again")
+
     try:
         with without_progress_bars():
             model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        with panics_as_errors():
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            tokenizer("a")  # raises for settings of the wrong kind
-    except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
-        raise ModelError(
-            f"{folder} can't be loaded by transformers ({reason(error)}); export the model again"
-        ) from error
+    except Exception as error:  # transformers and safetensors raise many kinds of errors for damage
+        raise unreadable(reason(error)) from error
+    tokenizer = read_tokenizer(folder, unreadable, try_out=True)
     wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind])
     if wrong:
         raise ModelError(

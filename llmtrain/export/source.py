@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import cache_path
-from llmtrain.errors import CheckpointError, DataError, UserError, panics_as_errors, reason
+from llmtrain.data.tokenizer import read_tokenizer
+from llmtrain.errors import CheckpointError, DataError, UserError
 from llmtrain.export.request import Step, WeightSource, choose_step, complete_checkpoints
 from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
@@ -95,16 +96,13 @@ class Source:
 
         Raises DataError if its files are damaged.
         """
-        try:
-            with panics_as_errors():
-                tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_folder, split_special_tokens=True)
-                tokenizer("a")  # raises for settings of the wrong kind
-            return tokenizer
-        except Exception as error:  # tokenizers raises plain Exceptions
-            raise DataError(
-                f"the tokenizer in {self.tokenizer_folder} can't be read ({reason(error)}); copy it again from where the "
-                "run was trained"
-            ) from None
+        folder, remedy = self.tokenizer_folder, "copy it again from where the run was trained"
+        return read_tokenizer(
+            folder,
+            lambda why: DataError(f"the tokenizer in {folder} can't be read ({why}); {remedy}"),
+            try_out=True,
+            split_special_tokens=True,
+        )
 
 
 def find_source(run: Path, step: Step | None = None) -> Source:

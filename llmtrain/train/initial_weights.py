@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.data.tokenizer import existing_tokenizer, trained_size, vocab_size
-from llmtrain.errors import CheckpointError, ModelError, UserError, first_line, one_line, panics_as_errors
+from llmtrain.data.tokenizer import existing_tokenizer, read_tokenizer, trained_size, vocab_size
+from llmtrain.errors import CheckpointError, ModelError, UserError, one_line
 from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.model import LanguageModel, build, model_config
 from llmtrain.parallel.mesh import Mesh
@@ -229,13 +229,11 @@ def _open(recipe: Recipe, pretrained: Pretrained, prepared: TokenDataset | None)
 def _tokenizer_of(pretrained: Pretrained) -> PreTrainedTokenizerBase | None:
     if pretrained.tokenizer is None:
         return None
-    try:
-        with panics_as_errors():
-            return AutoTokenizer.from_pretrained(pretrained.tokenizer, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exceptions
-        raise ModelError(
-            f"{KEY}: the tokenizer in {pretrained.tokenizer} can't be read ({first_line(error)}); copy it again"
-        ) from None
+    return read_tokenizer(
+        pretrained.tokenizer,
+        lambda why: ModelError(f"{KEY}: the tokenizer in {pretrained.tokenizer} can't be read ({why}); copy it again"),
+        trust_remote_code=False,
+    )
 
 
 def check_same_tokenizer(

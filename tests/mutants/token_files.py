@@ -136,6 +136,20 @@ MUTANTS = [
         SENTENCEPIECE,
     ),
     Mutant(
+        "tokenizer: no text shows that its settings are of the right kinds",
+        "llmtrain/data/tokenizer.py",
+        "            if try_out:",
+        "            if False:",
+        ("tests/unit/test_wrong_files.py",),
+    ),
+    Mutant(
+        "tokenizer: a damaged one is described in Python's words",
+        "llmtrain/data/tokenizer.py",
+        "raise error(reason(caught)) from None",
+        "raise error(first_line(caught)) from None",
+        ("tests/unit/test_pretrained.py",),
+    ),
+    Mutant(
         "tokenizer: a larger sample is the same tokenizer",
         "llmtrain/data/prepare.py",
         'identity["tokenizer_sample_bytes"] = sample',

@@ -193,6 +193,7 @@ def test_another_type_is_refused(folder: Path) -> None:
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors; give a run, one of its checkpoints"),
         (lambda f: (f / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "the tokenizer in "),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "can't be read (its values are not of the expected"),
     ],
 )  # fmt: skip
 def test_what_is_missing_unexpected_or_damaged_is_named(
