@@ -145,12 +145,13 @@ def check_folder(folder: Path) -> None:
             )
     if any(folder.glob("pytorch_model*.bin")):
         return  # only loading such a file shows whether it is complete
-    index = folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    is_split = index.is_file() and not single.is_file()  # transformers takes the single file, whatever an old index says
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if is_split else [single.name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} is damaged; export the model again") from None
-    for path in [folder / name for name in names or ["model.safetensors"]]:
+    for path in [folder / name for name in names or [single.name]]:
         if not os.path.isfile(path):
             raise ModelError(f"{path} is missing; export the model again")
         try:

@@ -189,6 +189,8 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     refused("model-00001-of-00001.safetensors is missing")
     index.write_text("{}")
     refused("index.json is damaged")
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    check_folder(tmp_path)  # an old index beside a complete file, which transformers takes
     with pytest.raises(ModelError, match="there is no such folder"):
         find_checkpoints(tmp_path / "none", "none", None, False)
 
