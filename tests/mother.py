@@ -150,11 +150,14 @@ class Mother:
     ) -> Process:
         """Call `fn(*args)`, after the numbers there of `descriptors`, in a new session, and exit with what it says.
 
-        With `capture`, standard output and error go to `Process.stdout`, else to this process's.
+        Its environment is this process's, with the changes of the mother, and those of `environment` over them: CUDA, for
+        one, reads variables when it starts, which it does not in the mother. With `capture`, standard output and error go
+        to `Process.stdout`, else to this process's.
         """
         connection = self._connect()
         call = pickle.dumps((fn, args))
-        request = pickle.dumps((call, {**os.environ, **(environment or {})}, str(cwd), list(sys.path)))
+        variables = {**os.environ, **self._changes, **(environment or {})}
+        request = pickle.dumps((call, variables, str(cwd), list(sys.path)))
         assert len(request) <= LARGEST_REQUEST, f"{len(request)} bytes of arguments and environment"
         reader, writer = os.pipe() if capture else (None, None)
         with open(os.devnull) as nothing:

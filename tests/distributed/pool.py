@@ -44,7 +44,8 @@ class RankPool:
         """`fn(*args)` on the first `world_size` ranks (default: all of them); the results, by rank.
 
         `fn` travels by reference, arguments and results are pickled by value. Collectives time out at half of
-        `timeout` (seconds), so that a hanging one is reported with its traceback. Raises RankFailure.
+        `timeout` (seconds), so that a hanging one is reported with its traceback. Raises RankFailure. If something else
+        interrupts it (pytest-timeout), the ranks are killed, because the next call would take their late answers for its own.
         """
         size = world_size or self.world_size
         assert size <= self.world_size, f"the pool has {self.world_size} ranks, {size} were asked for"
@@ -52,9 +53,15 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             task = pickle.dumps((fn, args))
             meeting = (f"file://{folder}/store", size, timeout / 2)
-            for rank, (_, pipe) in enumerate(self._ranks[:size]):
-                pipe.send_bytes(pickle.dumps((list(sys.path), rank, *meeting, task)))
-            return self._collect(size, time.monotonic() + timeout)
+            try:
+                for rank, (_, pipe) in enumerate(self._ranks[:size]):
+                    pipe.send_bytes(pickle.dumps((list(sys.path), rank, *meeting, task)))
+                return self._collect(size, time.monotonic() + timeout)
+            except RankFailure:
+                raise
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """End the processes, and kill those that do not end by themselves; the next call starts new ones."""

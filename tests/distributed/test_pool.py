@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import pool as pools
 from tests.distributed.pool import RankFailure, RankPool
+from tests.mother import LARGEST_REQUEST, Mother
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,34 @@ def test_a_collective_that_hangs_is_reported_with_its_traceback(pool: RankPool) 
     with pytest.raises(RankFailure, match=r"(?s)rank 0: Traceback.*skip_collective_on"):
         pool.run(skip_collective_on, 1, timeout=6)
     assert len(pool.run(ranks_and_pids)) == 2
+
+
+def test_an_interrupted_call_leaves_no_answer_to_the_next(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pytest-timeout interrupts it: by an exception while it waits."""
+    pool.run(ranks_and_pids)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pools.connection, "wait", interrupted)
+        pool.run(summed, torch.ones(3))
+    assert [answer[:2] for answer in pool.run(ranks_and_pids, timeout=10)] == [(0, 2), (1, 2)]
+
+
+def test_a_mothers_own_environment_reaches_what_it_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mother = Mother({"OF_THE_MOTHER": "1", "OF_BOTH": "1"})
+    monkeypatch.setattr(mother, "_connect", lambda: asking)
+    with answering:
+        for sent in (os.getpid(), (0, 0.0)):  # who was forked, and that it has ended
+            answering.send(pickle.dumps(sent))
+        assert mother.fork(os.getpid, environment={"OF_BOTH": "2"}).wait() == 0
+        request, descriptors, *_ = socket.recv_fds(answering, LARGEST_REQUEST, 3)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _, environment, *_ = pickle.loads(request)
+    assert (environment["OF_THE_MOTHER"], environment["OF_BOTH"]) == ("1", "2")
 
 
 class Unloadable:
