@@ -1,4 +1,4 @@
-"""Private parts of torch that tests need: a kernel that takes time, and how often torch.compile has compiled."""
+"""Private parts of torch that tests need: a kernel that takes time, races between streams, and how often torch.compile compiled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import torch
 def occupy_stream(cycles: int) -> None:
     """Keep the current stream busy for that many clock cycles of the GPU. The host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def watch_streams() -> None:
+    """Let this process raise CUDASanitizerErrors at data races between streams, from here on."""
+    from torch.cuda._sanitizer import cuda_sanitizer
+
+    if not cuda_sanitizer.enabled:
+        cuda_sanitizer.enable()
 
 
 @dataclass(frozen=True)

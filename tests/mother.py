@@ -43,7 +43,11 @@ FORKABLE = {
 }
 """Environment in which imports leave a process that can be forked."""
 LARGEST_REQUEST = 1 << 17
-IMPORTED_LATE = (
+IMPORTED = (
+    "llmtrain.cli",
+    "llmtrain.launch",
+    "llmtrain.launch.torchrun",
+    "llmtrain.train.run",
     "PIL.PngImagePlugin",
     "deepspeed.compile.init_z3",
     "matplotlib.backends.backend_agg",
@@ -61,7 +65,7 @@ IMPORTED_LATE = (
     "transformers.models.gpt_neo.modeling_gpt_neo",
     "transformers.models.llama.modeling_llama",
 )
-"""What ranks and commands would import when they first need it, each for itself: DeepSpeed's first engine takes a second."""
+"""What ranks and commands use, also what they would import when they first need it, each for itself."""
 
 
 # What tests call
@@ -265,20 +269,24 @@ def _import_everything() -> None:
     from llmtrain.startup import imports_without_gc
 
     with imports_without_gc():
-        import llmtrain.cli
-        import llmtrain.launch
-        import llmtrain.launch.torchrun
-        import llmtrain.train.run
-
-        for name in IMPORTED_LATE:
+        for name in IMPORTED:
             if importlib.util.find_spec(name.partition(".")[0]):  # a machine for GPU tests has not all of them
                 importlib.import_module(name)
+                check_forkable(name)
         if importlib.util.find_spec("deepspeed"):
-            import llmtrain.parallel.zero  # noqa: F401  and with it much of DeepSpeed, for a second
+            import llmtrain.parallel.zero  # and with it much of DeepSpeed, for a second
+
+            check_forkable(llmtrain.parallel.zero.__name__)
+
+
+def check_forkable(imported: str) -> None:
+    """Raise AssertionError if a fork of this process could not work, because of the module that was imported last."""
     import torch
 
-    assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: forking is not safe"
-    assert not torch.cuda.is_initialized() or FOLDER in os.environ, "an import started CUDA: a fork can't use GPUs"
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{imported} started {threads - 1} threads when it was imported: forking is not safe"
+    on_gpu = torch.cuda.is_initialized() and FOLDER not in os.environ
+    assert not on_gpu, f"{imported} started CUDA when it was imported: a fork can't use GPUs"
 
 
 def _fork_for_all(listener: socket.socket, owner_end: int) -> None:

@@ -32,12 +32,17 @@ class RankPool:
     """`world_size` processes that run module-level functions inside a fresh process group (gloo; for tensors on GPUs,
     where there are any, NCCL).
 
-    The processes are forked with the first call, or from a mother of their own if `environment` is added to this process's.
-    After a rank has died or hung they are all killed, and the next call forks new ones.
+    The processes are forked with the first call. `environment` is added to this process's, and before anything is imported if
+    they have a mother of their own. After a rank has died or hung they are all killed, and the next call forks new ones.
     """
 
-    def __init__(self, world_size: int, environment: Mapping[str, str] | None = None) -> None:
-        self.world_size, self._mother = world_size, Mother(environment) if environment else session()
+    def __init__(
+        self, world_size: int, environment: Mapping[str, str] | None = None, own_mother: bool | None = None
+    ) -> None:
+        """Prepare for so many ranks; they have a mother of their own if there is an `environment`, unless told otherwise."""
+        has_own = bool(environment) if own_mother is None else own_mother
+        self.world_size, self._environment = world_size, environment
+        self._mother = Mother(environment) if has_own else session()
         self._ranks: list[tuple[Process, connection.Connection]] = []  # (process, our end of its pipe)
 
     def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0) -> list:
@@ -82,7 +87,7 @@ class RankPool:
         while len(self._ranks) < self.world_size:
             ours, theirs = socket.socketpair()
             with theirs:
-                process = self._mother.fork(_serve, descriptors=[theirs.fileno()])
+                process = self._mother.fork(_serve, environment=self._environment, descriptors=[theirs.fileno()])
             self._ranks.append((process, connection.Connection(ours.detach())))
 
     def _collect(self, size: int, deadline: float) -> list:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed import pool as pools
 from tests.distributed.pool import RankFailure, RankPool
-from tests.mother import LARGEST_REQUEST, Mother
+from tests.mother import LARGEST_REQUEST, Mother, check_forkable
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,14 @@ def test_an_interrupted_call_leaves_no_answer_to_the_next(pool: RankPool, monkey
     assert [answer[:2] for answer in pool.run(ranks_and_pids, timeout=10)] == [(0, 2), (1, 2)]
 
 
+def test_ranks_have_the_environment_of_their_pool() -> None:
+    pool = RankPool(1, {"ONLY_THERE": "1"}, own_mother=False)
+    try:
+        assert pool.run(os.getenv, "ONLY_THERE") == ["1"]
+    finally:
+        pool.close()
+
+
 def test_a_mothers_own_environment_reaches_what_it_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     asking, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mother = Mother({"OF_THE_MOTHER": "1", "OF_BOTH": "1"})
@@ -129,6 +138,18 @@ def test_a_mothers_own_environment_reaches_what_it_forks(monkeypatch: pytest.Mon
         os.close(descriptor)
     _, environment, *_ = pickle.loads(request)
     assert (environment["OF_THE_MOTHER"], environment["OF_BOTH"]) == ("1", "2")
+
+
+def test_an_import_after_which_no_process_can_be_forked_is_named() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        with pytest.raises(AssertionError, match=r"^this\.module started \d+ threads when it was imported"):
+            check_forkable("this.module")
+    finally:
+        end.set()
+        thread.join()
 
 
 class Unloadable:

@@ -29,9 +29,10 @@ CYCLES = 40_000_000
 """Length of a delay: some 20 ms, in which the other streams do all that they can."""
 WIDE = ModelSection(
     type="llama",
-    config={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+    config={"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8},
 )
-"""Large enough that copies and products take time on a GPU."""
+"""Large enough that copies and products take time on a GPU, and small enough for a dozen trainings in a minute: gloo carries all
+parameters in every round. The delays are those of `CYCLES`, whatever the size."""
 PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
 
 

@@ -36,18 +36,16 @@ def test_a_late_stream_changes_no_bit(
     assert ranks.run(train_to_bits, offloaded(schedule), (late,), world_size=2) == expected[schedule]
 
 
-@pytest.mark.parametrize("late", [(), ("main_stream_delayed",)], ids=["on time", "main stream delayed"])
-def test_fsdp2_with_one_rank_gives_the_same_bits(
-    ranks: RankPool, expected: dict[str, list[Bits]], late: tuple[str, ...]
-) -> None:
-    found = ranks.run(train_to_bits, offloaded("layerwise"), ("under_fsdp2", *late), world_size=2)
-    assert found == expected["layerwise"]
+def test_fsdp2_with_one_rank_gives_the_same_bits(ranks: RankPool, expected: dict[str, list[Bits]]) -> None:
+    """It gathers nothing then, but copies in the main stream. So delays say nothing here, and neither does a gather left out:
+    tests/emulated_gpu has it with two shards."""
+    assert ranks.run(train_to_bits, offloaded("layerwise"), ("under_fsdp2",), world_size=2) == expected["layerwise"]
 
 
 @pytest.fixture(scope="module")
 def one_kernel_at_a_time() -> Iterator[RankPool]:
-    """Two ranks whose host waits for every kernel."""
-    pool = RankPool(2, {"CUDA_LAUNCH_BLOCKING": "1"})
+    """Two ranks whose host waits for every kernel. CUDA reads the variable when it starts, which is in the rank."""
+    pool = RankPool(2, {"CUDA_LAUNCH_BLOCKING": "1"}, own_mother=False)
     yield pool
     pool.close()
 
@@ -65,7 +63,6 @@ def test_waiting_for_every_kernel_changes_no_bit(
     [
         ("without_the_wait_of_use", "side_stream_delayed"),
         ("without_the_wait_of_write_back", "main_stream_delayed"),
-        ("without_the_gather_after_a_change", "main_stream_delayed"),
     ],
 )
 def test_a_wait_left_out_changes_bits(

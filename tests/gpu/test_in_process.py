@@ -1,0 +1,62 @@
+"""Replicas that take turns on a GPU train as processes that share it: each has its own state of the GPU's generator."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.distributed.fake_engine import edit
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import GPT_NEO, Case, Outcome
+from tests.distributed.test_in_process import DROPOUT, assert_same, process_of, train_as_process, train_in_process
+from tests.gpu.on_gpu import PENALTY, case_of
+
+DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, **DROPOUT}})
+
+
+def dropping(compiled: bool) -> Case:
+    """Return two replicas in bf16 that drop values, with synchronous steps and then EDiT."""
+    sync = edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True)
+    return case_of(sync, 2, model=DROPPING, parallel={"precision": "bf16", "compile": compiled})
+
+
+def train_together(case: Case, own_generators: bool = True) -> list[Outcome]:
+    """Train all replicas in this process with deterministic kernels. Without `own_generators`, they share the generators' state."""
+    assert process_of(1).device.type == case.device
+    with ExitStack() as stack:
+        for module in (torch, torch.cuda) if not own_generators else ():
+            stack.enter_context(mock.patch.object(module, "set_rng_state"))
+        stack.enter_context(repeatably())
+        return train_in_process(case)
+
+
+def train_apart(case: Case) -> Outcome:
+    """Train this rank's replica with deterministic kernels."""
+    with repeatably():
+        return train_as_process(case)
+
+
+def repeatably() -> ExitStack:
+    """Return a context in which kernels are deterministic and, in all processes alike, attention is that of torch's operations."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, False)
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        return stack.pop_all()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_replicas_of_a_process_train_like_two_processes(ranks: RankPool, compiled: bool) -> None:
+    """With dropout. Compiled, too: the processes find the kernels that the one before them has made."""
+    [ours] = ranks.run(train_together, dropping(compiled), world_size=1)
+    for mine, theirs in zip(ours, ranks.run(train_apart, dropping(compiled), world_size=2), strict=True):
+        assert_same(mine, theirs)
+
+
+def test_with_one_state_of_the_generators_they_do_not(ranks: RankPool) -> None:
+    [ours], [shared] = (ranks.run(train_together, dropping(False), own, world_size=1) for own in (True, False))
+    assert ours[0].losses != shared[0].losses
