@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -241,36 +242,40 @@ def initialize(
     std = getattr(config, "initializer_range", None) or 0.02
     std_of_projections = std / math.sqrt(2 * config.num_hidden_layers) if config.model_type in SCALED_RESIDUALS else std
     inside = {id(module) for top in block.modules for module in top.modules()}
-    done: dict[int, nn.Parameter] = {}
-    for name, owner, key, parameter in list(named_weights(model)):
-        if id(owner) not in inside or not parameter.is_meta:
-            continue
-        if id(parameter) not in done:
-            if read is not None:
-                value = read(name.removeprefix(PREFIX))
-            else:
-                # The label is part of the seed: another spelling would give another model.
-                generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
-                is_projection = name.endswith("c_proj.weight")
-                deviation = std_of_projections if is_projection else std
-                value = _initial_value(owner, key, parameter.shape, deviation, generator, name)
-            done[id(parameter)] = nn.Parameter(
-                value.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad
-            )
-        setattr(owner, key, done[id(parameter)])
+    named = [one for one in named_weights(model) if id(one[1]) in inside and one[3].is_meta]
+    wanted: dict[int, tuple[str, nn.Module, str, nn.Parameter]] = {}
+    for one in named:
+        wanted.setdefault(id(one[3]), one)  # the first name of a shared parameter
 
-
-def _initial_value(
-    owner: nn.Module, key: str, shape: torch.Size, std: float, generator: torch.Generator, name: str
-) -> torch.Tensor:
-    if key == "bias":
-        return torch.zeros(shape)
-    if isinstance(owner, RANDOMLY_INITIALIZED):
-        value = torch.empty(shape).normal_(0.0, std, generator=generator)
+    def draw(name: str, owner: nn.Module, shape: torch.Size) -> torch.Tensor:
+        # The label is part of the seed: another spelling would give another model.
+        generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
+        is_projection = name.endswith("c_proj.weight")
+        deviation = std_of_projections if is_projection else std
+        value = torch.empty(shape).normal_(0.0, deviation, generator=generator)
         if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
             value[owner.padding_idx] = 0
         return value
-    return _norm_weight(owner, shape, name)
+
+    done: dict[int, nn.Parameter] = {}
+    # Each weight has its own generator, so threads draw the same values as one thread, which would take seconds per 1 B values.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        drawn = {
+            at: pool.submit(draw, name, owner, parameter.shape)
+            for at, (name, owner, key, parameter) in wanted.items()
+            if read is None and key != "bias" and isinstance(owner, RANDOMLY_INITIALIZED)
+        }
+        for at, (name, owner, key, parameter) in wanted.items():
+            if read is not None:
+                value = read(name.removeprefix(PREFIX))
+            elif at in drawn:
+                value = drawn.pop(at).result()
+            else:
+                value = torch.zeros(parameter.shape) if key == "bias" else _norm_weight(owner, parameter.shape, name)
+            value = value.to(device=device, dtype=dtype)
+            done[at] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for _, owner, key, parameter in named:
+        setattr(owner, key, done[id(parameter)])
 
 
 def placeholders(model: LanguageModel) -> ReadWeight:

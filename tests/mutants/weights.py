@@ -155,6 +155,20 @@ MUTANTS = [
         ("tests/unit/test_model.py",),
     ),
     Mutant(
+        "model: a thread draws one weight after another",
+        "llmtrain/model.py",
+        "ThreadPoolExecutor(torch.get_num_threads())",
+        "ThreadPoolExecutor(1)",
+        ("tests/unit/test_model.py",),
+    ),
+    Mutant(
+        "model: the last name of a shared weight counts",
+        "llmtrain/model.py",
+        "wanted.setdefault(id(one[3]), one)",
+        "wanted[id(one[3])] = one",
+        ("tests/unit/test_model.py",),
+    ),
+    Mutant(
         "model: packed documents of Bloom see each other",
         "llmtrain/model.py",
         "if separator is not None and not is_masked:",

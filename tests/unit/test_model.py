@@ -1,5 +1,6 @@
 """Models from transformers configs: the same logits as transformers, sensible initial values, blocks in forward order."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from llmtrain.model import (
 )
 from llmtrain.parallel import wrapping
 from llmtrain.parallel.wrapping import wrap_layers
+from llmtrain.seeding import derive_seed
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 NEO = {
@@ -95,6 +97,30 @@ def test_initial_values_come_from_seed_and_name():
     assert not torch.equal(first.get_parameter(q0), first.get_parameter(q1))
 
 
+def test_threads_draw_the_values_of_one_thread(monkeypatch):
+    """Each value comes from a generator of its own, whoever draws it. Two are drawn at a time."""
+    section = ModelSection(config=LLAMA)
+    alone = dict(materialized(section).named_parameters())
+    both, normal = threading.Barrier(2, timeout=5), torch.Tensor.normal_
+
+    def together(value, *given, **named):
+        if value.shape == (64, 32) and not value.is_meta:  # gate_proj and up_proj
+            both.wait()
+        return normal(value, *given, **named)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        monkeypatch.setattr(torch.Tensor, "normal_", together)
+        drawn = dict(materialized(section).named_parameters())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(value, drawn[name]) for name, value in alone.items())
+    up = "causal_lm.model.layers.0.mlp.up_proj.weight"
+    generator = torch.Generator().manual_seed(derive_seed(1, "initialisation", up))
+    assert torch.equal(drawn[up], normal(torch.empty(64, 32), 0.0, 0.02, generator=generator))
+
+
 def test_blocks_hold_every_weight_once_in_forward_order():
     model = build(model_config(ModelSection(config=LLAMA), 97), 64)
     blocks = blocks_of(model)
@@ -120,6 +146,13 @@ def test_gpt_neo_8m_has_the_published_number_of_parameters():
         "max_position_embeddings": 300,
     }
     assert count_parameters(build(model_config(ModelSection(type="gpt_neo", config=config), 50257), 64)) == 8_054_656
+
+
+def test_a_tied_head_is_drawn_as_the_embedding():
+    tied, untied = (materialized(ModelSection(config={**LLAMA, "tie_word_embeddings": tie})) for tie in (True, False))
+    name = "causal_lm.model.embed_tokens.weight"
+    assert torch.equal(tied.get_parameter(name), untied.get_parameter(name))
+    assert tied.causal_lm.lm_head.weight is tied.get_parameter(name)
 
 
 def test_flops_leave_out_embedding_look_ups():
