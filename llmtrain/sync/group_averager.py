@@ -59,9 +59,9 @@ def _wake_key(iteration: int) -> str:
     return f"llmtrain/activation/{iteration}"
 
 
-def _copy_of(part: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is in pinned memory if `part` is."""
-    return torch.empty_like(part, pin_memory=part.is_pinned()).copy_(part)
+def copy_of(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `part`, in pinned memory if `like` is."""
+    return torch.empty_like(part, pin_memory=like.is_pinned()).copy_(part)
 
 
 class GroupAverager:
@@ -186,7 +186,7 @@ class GroupAverager:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:
                 return
-            message = [_copy_of(part) for part in self._posted[version]]
+            message = [copy_of(part, part) for part in self._posted[version]]
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
         group = self.group_of(iteration)
         in_flight = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]

@@ -14,7 +14,7 @@ import torch
 
 from llmtrain.parallel.comms import Traffic
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.sync.group_averager import Payloads
+from llmtrain.sync.group_averager import Payloads, copy_of
 from llmtrain.turns import Turns
 
 
@@ -54,11 +54,13 @@ class SharedAverages:
         self._run_all_due()
 
     def collect(self, replica: int, iteration: int) -> tuple[Payloads, int]:
-        """Return (a copy of the group's sum, iteration of the replica's message in it). Let others run until it is there."""
+        """Return (a copy of the group's sum, iteration of the replica's message in it). Let others run until it is there. As
+        messages from a GPU are in pinned memory, the copy is, too, so that the host need not wait when it comes to the GPU."""
         key = (iteration, replica)
         self.turns.wait_for(lambda: key in self.sums, lambda: f"the group's sum of iteration {iteration}")
         total, version = self.sums.pop(key)
-        return [part.clone() for part in total], version
+        newest = self.posted[replica][max(self.posted[replica])]
+        return [copy_of(part, own) for part, own in zip(total, newest, strict=True)], version
 
     def _run_all_due(self) -> None:
         while self._run_if_due():

@@ -20,7 +20,8 @@ from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.world import World
 from llmtrain.sync.build_method import build_method
-from llmtrain.sync.memory_averager import sent_bytes, summed
+from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages, sent_bytes, summed
+from llmtrain.turns import Turns
 from tests.distributed.fake_engine import FakeEngine, Scenario, load, save
 from tests.distributed.oracle_wagma import Case, History, Lateness, ends_of_rounds, replay
 from tests.distributed.pool import RankPool
@@ -86,6 +87,24 @@ def test_a_message_arrives_when_the_last_replica_has_sent_it() -> None:
     """The first one, which trains on until 4.5, waits until 5; the second one's wait costs nothing. Messages that are not part of
     training take no time."""
     assert in_process(VirtualClockSection(step_seconds=(1.0, 1.0)), meet) == [(3.0, 5.0), (5.0, 6.5)]
+
+
+def test_averages_are_in_pinned_memory_if_messages_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which only a GPU has."""
+    message, pinned, empty_like = torch.ones(3), [], torch.empty_like
+
+    def allocated(like: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty_like(like)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda part: part is message)
+    monkeypatch.setattr(torch, "empty_like", allocated)
+    shared = SharedAverages(Turns(1, 1.0), lambda _: [[0]], lambda _: False, lambda *_: 1.0, None)
+    averager = MemoryAverager(shared, 0)
+    averager.start(0, -1, [torch.zeros(3)])
+    averager.publish(0, [message])
+    [average], version = averager.collect(0)
+    assert (average.tolist(), version, pinned) == ([1.0] * 3, 0, [True])
 
 
 def lateness(section: VirtualClockSection, scenario: Scenario) -> Lateness:

@@ -109,7 +109,7 @@ def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: 
             ),
             "11 passed",
         ),
-        (("tests/gpu",), "54 passed, 7 skipped"),
+        (("tests/gpu",), "54 passed, 8 skipped"),
     ],
     ids=["elsewhere", "tests/gpu"],
 )

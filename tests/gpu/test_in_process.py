@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.distributed.fake_engine import edit
+from llmtrain.config import VirtualClockSection
+from llmtrain.sync.group_averager import Payloads
+from llmtrain.sync.memory_averager import MemoryAverager
+from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankPool
-from tests.distributed.real_engine import GPT_NEO, Case, Outcome
+from tests.distributed.real_engine import GPT_NEO, Case, Outcome, Run
 from tests.distributed.test_in_process import DROPOUT, assert_same, process_of, train_as_process, train_in_process
+from tests.distributed.test_virtual_clock import in_process
 from tests.gpu.on_gpu import PENALTY, case_of
 
 DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, **DROPOUT}})
@@ -60,3 +64,24 @@ def test_two_replicas_of_a_process_train_like_two_processes(ranks: RankPool, com
 def test_with_one_state_of_the_generators_they_do_not(ranks: RankPool) -> None:
     [ours], [shared] = (ranks.run(train_together, dropping(False), own, world_size=1) for own in (True, False))
     assert ours[0].losses != shared[0].losses
+
+
+def pinned_averages(case: Case) -> list[bool]:
+    """Return for each tensor that WAGMA's averages of a group have sent to the GPU whether it was in pinned memory."""
+    pinned, collect = [], MemoryAverager.collect
+
+    def noted(self: MemoryAverager, iteration: int) -> tuple[Payloads, int]:
+        sums, version = collect(self, iteration)
+        pinned.extend(part.is_pinned() for part in sums)
+        return sums, version
+
+    with mock.patch.object(MemoryAverager, "collect", noted):
+        in_process(VirtualClockSection(step_seconds=(1.0, 1.5)), lambda mesh: Run(case, mesh).train(case.steps))
+    return pinned
+
+
+@pytest.mark.real_gpu
+def test_averages_of_wagma_come_to_the_gpu_from_pinned_memory(ranks: RankPool) -> None:
+    sync = choices("wagma", 4, schedule={"kind": "wait_avoiding", "group_size": 2})
+    [pinned] = ranks.run(pinned_averages, case_of(sync, 2), world_size=1)
+    assert pinned and all(pinned)

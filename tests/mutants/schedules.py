@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "wagma: sums into the message that it keeps",
         "llmtrain/sync/group_averager.py",
-        "message = [_copy_of(part) for part in self._posted[version]]",
+        "message = [copy_of(part, part) for part in self._posted[version]]",
         "message = list(self._posted[version])",
         (
             "tests/distributed/test_wagma.py",

@@ -152,8 +152,15 @@ MUTANTS = [
     Mutant(
         "in process: the members of a group change one sum",
         "llmtrain/sync/memory_averager.py",
-        "[part.clone() for part in total]",
-        "[part for part in total]",
+        "[copy_of(part, own) for part, own in zip(total, newest, strict=True)]",
+        "list(total)",
+        CLOCK,
+    ),
+    Mutant(
+        "in process: the host waits for averages on their way to the GPU",
+        "llmtrain/sync/memory_averager.py",
+        "copy_of(part, own) for",
+        "part.clone() for",
         CLOCK,
     ),
     Mutant(
