@@ -1,33 +1,36 @@
 """All that is worth measuring on one GPU, in a short time: row after row, each on its own, the most valuable first.
 
-    python benchmarks/gpu_day.py preflight --out results
-    python benchmarks/gpu_day.py throughput --out results --deadline 560
-    python benchmarks/gpu_day.py parts,sync,run,checkpoint,loss,rounding --out results --deadline 570
+    python benchmarks/gpu_day.py preflight,run --out results
+    python benchmarks/gpu_day.py throughput --out results --no-machine --deadline 560
+    python benchmarks/gpu_day.py sync,rounding --out results --only "1B edit" int    # one row, and those with `int` in the name
     python benchmarks/gpu_day.py throughput --out results --rehearse       # the same rows, small, without a GPU
 
 A row is a process of its own with a time limit. Its result is appended to OUT/rows.jsonl and printed at once, so a row that
 fails, hangs or comes too late costs no other one. Output of the rows goes to OUT/rows.log. A row that has not ended
-`--deadline` seconds after the start is cut off. The first line describes the machine. `GPU_DAY.md` has the whole plan.
+`--deadline` seconds after the start is cut off, and one for which less than half of its usual time is left is skipped. The first
+line describes the machine. `GPU_DAY.md` has the whole plan.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from gpu_rows import PHASES, Day, DayRow
+from gpu_rows import PHASES, Day, DayRow, machine
 from loops import RowFailed, ask, on_gpu
 from table import ROOT, commit, parser
 
-MACHINE_SECONDS = 90.0
 REHEARSAL_PATIENCE = 4.0
 """Factor by which the rows' time limits are longer in a rehearsal, for CPUs that other programs use, too."""
-LEAST_SECONDS = 30.0
-"""Minimum seconds before the deadline to start a row. Less time is not enough for most rows."""
+LEAST_PART = 0.5
+"""Part of a row's expected seconds that must be left before the deadline to start it."""
 
 
 class Journal:
@@ -60,14 +63,17 @@ def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, long
     """Measure one row, if there is time, and record the result or the failure. The row's time limit is multiplied by
     `longer`."""
     left = deadline - time.monotonic()
-    if left < LEAST_SECONDS:
+    if left < LEAST_PART * row.expected:
         journal.record(phase, row.name, f"skipped, {left:.0f} s before the deadline", skipped=left)
         return
     began, patience, found = time.monotonic(), min(longer * row.limit, left), None
     journal.begin_output(f"{phase} | {row.name}")
+    if row.empties is not None:
+        shutil.rmtree(row.empties, ignore_errors=True)
     try:
         found = ask(str(ROOT / "benchmarks" / row.script), 1, row.task, row.environment, patience, journal.log)
-        journal.record(phase, row.name, row.line(found), found=found, seconds=time.monotonic() - began)
+        line, seconds = row.line(found), time.monotonic() - began
+        journal.record(phase, row.name, f"{line} ({seconds:.0f} s)", found=found, seconds=seconds)
     except (Exception, RowFailed) as why:
         reason = why.reason if isinstance(why, RowFailed) else f"its result does not read as expected: {why!r}"
         seconds, last = time.monotonic() - began, journal.last_output()
@@ -81,35 +87,56 @@ def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, long
         )
 
 
+def arguments() -> ArgumentParser:
+    """Return the parser of the command line."""
+    made = parser(__doc__)
+    made.add_argument("phases", type=_phases, metavar="PHASE[,PHASE]", help=f"of {', '.join(PHASES)}")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of rows.jsonl and rows.log")
+    made.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="from now")
+    made.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="rows with one of these names, or with one of these in their names",
+    )
+    made.add_argument("--no-machine", action="store_true", help="do not describe the machine again")
+    made.add_argument("--rehearse", action="store_true", help="small sizes, one turn")
+    return made
+
+
+def _phases(text: str) -> list[str]:
+    if unknown := [phase for phase in text.split(",") if phase not in PHASES]:
+        raise SystemExit(f"{', '.join(unknown)}: no such phase; choose of {', '.join(PHASES)}")
+    return text.split(",")
+
+
+def chosen(phases: Sequence[str], day: Day, only: Sequence[str]) -> list[tuple[str, DayRow]]:
+    """Return the rows of the phases, each with its phase, that `only` selects. A text selects the rows that have it as their name
+    or, if none has, those that have it in their names. Raises SystemExit if it selects none."""
+    rows = [(phase, row) for phase in phases for row in PHASES[phase](day)]
+    names = {row.name for _, row in rows}
+    selected = {text: {text} if text in names else {name for name in names if text in name} for text in only}
+    if unknown := [text for text, some in selected.items() if not some]:
+        raise SystemExit(f"--only {', '.join(unknown)}: no row of {', '.join(phases)} has that in its name")
+    return [(phase, row) for phase, row in rows if row.name in set().union(*selected.values())]
+
+
 def main() -> None:
     """Measure the phases' rows until they are done or the deadline comes."""
     began = time.monotonic()
-    arguments = parser(__doc__)
-    arguments.add_argument("phases", metavar="PHASE[,PHASE]", help=f"of {', '.join(PHASES)}")
-    arguments.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of rows.jsonl and rows.log")
-    arguments.add_argument("--deadline", type=float, default=3600.0, metavar="SECONDS", help="from now")
-    arguments.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names have one of these in them"
-    )
-    arguments.add_argument("--rehearse", action="store_true", help="small sizes, one turn")
-    options = arguments.parse_args()
-    phases = options.phases.split(",")
-    if unknown := [phase for phase in phases if phase not in PHASES]:
-        raise SystemExit(f"{', '.join(unknown)}: no such phase; choose of {', '.join(PHASES)}")
+    options = arguments().parse_args()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that a row's processes end with this one
     patience = REHEARSAL_PATIENCE if options.rehearse else 1.0
     if not (on_gpu() or options.rehearse):
         raise SystemExit("no GPU is found; with --rehearse, the same rows run small on a CPU")
-    day, deadline, journal = Day(options.rehearse, on_gpu()), began + options.deadline, Journal(options.out)
-    machine = {"what": "machine", "quick": day.rehearse}
-    measure_row(
-        DayRow("machine", "preflight.py", machine, str, MACHINE_SECONDS), "provenance", deadline, journal, patience
-    )
-    for phase in phases:
-        for row in (row for row in PHASES[phase](day) if any(text in row.name for text in options.only)):
-            measure_row(row, phase, deadline, journal, patience)
+    day, deadline = Day(options.rehearse, on_gpu()), began + options.deadline
+    rows = chosen(options.phases, day, options.only)
+    journal = Journal(options.out)
+    for phase, row in [*([] if options.no_machine else [("provenance", machine(day))]), *rows]:
+        measure_row(row, phase, deadline, journal, patience)
 
 
 if __name__ == "__main__":

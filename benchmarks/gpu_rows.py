@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_run import ALONE, IN_PROCESS, SHARE
 from table import ROOT
 from throughput import BARE, FLOAT8, GATHERED, PLAIN, TITAN_MODEL
 
@@ -30,9 +31,13 @@ class DayRow:
     script: str
     task: Mapping[str, Any]
     line: Callable[[Any], str]
+    expected: float
+    """Seconds that it should take on an H100. Estimated, until `seconds` in rows.jsonl says it better."""
     limit: float = ROW_SECONDS
     """Seconds after which the measurement counts as failed."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    empties: Path | None = None
+    """Folder of kernels that is emptied first."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,25 @@ class Day:
         return "6M", ["train.sequence_length=64", *(["model.config.vocab_size=50304"] if self.text else [])]
 
 
+def kernels_of(engine: str) -> Path:
+    """Return the folder in which all rows of an engine keep what they compile. A later call finds it, too."""
+    common = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}"
+    return Path(common) / "gpu_day" / engine.replace(" ", "-")
+
+
+def machine(day: Day) -> DayRow:
+    """Return the row that describes the machine."""
+    return DayRow("machine", "preflight.py", {"what": "machine", "quick": day.rehearse}, str, 15.0)
+
+
 def preflight(day: Day) -> list[DayRow]:
     """Return the rows about the machine itself. The description of the machine, which every call prints first, is not one of
     them."""
     _, small = day.model("1B")
     vocabulary = [key for key in small if "vocab" in key]
     return [
-        DayRow("attention", "preflight.py", {"what": "attention", "quick": day.rehearse}, str),
-        DayRow("tokens", "preflight.py", {"what": "tokens", "override": [*day.text, *vocabulary]}, str),
+        DayRow("attention", "preflight.py", {"what": "attention", "quick": day.rehearse}, str, 12.0),
+        DayRow("tokens", "preflight.py", {"what": "tokens", "override": [*day.text, *vocabulary]}, str, 15.0),
     ]
 
 
@@ -79,10 +95,11 @@ def throughput(day: Day) -> list[DayRow]:
         *keys: str,
         cold: bool = False,
         again: bool = False,
+        expected: float = 55.0,
         **more: Any,
     ) -> DayRow:
-        """Return a row. The rows of an engine share what they compile, which saves minutes. The first one, `cold`, compiles all of
-        it, and its first step is shown. A row is measured `again` to show how far two processes differ."""
+        """Return a row. The rows of an engine share what they compile, which saves minutes. The first one, `cold`, empties the folder
+        and compiles all of it, and its first step is shown. A row is measured `again` to show how far two processes differ."""
         chosen, changes = day.model(size)
         how = [*(["compile"] if compiled else []), *RECOMPUTED[checkpoint]]
         named = [f"{key}={value}" for key, value in more.items()]
@@ -90,21 +107,30 @@ def throughput(day: Day) -> list[DayRow]:
         task |= {"turns": 1, "steps": 1, "quick": True} if day.rehearse else {"turns": 3, "steps": 10}
         task |= {"precision": "bf16" if day.gpu else "fp32", "override": [*day.text, *changes, *keys]}
         environment = {"PYTHONPATH": _path_with_float8()} if engine == FLOAT8 else {}
-        cache = Path(tempfile.gettempdir()) / f"inductor-{os.getpid()}" / engine.replace(" ", "-")
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         label = ONE_DEVICE if engine == "fsdp2" else engine
+        kernels = kernels_of(label)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(kernels)
         name = " ".join([size, label, *how, *keys, *named]) + (", again" if again else "")
-        return DayRow(name, "throughput.py", task, _speed_and_start if cold else _speed, environment=environment)
+        return DayRow(
+            name,
+            "throughput.py",
+            task,
+            _speed_and_start if cold else _speed,
+            expected,
+            max(ROW_SECONDS, 2 * expected),
+            environment,
+            kernels if cold else None,
+        )
 
     return [
         row("1B", "fsdp2", cold=True),
         row("1B", TITAN_MODEL, cold=True),
         row("1B", BARE, cold=True),
-        row("1B", PLAIN, cold=True),
+        row("7B-layers", "fsdp2"),
         row("1B", "fsdp2", False),
         row("1B", PLAIN, False),
-        row("7B-layers", "fsdp2"),
         row("7B-layers", FLOAT8),
+        row("1B", PLAIN, cold=True, expected=100.0),  # compiles all layers as one graph
         row("1B", "fsdp2", again=True),
         row("1B", "fsdp2", True, "selective"),
         row("1B", "fsdp2", True, "yes"),
@@ -132,18 +158,26 @@ def parts(day: Day) -> list[DayRow]:
     task = {"size": size, "compile": True, "checkpoint": "no", "shard": 1, "override": [*day.text, *changes]}
     task |= {"steps": 3, "profiled": 2, "precision": "bf16" if day.gpu else "fp32"}
     return [
-        DayRow(f"1B {label}", "step_parts.py", {**task, "engine": engine}, _parts)
+        DayRow(
+            f"1B {label}",
+            "step_parts.py",
+            {**task, "engine": engine},
+            _parts,
+            35.0,
+            environment={"TORCHINDUCTOR_CACHE_DIR": str(kernels_of(label))},
+        )
         for label, engine in ((ONE_DEVICE, "fsdp2"), (BARE, BARE))
     ]
 
 
 def loss(day: Day) -> list[DayRow]:
     """Return the cost of head and loss: the 1B model's and Llama 3 8B's."""
-    cases = [("fp32", 256, 64, 512)] if day.rehearse else [("bf16", 16384, 2048, 50304), ("bf16", 8192, 4096, 128256)]
+    cases = {"1B": ("bf16", 16384, 2048, 50304), "Llama 3 8B": ("bf16", 8192, 4096, 128256)}
+    cases = {"1B": ("fp32", 256, 64, 512)} if day.rehearse else cases
     counts = {"turns": 1, "times": 1} if day.rehearse else {"turns": 5, "times": 3}
     return [
-        DayRow(f"{case} chunks of {chunk}", "loss.py", {"case": case, "chunk": chunk, **counts}, _losses)
-        for case in cases
+        DayRow(f"{name}, chunks of {chunk}", "loss.py", {"case": case, "chunk": chunk, **counts}, _losses, 20.0)
+        for name, case in cases.items()
         for chunk in (1024, 4096)
     ]
 
@@ -153,7 +187,11 @@ def rounding(day: Day) -> list[DayRow]:
     values, turns = (2**14, 1) if day.rehearse else (2**27, 5)
     return [
         DayRow(
-            kind, "rounding.py", {"kind": kind, "values": values, "turns": turns, "times": 3, "threads": 1}, _rounding
+            kind,
+            "rounding.py",
+            {"kind": kind, "values": values, "turns": turns, "times": 3, "threads": 1},
+            _rounding,
+            20.0,
         )
         for kind in ("int8", "int4", "bf16")
     ]
@@ -170,6 +208,7 @@ def sync(day: Day) -> list[DayRow]:
             "sync_cost.py",
             {**task, "choice": choice, "offload": offload},
             _sync,
+            35.0,
         )
         for choice, offload in (
             ("edit", False),
@@ -196,21 +235,27 @@ def checkpoint(day: Day) -> list[DayRow]:
             "checkpoints.py",
             {"background": background, "override": keys},
             _checkpoint,
+            60.0,
         )
         for background in (True, False)
     ]
 
 
 def run(day: Day) -> list[DayRow]:
-    """Return a real run that is stopped and continued, and two replicas that share the GPU."""
+    """Return a real run that is stopped and continued, four replicas in one process, and two that share the GPU."""
     size, changes = day.model("160M")
-    steps = 80 if day.rehearse else 400
-    task = {"size": size, "steps": steps, "global_batch": 8 if day.rehearse else 32}
-    task["override"] = [*day.text, *changes, *(["eval.tokens=2000"] if day.rehearse else [])]
-    shared = {**task, "steps": steps // 2, "share": True}
+    override = [*day.text, *changes, *(["eval.tokens=2000"] if day.rehearse else [])]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(kernels_of(ONE_DEVICE))}
+
+    def row(name: str, how: str, steps: int, sequences: int, expected: float) -> DayRow:
+        task = {"size": size, "how": how, "steps": steps, "global_batch": sequences, "override": override}
+        return DayRow(f"160M, {name}", "gpu_run.py", task, _run, expected, max(ROW_SECONDS, 2 * expected), environment)
+
+    steps, micro_batch = (80, 4) if day.rehearse else (120, 16)
     return [
-        DayRow("160M, stopped and continued", "gpu_run.py", {**task, "share": False}, _run, 150.0),
-        DayRow("160M, EDiT, two replicas on this GPU", "gpu_run.py", shared, _run, 150.0),
+        row("stopped and continued", ALONE, steps, 2 * micro_batch, 110.0),
+        row("EDiT, four replicas in one process", IN_PROCESS, steps // 2, 4 * micro_batch, 45.0),
+        row("EDiT, two replicas on this GPU", SHARE, steps // 2, 2 * micro_batch, 60.0),
     ]
 
 

@@ -3,7 +3,8 @@
     python benchmarks/gpu_run.py --override data.source=train.txt data.tokenizer=gpt2    # a GPU; minutes
 
 Starts a run by the launcher, sends it SIGTERM at half of its steps, starts it again, and shows its loss curve and speed. With
-`--share`, two replicas on one GPU, to see EDiT at work: gloo carries their messages, so its speed says nothing.
+`--how share`, EDiT with two replicas that share one GPU: gloo carries their messages, so its speed says nothing. With `--how
+"in process"`, EDiT with four replicas of one process, which take turns. Neither is stopped.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ RUN = (
     "parallel.shards=1",
     "schedule.warmup_steps=20",
     "optim.lr=1.0e-3",
-    "eval.tokens=100_000",
+    "eval.tokens=16_000",
     "eval.sample_prompt=Once upon a time",
+    "eval.sample_tokens=20",
     "log.every=10",
     "log.tensorboard=false",
 )
-ALONE = ("sync.method=synchronous", "parallel.replicas=1")
-SHARED = ("sync.method=edit", "sync.warmup_steps=20", "sync.period.every=20", "parallel.replicas=2")
+EDIT = ("sync.method=edit", "sync.warmup_steps=20", "sync.period.every=20")
+ALONE, SHARE, IN_PROCESS = "alone", "share", "in process"
+KEYS = {
+    ALONE: ("sync.method=synchronous", "parallel.replicas=1"),
+    SHARE: (*EDIT, "parallel.replicas=2"),
+    IN_PROCESS: (*EDIT, "parallel.replicas=4", "parallel.in_process=true"),
+}
+"""Ways to train, and the overrides of each."""
 LAST = 4000
 """Characters of a failed run's output that are shown."""
 
@@ -49,22 +57,22 @@ def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
     return [
         *SIZES[task["size"]],
         *RUN,
-        *(SHARED if task["share"] else ALONE),
+        *KEYS[task["how"]],
         f"run.out_dir={folder}",
         f"train.steps={steps}",
         f"train.global_batch={task['global_batch']}",
         f"eval.every={steps // 2}",
-        f"checkpoint.every={steps // 4}",
+        f"checkpoint.every={steps // 2}",
         f"parallel.precision={'bf16' if gpu else 'fp32'}",
         f"parallel.compile={str(gpu).lower()}",
         *task["override"],
     ]
 
 
-def start(keys: Sequence[str], share: bool, output: Path) -> subprocess.Popen:
+def start(keys: Sequence[str], how: str, output: Path) -> subprocess.Popen:
     """Start the launcher, which writes to `output`."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if share:
+    if how == SHARE:
         variables["LLMTRAIN_SHARE_GPU"] = "1"
     command = [sys.executable, "-m", "llmtrain", "launch", RECIPE, *keys]
     with output.open("a") as stream:
@@ -72,12 +80,12 @@ def start(keys: Sequence[str], share: bool, output: Path) -> subprocess.Popen:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, stop after half of the steps (not with `share`) and continue; return curve, speed and where it continued."""
+    """Train, stop after half of the steps and continue, if it trains alone; return curve, speed and where it continued."""
     with tempfile.TemporaryDirectory() as folder:
         run, output, began = Path(folder) / "gpu_run", Path(folder) / "output", time.monotonic()
         keys, codes, stopped = overrides_of(task, folder), [], None
-        for stops in (False,) if task["share"] else (True, False):
-            process = start(keys, task["share"], output)
+        for stops in (True, False) if task["how"] == ALONE else (False,):
+            process = start(keys, task["how"], output)
             try:
                 if stops:
                     stopped = _stop_at(task["steps"] // 2, run, process)
@@ -129,12 +137,14 @@ def main() -> None:
     """Run once and print the result."""
     arguments = parser(__doc__)
     arguments.add_argument("--size", choices=SIZES, default="160M" if on_gpu() else "6M")
-    arguments.add_argument("--steps", type=int, default=400)
-    arguments.add_argument("--global-batch", type=int, default=32)
-    arguments.add_argument("--share", action="store_true", help="two replicas share a GPU")
+    arguments.add_argument("--steps", type=int, default=120)
+    arguments.add_argument("--global-batch", type=int, default=64, help="a multiple of micro-batch times replicas")
+    arguments.add_argument(
+        "--how", choices=KEYS, default=ALONE, help="one replica, two that share a GPU, or four in one process"
+    )
     arguments.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="laid over the rest")
     options = arguments.parse_args()
-    keys = ("size", "steps", "global_batch", "share", "override")
+    keys = ("size", "steps", "global_batch", "how", "override")
     for name, value in measure({key: getattr(options, key) for key in keys}).items():
         print(f"{name}: {value}")
 
