@@ -349,7 +349,8 @@ def page(done: Records, tables: Sequence[tuple[str, str, Sequence[str], list[Row
     lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
     *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
     intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
-    return "\n\n".join(["# Does it pay? Losses of all methods, with the same number of trials", made_by(done), intro, *sections]) + "\n"
+    title = "# Does it pay? Losses of all methods, with the same number of trials"
+    return "\n\n".join([title, made_by(done), intro, *sections]) + "\n"
 
 
 def with_summary(text: str, done: Records) -> str:

@@ -43,7 +43,14 @@ DIVERGED = re.compile(
     r"error: .*(the (loss|norm of the gradient) is (nan|-?inf) on rank|no gradient was finite|\(sync\.reduction\.max_exclusions\))"
 )
 """Error line of a run that diverged: from the trainer's check of its numbers, or from EDiT's of its norms."""
-DIAGNOSTICS = ("sync/divergence", "sync/pseudo_grad_norm", "sync/weights_max", "sync/anomalies", "sync/rollbacks", "sync/late")
+DIAGNOSTICS = (
+    "sync/divergence",
+    "sync/pseudo_grad_norm",
+    "sync/weights_max",
+    "sync/anomalies",
+    "sync/rollbacks",
+    "sync/late",
+)
 """Tags of which a record has the last value: whether replicas drift apart, and whether EDiT's penalty did anything."""
 NO_LOSS = "error: the validation loss at the end is not finite"
 

@@ -146,7 +146,9 @@ def check_folder(folder: Path) -> None:
     if any(folder.glob("pytorch_model*.bin")):
         return  # only loading such a file shows whether it is complete
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    is_split = index.is_file() and not single.is_file()  # transformers takes the single file, whatever an old index says
+    is_split = (
+        index.is_file() and not single.is_file()
+    )  # transformers takes the single file, whatever an old index says
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if is_split else [single.name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
