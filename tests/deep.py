@@ -119,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.deep", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it; 3600 by default")
     parser.add_argument("--all", action="store_true", help="run every group, whatever has changed")
-    parser.add_argument("--only", nargs="+", metavar="TESTS", help="groups of the table")
+    groups = [group.tests for group in GROUPS]
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="TESTS", help=f"of {', '.join(groups)}")
     parser.add_argument("--write", action="store_true", help="write what passed to tests/DEEP.md")
     asked = parser.parse_args(arguments)
     end, records, failed = time.monotonic() + asked.seconds, recorded(), []
