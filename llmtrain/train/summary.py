@@ -141,6 +141,8 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     if metrics.warnings:
         count = len(metrics.warnings)
         happened += f" {count} warning{'' if count == 1 else 's'}, the last at {metrics.warnings[-1]}."
+    if "virtual_seconds" in summary:
+        happened += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
     every_step = summary["steps"] * 2 * (summary["replicas"] - 1) * 4 * parameters
     count, beside = summary["sync_count"], ""
     synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
