@@ -65,7 +65,7 @@ IMPORTED = (
     "transformers.models.gpt_neo.modeling_gpt_neo",
     "transformers.models.llama.modeling_llama",
 )
-"""What ranks and commands use, also what they would import when they first need it, each for itself."""
+"""Modules that ranks and commands use, also those that each would import for itself when it first needs them."""
 
 
 # What tests call

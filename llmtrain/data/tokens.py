@@ -1,4 +1,4 @@
-"""What a reader of tokens needs to know of a sequence of them."""
+"""Base class of token sequences, as loaders read them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ NO_TEXTS: Mapping[str, TokenDataset] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class MeshSize:
-    """What is known of the size of a run's mesh."""
+    """Numbers of ranks and replicas of a run, as far as they are known before it starts."""
 
     ranks: int
     replicas: int | None = None

@@ -36,9 +36,9 @@ class SharedAverages:
         self.posted: list[dict[int, Payloads]] = [{} for _ in range(turns.count)]
         """Messages by iteration, for each replica: those that may still be contributed."""
         self.sums: dict[tuple[int, int], tuple[Payloads, int]] = {}
-        """By (iteration, replica): the group's sum and the iteration of the message that the replica contributed."""
+        """Sums of the groups, each with the iteration of the replica's message in it, by (iteration, replica)."""
         self._arrivals: list[deque[tuple[int, float]]] = []
-        """For each replica (iteration, time since the last global average) of its newest message and of later ones."""
+        """Arrivals of each replica: (iteration, seconds since the last global average) of its newest message and of later ones."""
         self._iteration: int | None = None  # the next one to run
 
     def start(self, replica: int, iteration: int, message: Payloads) -> None:

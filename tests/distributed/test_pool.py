@@ -105,7 +105,7 @@ def test_a_collective_that_hangs_is_reported_with_its_traceback(pool: RankPool) 
 
 
 def test_an_interrupted_call_leaves_no_answer_to_the_next(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pytest-timeout interrupts it: by an exception while it waits."""
+    """Raise an exception while the pool waits, as pytest-timeout does."""
     pool.run(ranks_and_pids)
 
     def interrupted(*_: Any, **__: Any) -> None:

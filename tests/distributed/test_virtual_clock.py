@@ -90,7 +90,7 @@ def test_a_message_arrives_when_the_last_replica_has_sent_it() -> None:
 
 
 def test_averages_are_in_pinned_memory_if_messages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which only a GPU has."""
+    """Pretend to pin memory, because real pinned memory needs a GPU."""
     message, pinned, empty_like = torch.ones(3), [], torch.empty_like
 
     def allocated(like: torch.Tensor, pin_memory: bool) -> torch.Tensor:

@@ -116,7 +116,7 @@ def test_a_slow_replica_takes_fewer_steps_and_a_continued_run_as_many(runs: Runs
 
 @pytest.mark.deep
 def test_a_signal_within_a_round_of_seconds_changes_nothing(runs: Runs) -> None:
-    """By a virtual clock, the round is completed first, so the continued run is the run left alone."""
+    """Complete the round before stopping, so that the continued run is the run left alone."""
     keys = (
         *HERE,
         *A_EDIT,
