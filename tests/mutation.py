@@ -37,7 +37,7 @@ from tests.mutation_table import write_table
 
 FOLDER = Path(tempfile.gettempdir()) / "llmtrain-mutants"
 AREAS = {
-    "sync": ("tests/sync", "tests/unit", "tests/distributed"),
+    "sync": ("tests/unit", "tests/distributed"),
     "parallel": ("tests/unit", "tests/distributed"),
     "train": ("tests/unit", "tests/distributed", "tests/end_to_end"),
     "launch": ("tests/unit", "tests/end_to_end", "tests/multi_node"),
@@ -146,7 +146,11 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--results", type=Path, default=FOLDER / "results.jsonl")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    known = {mutant.area for mutant in MUTANTS}
+    if unknown := [area for area in arguments.area.split(",") if area and area not in known]:
+        parser.error(f"no mutants in {', '.join(unknown)}; there are some in {', '.join(sorted(known))}")
+    return arguments
 
 
 def key_of(mutant: Mutant) -> str:
@@ -177,7 +181,7 @@ def attempt(
     mutant: Mutant, results: Results, arguments: argparse.Namespace, say: Callable[[Row], None]
 ) -> Iterator[tuple[Run, Mutant | None]]:
     """Try tests on a mutant until some see it: those named for it one after another, the rest of its area, deep ones."""
-    area = tuple(folder for folder in AREAS.get(mutant.area, ELSEWHERE) if (ROOT / folder).is_dir())
+    area = AREAS.get(mutant.area, ELSEWHERE)
     stages: list[tuple[tuple[str, ...], str | None]] = [((test,), None) for test in mutant.tests]
     stages += [] if arguments.narrow else [(area, None)]
     stages += [(mutant.tests, "deep"), (area, "deep")] if arguments.deep else []

@@ -1,66 +1,24 @@
-"""Deliberate mistakes in llmtrain that the tests must see; `python -m tests.mutation` tries them."""
+"""Deliberate mistakes in llmtrain that the tests must see; `python -m tests.mutation` tries them.
+
+A table holds those in one source file. A module here has the name of a folder of llmtrain and holds the tables of the files in
+it; `sync_a_to_m` only those of files that begin with these letters, `llmtrain_*` those of files directly in llmtrain.
+"""
 
 from __future__ import annotations
 
-from tests.mutants import (
-    clusters,
-    command_line,
-    data,
-    documents,
-    exports,
-    gpus,
-    launch,
-    length,
-    networks,
-    one_device,
-    optimizers,
-    parallel,
-    results,
-    schedules,
-    shown,
-    sparse,
-    stream,
-    sync,
-    texts,
-    times,
-    token_files,
-    tokenizing,
-    train,
-    turns,
-    weighing,
-    weights,
-    wrong_inputs,
-)
-from tests.mutants.mutant import Mutant
+from importlib import import_module
+from pkgutil import iter_modules
 
-MUTANTS: tuple[Mutant, ...] = (
-    *sync.MUTANTS,
-    *schedules.MUTANTS,
-    *weighing.MUTANTS,
-    *parallel.MUTANTS,
-    *one_device.MUTANTS,
-    *optimizers.MUTANTS,
-    *times.MUTANTS,
-    *gpus.MUTANTS,
-    *train.MUTANTS,
-    *weights.MUTANTS,
-    *length.MUTANTS,
-    *data.MUTANTS,
-    *texts.MUTANTS,
-    *token_files.MUTANTS,
-    *tokenizing.MUTANTS,
-    *documents.MUTANTS,
-    *stream.MUTANTS,
-    *launch.MUTANTS,
-    *networks.MUTANTS,
-    *clusters.MUTANTS,
-    *turns.MUTANTS,
-    *sparse.MUTANTS,
-    *exports.MUTANTS,
-    *results.MUTANTS,
-    *shown.MUTANTS,
-    *command_line.MUTANTS,
-    *wrong_inputs.MUTANTS,
+from tests.mutants.mutant import Mutant, read
+
+TABLES: dict[str, dict[str, str]] = {
+    name: import_module(f"{__name__}.{name}").TABLES
+    for name in sorted(module.name for module in iter_modules(__path__))
+    if name != "mutant"
+}
+"""By module, then by source file."""
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant for tables in TABLES.values() for file, table in tables.items() for mutant in read(file, table)
 )
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS", "TABLES", "Mutant"]

@@ -1,394 +1,186 @@
-"""Mistakes in launching, and in what a recipe says."""
+"""Mistakes in llmtrain/launch."""
 
-from __future__ import annotations
-
-from tests.mutants.mutant import Mutant
-
-MUTANTS = [
-    Mutant(
-        "launch: a complete rank waits for a launcher that waits for it",
-        "llmtrain/launch/forked_rank.py",
-        "    if code == DONE:\n        leave_soon()",
-        "    if code < DONE:\n        leave_soon()",
-        ("tests/end_to_end/test_interruptions.py::test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once",),
-    ),
-    Mutant(
-        "attempts: one restart less",
-        "llmtrain/launch/attempts.py",
-        "if final or number == restarts:",
-        "if final or number >= restarts - 1:",
-        ("tests/unit/test_launch_again.py",),
-    ),
-    Mutant(
-        "attempts: a wrong recipe is started again",
-        "llmtrain/launch/attempts.py",
-        "any(ended.by_signal for ended in endings.values()) or BAD_USAGE in codes",
-        "any(ended.by_signal for ended in endings.values())",
-        ("tests/unit/test_launch_again.py",),
-    ),
-    Mutant(
-        "roll call: a live launcher counts as gone",
-        "llmtrain/launch/node_rendezvous.py",
-        "if node not in heard or beats != heard[node][0]:",
-        "if node not in heard:",
-        ("tests/unit/test_launch_again.py",),
-    ),
-    Mutant(
-        "nodes: accepts a rank one too high",
-        "llmtrain/launch/nodes.py",
-        "if rank >= count:",
-        "if rank > count:",
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "processes: each node starts all ranks",
-        "llmtrain/launch/nodes.py",
-        "return max(1, math.prod(parallel.given_on_cpu) // nodes)",
-        "return max(1, math.prod(parallel.given_on_cpu))",
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "torchrun: SIGUSR1 is not passed on",
-        "llmtrain/launch/torchrun.py",
-        'SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")',
-        'SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")',
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "torchrun: a stopped run counts as failed",
-        "llmtrain/launch/torchrun.py",
-        '{"signal": STOPPED_EARLY, "done": DONE}',
-        '{"done": DONE}',
-        (
-            "tests/unit/test_launch.py",
-            "tests/end_to_end/test_interruptions.py",
-        ),
-    ),
-    Mutant(
-        "watch: ranks that work are ended, too",
-        "llmtrain/launch/watchdog.py",
-        "if elsewhere or _state(rank) == psutil.STATUS_STOPPED:",
-        "if True:",
-        ("tests/unit/test_launch_again.py",),
-    ),
-    Mutant(
-        "nodes: MASTER_PORT is ignored",
-        "llmtrain/launch/nodes.py",
-        'environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))',
-        "DEFAULT_PORT)",
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "roll call: a node that was given up is waited for again",
-        "llmtrain/launch/node_rendezvous.py",
-        "        self._members = list(told)\n",
-        "",
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "roll call: a node number that is in use counts as gone",
-        "llmtrain/launch/node_rendezvous.py",
-        'if self._store.add(f"beat {rank}", 0) == beats:',
-        'if self._store.add(f"beat {rank}", 0) >= beats:',
-        (
-            "tests/unit/test_launch.py",
-            "tests/unit/test_launch_again.py",
-        ),
-    ),
-    Mutant(
-        "attempts: nodes keep their numbers when one is gone",
-        "llmtrain/launch/attempts.py",
-        "Nodes(len(members), members.index(nodes.rank),",
-        "Nodes(len(members), nodes.rank,",
-        ("tests/unit/test_launch_again.py",),
-    ),
-    Mutant(
-        "rank server: a launcher with threads is forked",
-        "llmtrain/launch/rank_server.py",
-        "len(list(threads.iterdir())) == 1",
-        "len(list(threads.iterdir())) >= 1",
-        ("tests/unit/test_rank_server.py",),
-    ),
-    Mutant(
-        "rank server: keeps the launcher's files open",
-        "llmtrain/launch/rank_server.py",
-        "os.closerange(last + 1, following)",
-        "os.closerange(following, following)",
-        ("tests/unit/test_rank_server.py",),
-    ),
-    Mutant(
-        "rank server: ends by a scheduler's signal",
-        "llmtrain/launch/rank_server.py",
-        "signal.signal(number, signal.SIG_IGN)",
-        "signal.signal(number, signal.SIG_DFL)",
-        ("tests/unit/test_rank_server.py",),
-    ),
-    Mutant(
-        "rank server: each rank writes what the launcher has not written yet",
-        "llmtrain/launch/rank_server.py",
-        "        stream.flush()  # else",
-        "        pass  # else",
-        ("tests/unit/test_rank_server.py",),
-    ),
-    Mutant(
-        "start: ranks import TensorBoard themselves",
-        "llmtrain/launch/torchrun.py",
-        "        import torch.utils.tensorboard\n",
-        "",
-        ("tests/end_to_end/test_start.py",),
-    ),
-    Mutant(
-        "start: numpy starts threads in the launcher",
-        "llmtrain/cli.py",
-        "    with single_threaded_imports():  # numpy's",
-        "    if True:",
-        ("tests/end_to_end/test_start.py",),
-    ),
-    Mutant(
-        "start: transformers imports scipy",
-        "llmtrain/startup.py",
-        '"is_scipy_available", lambda: False',
-        '"is_scipy_available", lambda: True',
-        ("tests/end_to_end/test_start.py",),
-    ),
-    Mutant(
-        "start: transformers reads all files of all models twice",
-        "llmtrain/startup.py",
-        "        sys.modules.setdefault(models.__name__, models)\n",
-        "",
-        ("tests/end_to_end/test_start.py",),
-    ),
-    Mutant(
-        "start: the time of the boot is rounded down",
-        "llmtrain/startup.py",
-        'if not hasattr(time, "CLOCK_BOOTTIME"):',
-        "if True:",
-        ("tests/unit/test_startup.py",),
-    ),
-    Mutant(
-        "recipe: the command line lies under the file",
-        "llmtrain/recipe_loader.py",
-        "layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]",
-        "layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]",
-        ("tests/unit/test_recipe.py",),
-    ),
-    Mutant(
-        "recipe: a value of another kind is merged",
-        "llmtrain/recipe_loader.py",
-        "if both and not other_kind else value",
-        "if both else value",
-        ("tests/unit/test_recipe.py",),
-    ),
-    Mutant(
-        "recipe: another method keeps the old one's pull",
-        "llmtrain/recipe_loader.py",
-        'dropped = {"reduction", "outer", "schedule", "pull", "moments"}',
-        'dropped = {"reduction", "outer", "schedule", "moments"}',
-        (
-            "tests/unit/test_recipe.py",
-            "tests/unit/test_gaps_recipe.py",
-        ),
-    ),
-    Mutant(
-        "recipe: a difference names here and there the wrong way round",
-        "llmtrain/recipe_loader.py",
-        'f"{key}: {value(left, key)} there, {value(right, key)} here"',
-        'f"{key}: {value(right, key)} there, {value(left, key)} here"',
-        ("tests/unit/test_recipe.py",),
-    ),
-    Mutant(
-        "recipe check: a warm-up as long as the run",
-        "llmtrain/recipe_check.py",
-        "if warmup_steps(recipe) >= total:",
-        "if warmup_steps(recipe) > total:",
-        ("tests/unit/test_recipe_wrong.py",),
-    ),
-    Mutant(
-        "recipe check: a tied head is a block of its own",
-        "llmtrain/recipe_check.py",
-        "(1 if config.tie_word_embeddings else 2)",
-        "(2 if config.tie_word_embeddings else 1)",
-        ("tests/unit/test_gaps_recipe.py",),
-    ),
-    Mutant(
-        "recipe check: a sequence may not take all positions",
-        "llmtrain/recipe_check.py",
-        "recipe.train.sequence_length > positions",
-        "recipe.train.sequence_length >= positions",
-        (
-            "tests/unit/test_recipe_wrong.py",
-            "tests/unit/test_recipe.py",
-            "tests/unit/test_recipes_dir.py",
-        ),
-    ),
-    Mutant(
-        "recipe messages: blames the first place that gave a key",
-        "llmtrain/recipe_messages.py",
-        "for layer in reversed(layers) if",
-        "for layer in layers if",
-        ("tests/unit/test_gaps_recipe.py",),
-    ),
-    Mutant(
-        "compose: a penalty may go with wait-avoiding groups",
-        "llmtrain/sync/compatibility.py",
-        '*("reduction", kind),\n            {"schedule": ("wait_avoiding",)},',
-        '*("reduction", kind),\n            {"schedule": ()},',
-        ("tests/unit/test_recipe_wrong.py",),
-    ),
-    Mutant(
-        "config: one checkpoint more is kept",
-        "llmtrain/config/recipe.py",
-        "sorted(losses)[: -self.keep]",
-        "sorted(losses)[: -self.keep - 1]",
-        (
-            "tests/unit/test_checkpoint_files.py",
-            "tests/unit/test_mirror.py",
-        ),
-    ),
-    Mutant(
-        "config: tokens are rounded up to whole steps",
-        "llmtrain/config/recipe.py",
-        "else (self.tokens or 0) // self.tokens_per_step",
-        "else -(-(self.tokens or 0) // self.tokens_per_step)",
-        ("tests/unit/test_recipe.py",),
-    ),
-    Mutant(
-        "roll call: a node that does not reach node 0 is silent",
-        "llmtrain/launch/node_rendezvous.py",
-        "if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:",
-        "if False:",
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "doctor: warns of a public network although the recipe allows it",
-        "llmtrain/doctor/run_checks.py",
-        "if found and not parallel.allow_unencrypted else []",
-        "if found else []",
-        ("tests/unit/test_doctor.py",),
-    ),
-    Mutant(
-        "run: warns of a public network although the recipe allows it",
-        "llmtrain/train/build_trainer.py",
-        "if mesh.unencrypted and not recipe.parallel.allow_unencrypted:",
-        "if mesh.unencrypted:",
-        ("tests/multi_node/test_two_sites.py",),
-    ),
-    Mutant(
-        "run: does not warn of a public network",
-        "llmtrain/parallel/mesh.py",
-        "        unencrypted=unencrypted,\n",
-        "",
-        ("tests/multi_node/test_two_sites.py",),
-    ),
-    Mutant(
-        "errors: a wrong recipe ends with exit code 1",
-        "llmtrain/errors.py",
-        "_leave(error.exit_code if isinstance(error, UserError) else FAILED)",
-        "_leave(FAILED)",
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "errors: the first rank of any of two launchers speaks",
-        "llmtrain/errors.py",
-        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):',
-        'for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):',
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "cli: launch forgets the exit code",
-        "llmtrain/cli.py",
-        "raise typer.Exit(launch_torchrun(recipe, overrides or []))",
-        "launch_torchrun(recipe, overrides or [])",
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "lr: a quarter of a cosine, not half of one",
-        "llmtrain/lr.py",
-        "0.5 * (1 + math.cos(math.pi * progress))",
-        "math.cos(math.pi * progress / 2)",
-        (
-            "tests/unit/test_train_parts.py",
-            "tests/unit/test_period.py",
-        ),
-    ),
-    Mutant(
-        "lr: decays to the floor at the old slope",
-        "llmtrain/lr.py",
-        "(schedule.final_ratio + (1 - schedule.final_ratio) * remaining)",
-        "max(schedule.final_ratio, remaining)",
-        (
-            "tests/unit/test_train_parts.py",
-            "tests/unit/test_period.py",
-        ),
-    ),
-    Mutant(
-        "lr: the first step of the warm-up has rate 0",
-        "llmtrain/lr.py",
-        "return self.peak * step / schedule.warmup_steps",
-        "return self.peak * (step - 1) / schedule.warmup_steps",
-        ("tests/unit/test_train_parts.py",),
-    ),
-    Mutant(
-        "trace: the last traced step is left out",
-        "llmtrain/trace.py",
-        "self.first <= self.step <= self.last",
-        "self.first <= self.step < self.last",
-        ("tests/unit/test_trace.py",),
-    ),
-    Mutant(
-        "watchdog: the second Ctrl-C asks again",
-        "llmtrain/launch/watchdog.py",
-        "        if count == 1:\n",
-        "        if count <= 2:\n",
-        ("tests/end_to_end/test_interruptions.py",),
-    ),
-    Mutant(
-        "watchdog: the first Ctrl-C ends all at once",
-        "llmtrain/launch/watchdog.py",
-        "interrupts = set(psutil.Process().children()), itertools.count(1)",
-        "interrupts = set(psutil.Process().children()), itertools.count(2)",
-        ("tests/end_to_end/test_interruptions.py",),
-    ),
-    Mutant(
-        "world: the ranks of a Slurm step meet on the job's first node",
-        "llmtrain/parallel/world.py",
-        'env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")',
-        'env.get("SLURM_JOB_NODELIST")',
-        ("tests/unit/test_world.py",),
-    ),
-    Mutant(
-        "world: the steps of a Slurm job have one port",
-        "llmtrain/parallel/world.py",
-        "PORTS_BETWEEN_STEPS * step",
-        "step * 0",
-        ("tests/unit/test_world.py",),
-    ),
-    Mutant(
-        "rendezvous: the ranks of all steps of a Slurm job are of one run",
-        "llmtrain/parallel/rendezvous.py",
-        "else slurm_step()",
-        'else ""',
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "launcher: the nodes of all steps of a Slurm job are of one run",
-        "llmtrain/launch/node_rendezvous.py",
-        'f"llmtrain launch {nodes.step}"',
-        '"llmtrain launch"',
-        ("tests/unit/test_launch.py",),
-    ),
-    Mutant(
-        "meeting: a fast rank takes the answers of an earlier start",
-        "llmtrain/parallel/roll_call.py",
-        "        if has_mine and store.get(START) == name:",
-        "        if world.rank in answers:",
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-    Mutant(
-        "meeting: ranks that wait for rank 0 in vain do not name each other",
-        "llmtrain/parallel/roll_call.py",
-        "    _set(store, waiting, None)\n",
-        "",
-        ("tests/unit/test_gaps_launch.py",),
-    ),
-]
+TABLES = {
+    "llmtrain/launch/attempts.py": r"""
+    seen by unit/test_launch_again.py
+        attempts: one restart less
+          - if final or number == restarts:
+          + if final or number >= restarts - 1:
+        attempts: a wrong recipe is started again
+          - any(ended.by_signal for ended in endings.values()) or BAD_USAGE in codes
+          + any(ended.by_signal for ended in endings.values())
+        attempts: nodes keep their numbers when one is gone
+          - Nodes(len(members), members.index(nodes.rank),
+          + Nodes(len(members), nodes.rank,
+    """,
+    "llmtrain/launch/forked_rank.py": r"""
+    seen by end_to_end/test_interruptions.py::test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once
+        launch: a complete rank waits for a launcher that waits for it
+          -     if code == DONE:
+          -         leave_soon()
+          +     if code < DONE:
+          +         leave_soon()
+    """,
+    "llmtrain/launch/node_rendezvous.py": r"""
+    seen by unit/test_launch_again.py
+        roll call: a live launcher counts as gone
+          - if node not in heard or beats != heard[node][0]:
+          + if node not in heard:
+        launch: a node that was given up ends the others' run
+          - isinstance(error, RecipeError | ReturnedError) and
+          + isinstance(error, RecipeError) and
+    seen by unit/test_gaps_launch.py
+        roll call: a node that was given up is waited for again
+          -         self._members = list(told)
+          -
+    seen by unit/test_launch.py, unit/test_launch_again.py
+        roll call: a node number that is in use counts as gone
+          - if self._store.add(f"beat {rank}", 0) == beats:
+          + if self._store.add(f"beat {rank}", 0) >= beats:
+    seen by unit/test_launch.py
+        roll call: a node that does not reach node 0 is silent
+          - if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
+          + if False:
+        launcher: the nodes of all steps of a Slurm job are of one run
+          - f"llmtrain launch {nodes.step}"
+          + "llmtrain launch"
+        roll call: a meeting point that may work later is a wrong recipe
+          - is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
+          + is_taken = True
+        roll call: a port that is taken may be free later
+          - is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
+          + is_taken = False
+        launch: nodes may start unequal numbers of processes
+          - if len(set(processes)) > 1:
+          + if False:
+    """,
+    "llmtrain/launch/nodes.py": r"""
+    seen by unit/test_launch.py
+        nodes: accepts a rank one too high
+          - if rank >= count:
+          + if rank > count:
+        processes: each node starts all ranks
+          - return max(1, math.prod(parallel.given_on_cpu) // nodes)
+          + return max(1, math.prod(parallel.given_on_cpu))
+        nodes: MASTER_PORT is ignored
+          - environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))
+          + DEFAULT_PORT)
+        in process: a launch starts a process per replica
+          - if parallel.in_process:
+          -         return 1
+          + if parallel.in_process:
+          +         return parallel.replicas
+    """,
+    "llmtrain/launch/preflight.py": r"""
+    seen by unit/test_pretrained.py
+        weights: a start is not checked before its data is prepared
+          - weights=check_initial_weights(recipe))
+          + weights=None)
+    seen by distributed/test_run_length.py
+        length: a dry run does not say that the rate jumps
+          - warnings=[*warnings, *([jump] if jump else [])],
+          + warnings=warnings,
+    seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
+        preflight: another text is no problem
+          -     check_texts(directory, texts)
+          -
+    seen by unit/test_preflight.py
+        preflight: a model that can't be initialized is fine
+          -     check_initial_values(model)
+          -
+        preflight: a tokenizer that would be trained is not compared with the model
+          -             check_vocabulary(recipe, size)
+          -
+          +             pass
+          +
+        preflight: a run directory of another recipe is fine
+          -     directory.check_recipe()
+          -
+        preflight: a start takes another machine's packages and GPUs
+          -     check_machine(recipe)
+          -
+        preflight: a prepared text of eval.sets may be too short
+          -                 check_set(recipe, name, text)
+          -
+    seen by unit/test_preflight_again.py
+        warnings: recipe check does not know its mesh
+          - recipe_warnings(recipe, {**texts, **sets}, mesh)
+          + recipe_warnings(recipe, {**texts, **sets})
+        warnings: recipe check does not know the number of processes elsewhere
+          - recipe_warnings(recipe, mesh=MeshSize(ranks, replicas))
+          + recipe_warnings(recipe)
+        warnings: a process elsewhere is a rank, also with all replicas in one
+          - ranks = processes * recipe.parallel.ranks_per_process
+          + ranks = processes
+        warnings: an automatic mesh elsewhere is one replica
+          - replicas = 1 if ranks == 1 else None
+          + replicas = 1
+    seen by unit/test_one_document.py
+        launch: a text of one document is tokenized before it is refused
+          - "data.source"), 2))) == 1:
+          + "data.source"), 2))) == 0:
+    """,
+    "llmtrain/launch/rank_server.py": r"""
+    seen by unit/test_rank_server.py
+        rank server: a launcher with threads is forked
+          - len(list(threads.iterdir())) == 1
+          + len(list(threads.iterdir())) >= 1
+        rank server: keeps the launcher's files open
+          - os.closerange(last + 1, following)
+          + os.closerange(following, following)
+        rank server: ends by a scheduler's signal
+          - signal.signal(number, signal.SIG_IGN)
+          + signal.signal(number, signal.SIG_DFL)
+        rank server: each rank writes what the launcher has not written yet
+          -         stream.flush()  # else
+          +         pass  # else
+    """,
+    "llmtrain/launch/torchrun.py": r"""
+    seen by unit/test_launch_again.py
+        launch: ranks on GPUs have torch's own allocator settings
+          -     use_expandable_segments()
+          -
+        torchrun: after a loss, a batch that can't be divided is a wrong recipe
+          -     except UserError as error:
+          -         reason
+          +     except LookupError as error:
+          +         reason
+    seen by unit/test_text_list.py
+        sites: the nodes that are left read the first texts
+          - for member in attempt.members]
+          + for member in range(attempt.nodes.count)]
+    seen by unit/test_launch.py
+        torchrun: SIGUSR1 is not passed on
+          - SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+          + SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
+        launch: the first line waits for torch
+          -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
+          +     import torch  # noqa: F401
+    seen by unit/test_launch.py, end_to_end/test_interruptions.py
+        torchrun: a stopped run counts as failed
+          - {"signal": STOPPED_EARLY, "done": DONE}
+          + {"done": DONE}
+    seen by end_to_end/test_start.py
+        start: ranks import TensorBoard themselves
+          -         import torch.utils.tensorboard
+          -
+    """,
+    "llmtrain/launch/watchdog.py": r"""
+    seen by unit/test_launch_again.py
+        watch: ranks that work are ended, too
+          - if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
+          + if True:
+        watchdog: Ctrl-C ends the launcher where it has ended the reader of its output
+          -     with suppress(OSError):  # Ctrl-C also
+          +     with suppress():  # Ctrl-C also
+    seen by end_to_end/test_interruptions.py
+        watchdog: the second Ctrl-C asks again
+          -         if count == 1:
+          -
+          +         if count <= 2:
+          +
+        watchdog: the first Ctrl-C ends all at once
+          - interrupts = set(psutil.Process().children()), itertools.count(1)
+          + interrupts = set(psutil.Process().children()), itertools.count(2)
+    """,
+}

@@ -32,7 +32,6 @@ LAYERS = [
         "turns",
         "startup",
         "attention",
-        "packing",
         "pieces",
         "process_limits",
         "reshard",
@@ -187,6 +186,7 @@ def kept_texts() -> list[Path]:
 
 def test_imports_point_one_way() -> None:
     package, *modules = PACKAGE
+    assert set().union(*LAYERS) == {part_of(path) for path in modules}
     assert package == ROOT / "llmtrain" / "__init__.py" and not parts_imported(parsed(package))
     above = {
         name_of(path): [part for part in parts_imported(parsed(path)) if layer_of(part) > layer_of(part_of(path))]

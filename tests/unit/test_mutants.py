@@ -1,10 +1,77 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from tests.mutants import MUTANTS
+import pytest
+
+from tests import mutation
+from tests.mutants import MUTANTS, TABLES, Mutant
+from tests.mutants.mutant import SCENARIOS, read
 
 ROOT = Path(__file__).parents[2]
+
+
+def belongs(module: str, file: str) -> bool:
+    """Whether a source file's mutants are to be in a module: `sync_a_to_m` has those of `llmtrain/sync/method.py`."""
+    base, first, last = re.fullmatch(r"(.+?)(?:_([a-z])_to_([a-z]))?", module).groups()
+    *folders, name = Path(file).parts
+    folder = "_".join(folders[1:] or folders)
+    return folder == base and first <= name[0] <= last if first else f"{folder}_".startswith(f"{base}_")
+
+
+def test_a_table_is_where_its_source_file_leads() -> None:
+    places = [(module, file) for module, tables in TABLES.items() for file in tables]
+    assert not [place for place in places if not belongs(*place)]
+    assert len({file for _, file in places}) == len(places)
+
+
+def test_tables_are_read() -> None:
+    table = r"""
+    seen by unit/test_a.py, SCENARIOS
+        one line
+          - a = "\n"
+          + a = b
+        several lines
+          deep: it needs a scheduler
+          -     if a:
+          -
+          -         b ␣
+          +     pass␣
+    seen by unit/test_b.py::test_c
+        taken out
+          equivalent: it is a comment
+          - - a
+          -
+    """
+    assert list(read("llmtrain/a.py", table)) == [
+        Mutant("one line", "llmtrain/a.py", r'a = "\n"', "a = b", ("tests/unit/test_a.py", *SCENARIOS)),
+        Mutant(
+            "several lines",
+            "llmtrain/a.py",
+            "    if a:\n\n        b  ",
+            "    pass ",
+            ("tests/unit/test_a.py", *SCENARIOS),
+            deep="it needs a scheduler",
+        ),
+        Mutant(
+            "taken out", "llmtrain/a.py", "- a\n", "", ("tests/unit/test_b.py::test_c",), equivalent="it is a comment"
+        ),
+    ]
+
+
+def test_an_area_names_a_part_and_folders_that_exist() -> None:
+    parts = {path.relative_to(ROOT / "llmtrain").parts[0] for path in (ROOT / "llmtrain").rglob("*.py")}
+    assert set(mutation.AREAS) <= parts
+    folders = {folder for folders in (*mutation.AREAS.values(), mutation.ELSEWHERE) for folder in folders}
+    assert not [folder for folder in folders if not any((ROOT / folder).glob("test_*.py"))]
+
+
+def test_an_unknown_area_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["mutation", "--area", "sync,tarin"])
+    with pytest.raises(SystemExit):
+        mutation.parsed()
+    assert "tarin" in capsys.readouterr().err
 
 
 def test_every_mutant_applies_exactly_once() -> None:

@@ -1,0 +1,133 @@
+"""Mistakes in llmtrain/compare."""
+
+TABLES = {
+    "llmtrain/compare/benchmarks.py": r"""
+    seen by unit/test_compare_benchmarks.py
+        compare: tests against an earlier checkpoint of the baseline count
+          - if of_base is not None and Path(other).name
+          + if False and Path(other).name
+        compare: an edited suite is not evaluated again
+          -  and result.get("suite_digest", digest) == digest
+        compare: a trial is evaluated against the baseline of another seed
+          - bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
+          + bases = {(one.condition, one.seed): base for one in done for base in done if base.run == baseline}
+        compare: fewer bits per byte are worse
+          - sign = -1 if metric in LOWER_IS_BETTER else 1
+          + sign = 1
+        compare: a trial without its test against the baseline is not evaluated again
+          - if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
+          + if not is_wanted:
+    """,
+    "llmtrain/compare/comparison.py": r"""
+    seen by unit/test_comparison.py
+        compare: trials share a mirror
+          -             "checkpoint.mirror=null",
+          +           ␣
+        compare: an override of what the file sets is ignored
+          - if value not in (None, used):
+          + if False:
+    """,
+    "llmtrain/compare/faults.py": r"""
+    seen by unit/test_comparison.py
+        documents: garbage fills the padding
+          - b == IGNORE_INDEX,
+          + b == -1,
+    """,
+    "llmtrain/compare/measures.py": r"""
+    seen by unit/test_compare_results.py
+        compare: interpolates from the wrong end
+          - share = (before["loss"] - target) /
+          + share = (target - now["loss"]) /
+        compare: the target must be undercut
+          - points["loss"] <= target
+          + points["loss"] < target
+        compare: waiting also counts as exposed communication
+          - exposed = last["comm/exposed_seconds"] - waiting
+          + exposed = last["comm/exposed_seconds"]
+        compare: of two seeds the better final loss is the target
+          - interpolation="higher"
+          + interpolation="lower"
+        compare: a range of speed-ups pairs best with best
+          - "low": theirs["low"] / ours["high"]
+          + "low": theirs["low"] / ours["low"]
+        compare: faster by the median, though ranges overlap
+          - if ours["high"] < theirs["low"]:
+          + if ours["median"] < theirs["median"]:
+    seen by unit/test_compare_results.py, unit/test_gaps_results.py
+        compare: bytes received by some hosts are those of all
+          - None if None in received else sum(received)
+          + sum(filter(None, received))
+    seen by unit/test_compare_runs.py
+        compare: runs on different texts race to a target
+          - goal = target if unit.is_ranked else math.nan
+          + goal = target
+        compare: runs on different texts race to their own losses
+          - ends = ends if unit.is_ranked else ends * math.nan
+          + ends = ends * 1.0
+    """,
+    "llmtrain/compare/plots.py": r"""
+    seen by unit/test_compare_report.py
+        timeline: one long round sets the window of all runs
+          - return min(max(needed), LONGEST * statistics.median(needed))
+          + return max(needed)
+    """,
+    "llmtrain/compare/report.py": r"""
+    seen by unit/test_compare_report.py, unit/test_gaps_results.py
+        headline: one seed among several is not pointed out
+          - min(best["seeds"], base["seeds"])
+          + max(best["seeds"], base["seeds"])
+    """,
+    "llmtrain/compare/results.py": r"""
+    seen by unit/test_compare_benchmarks.py
+        compare: scores of earlier checkpoints are the last one's
+          - (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
+          + True
+    seen by unit/test_compare_results.py, unit/test_gaps_results.py
+        compare: spans in order of their ends
+          - sort_values(["rank", "start"],
+          + sort_values(["rank", "end"],
+    seen by unit/test_compare_results.py
+        compare: failed trials are measured
+          - return self.state in (TrialState.DONE, TrialState.STOPPED) and bool(self.lines)
+          + return bool(self.lines)
+    """,
+    "llmtrain/compare/runner.py": r"""
+    seen by unit/test_compare_interrupted.py
+        compare: a failed trial shortens the time that is left
+          - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
+          + if is_number
+        compare: the recipes' warnings are not shown
+          -                     progress.print(f"warning: runs.{run}: {line}")
+          -
+          +                     pass
+          +
+    """,
+    "llmtrain/compare/trial.py": r"""
+    seen by unit/test_gaps_compare.py
+        comparison: each part of a trial has the whole limit
+          - (self.comparison.stop_after_minutes or math.inf) - trained
+          + (self.comparison.stop_after_minutes or math.inf)
+    """,
+    "llmtrain/compare/cluster/frame_switch.py": r"""
+    seen by unit/test_frame_switch.py
+        switch: frames leave when they arrive
+          - (now + self.latency_seconds, frame)
+          + (now, frame)
+        switch: frames for one host go to all
+          - return [found] if found is not None else
+          + return
+        switch: no frame is lost
+          - if self.loss and self._drawn.random() < self.loss:
+          + if False:
+    """,
+    "llmtrain/compare/cluster/limits.py": r"""
+    seen by unit/test_virtual_cluster.py
+        network: a cable receives what it sends
+          - return self.downlink_mbit or self.bandwidth_mbit
+          + return self.bandwidth_mbit
+        network: lost packets are as large as others
+          -     if any(own.loss for own in limits):
+          -         return FRAME
+          -
+    """,
+}

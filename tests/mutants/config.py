@@ -1,0 +1,56 @@
+"""Mistakes in llmtrain/config."""
+
+TABLES = {
+    "llmtrain/config/data.py": r"""
+    seen by unit/test_text_list.py
+        lists: an entry keeps the defaults instead of data's keys
+          - return {**shared, **named, **entry}
+          + return {**named, **entry}
+    """,
+    "llmtrain/config/recipe.py": r"""
+    seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py, unit/test_best_in_mirror.py
+        best: it is deleted with the others
+          - if step != best and step not in kept]
+          + if step not in kept]
+    seen by unit/test_checkpoint_files.py, unit/test_mirror.py
+        config: one checkpoint more is kept
+          - sorted(losses)[: -self.keep]
+          + sorted(losses)[: -self.keep - 1]
+    seen by unit/test_recipe.py
+        config: tokens are rounded up to whole steps
+          - else (self.tokens or 0) // self.tokens_per_step
+          + else -(-(self.tokens or 0) // self.tokens_per_step)
+    seen by unit/test_doctor.py, unit/test_gaps_results.py
+        doctor: forgets the checkpoint that replaces the oldest
+          - self.keep + self.keep_best + for_good + 1
+          + self.keep + self.keep_best + for_good
+    """,
+    "llmtrain/config/section.py": r"""
+    seen by unit/test_recipe_wrong.py
+        recipes: a number is a period of seconds
+          - return {"kind": "steps", "every": value}
+          + return {"kind": "seconds", "every": value}
+    seen by unit/test_recipe.py
+        recipe: a period of 1e1 is refused
+          -     value = _count(value)
+          -
+    seen by unit/test_wrong_commands.py
+        config: a key's path may be too long
+          -     if is_too_long(path):
+          -
+          +     if not path:
+          +
+    """,
+    "llmtrain/config/sync.py": r"""
+    seen by distributed/test_rounding_errors.py, SCENARIOS
+        build: Local SGD sends rounded parameters, not differences
+          - return self.kind != "fp32"
+          + return False
+    """,
+    "llmtrain/config/sync_schedules.py": r"""
+    seen by unit/test_plan_memory.py
+        plan: WAGMA's models in CPU memory are forgotten
+          - models_in_cpu_memory: ClassVar[int] = 2
+          + models_in_cpu_memory: ClassVar[int] = 0
+    """,
+}

@@ -1,0 +1,207 @@
+"""Mistakes in llmtrain/data, a to l."""
+
+TABLES = {
+    "llmtrain/data/background.py": r"""
+    seen by unit/test_data_stream.py
+        stream: a tokenizer that fails is started for ever
+          - if attempts >= ATTEMPTS:
+          + if attempts >= 20 * ATTEMPTS:
+        stream: the tokenizer outlives the run
+          -     threading.Thread(target=_watch_input, daemon=True).start()
+          -
+    """,
+    "llmtrain/data/bytes_read.py": r"""
+    seen by unit/test_data_progress.py
+        progress: each file begins at no bytes
+          - self._before, self.current = self._before + size, int
+          + self.current = int
+    """,
+    "llmtrain/data/dataset.py": r"""
+    seen by unit/test_data_prepare.py, unit/test_data_loader.py
+        shards: a window that begins at a shard's end
+          - side="right"
+          + side="left"
+    seen by unit/test_data_prepare.py, unit/test_data_damage.py
+        shards: checksum of the last part alone
+          - self._crc32 = zlib.crc32(raw, self._crc32)
+          + self._crc32 = zlib.crc32(raw)
+    seen by unit/test_data_damage.py
+        damage: every rank reads every shard
+          - self._shards = shards[share::of]
+          + self._shards = shards[:]
+        data: a shard that can't be read now is damaged
+          -     except FileNotFoundError as error:
+          -         problem
+          +     except OSError as error:
+          +         problem
+    seen by distributed/test_same_tokens.py
+        same: only token counts are compared
+          - digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
+          + pass
+    seen by unit/test_gaps_data.py
+        index: a shard that is too long passes
+          - (size := path.stat().st_size) != shard.bytes
+          + (size := path.stat().st_size) < shard.bytes
+        index: tokens per byte, not bytes per token
+          - self.index.splits[split].text_bytes / self.index.splits[split].tokens
+          + self.index.splits[split].tokens / self.index.splits[split].text_bytes
+    seen by unit/test_data_stream.py
+        stream: all shards are opened at once
+          - [LazyShard(shard, load) for shard in self.index.splits[split].shards]
+          + [load(shard) for shard in self.index.splits[split].shards]
+    seen by unit/test_wrong_files.py
+        tokens: an index without a split is fine
+          -     if missing := [split for split in SPLITS if split not in index.splits]:
+          -
+          +     if missing := []:
+          +
+    """,
+    "llmtrain/data/document_loader.py": r"""
+    seen by unit/test_data_documents.py
+        documents: units in the order of their lengths
+          - units[draw.permutation(len(units))]
+          + units
+        documents: windows begin in the batch that mixes epochs
+          - -(-part.start // batch) * batch
+          + part.start // batch * batch
+        documents: units of the new micro-batch after a resume
+          - self._set_order(sizes, state["unit"])
+          + self._set_order(sizes, self.micro_batch)
+        documents: a replica divides by its own tokens
+          - self._samples(0, self.global_batch)
+          + self._samples(self.shape.first, self.shape.per_rank)
+    """,
+    "llmtrain/data/documents.py": r"""
+    seen by unit/test_data_documents.py
+        documents: the tail of a long document is lost
+          - samples = -(-(ends - starts) // sequence_length)
+          + samples = np.maximum((ends - starts) // sequence_length, 1)
+        documents: a document without an end is lost
+          -         if start < len(tokens):
+          -
+          +         if False:
+          +
+        documents: the starts of fewer tokens pass for those of more
+          -         and starts[-1] == len(tokens)
+          -
+        documents: a later part begins without the token before it
+          - self.tokens.window(start - 1, end - start + 1)
+          + np.concatenate([[self._eos_id], self.tokens.window(start, end - start)])
+        documents: a limit does not cut the last one
+          - np.minimum(self._starts[samples + 1], len(self.tokens))
+          + self._starts[samples + 1]
+    """,
+    "llmtrain/data/extend.py": r"""
+    seen by unit/test_data_prepare.py
+        prepare: an interruption loses what was tokenized
+          -             except BaseException:
+          -                 self._commit()
+          -                 raise
+          +             except BaseException:
+          +                 raise
+        prepare: a split that was read further is read again
+          - if split in starts and stream.documents > starts[split]:
+          + if split in starts:
+        prepare: a split goes back to where the other is read
+          - if position.documents >= entry.position.documents:
+          + if True:
+        stream: the rate is that of all the time
+          - self._marks.popleft()
+          + break
+        prepare: the end of a whole file is estimated
+          -         remaining = sys.maxsize
+          -
+          +         pass
+          +
+    seen by unit/test_data_prepare.py, unit/test_data_damage.py
+        prepare: the index is written before its shards
+          - if self._writing is not None:
+          -             self._writing.result()
+          -         for split
+          + for split
+    seen by unit/test_data_num_proc.py
+        num_proc: a split gets more than one process would give it
+          - parts = {split: part for split, part in tokenized.items() if split in missing}
+          + parts = tokenized
+    seen by unit/test_data_progress.py
+        progress: what is skipped counts as speed
+          - self._marks.append((self._shown, self.tokens, read))
+          + self._marks.append((self._shown, self.tokens, 0))
+        progress: the wait for validation tokens alone has no line
+          - if reads_both and [*missing] == ["validation"]:
+          + if False:
+    seen by unit/test_data_stream.py
+        stream: a complete block is committed with the next minute
+          - if self.is_due or self._completes_block():
+          + if self.is_due:
+        stream: an interrupted commit is damaged
+          - self._pool.submit(self._complete).result()
+          + self._complete()
+    """,
+    "llmtrain/data/host_blocks.py": r"""
+    seen by distributed/test_train_text.py
+        stream: hosts do not compare what has come since
+          - if post["digest"] != posts[0]["digest"]:
+          + if False:
+        stream: a host's error is its own
+          - {} if failed is None else {
+          + {} if True else {
+        stream: a host waits for itself alone
+          - for host in self._hosts]
+          -         tokens.wait_until
+          + for host in self._hosts if self._store.check([f"text/{host}/{start}"])]
+          +         tokens.wait_until
+    seen by unit/test_data_stream.py
+        stream: an error of another host is never temporary
+          - failed.get("is_temporary", False)
+          + False
+    """,
+    "llmtrain/data/loader.py": r"""
+    seen by distributed/test_reshape.py
+        reshape: samples left by slow replicas are read by nobody
+          - return by_replica(partial(merge_cursors, global_batch=self.global_batch))
+          + return lambda change, values: values[0]
+    seen by unit/test_data_loader.py
+        loader: all shards of a replica read the same
+          - return (self.replica * self.shards + self.shard_rank) * self.per_rank
+          + return self.replica * self.shards * self.per_rank
+        loader: one window too many
+          - return max(self.tokens.most - 1, 0) // self.sequence_length
+          + return self.tokens.most // self.sequence_length
+        loader: all ranks validate on the same windows
+          - range(first + rank, min(first + per_batch, windows), world)
+          + range(first, min(first + micro_batch, windows))
+        loader: labels are the inputs
+          - inputs[row], labels[row] = ids[:-1], ids[1:]
+          + inputs[row], labels[row] = ids[:-1], ids[:-1]
+        ahead: the state is one batch ahead
+          -         return self._state
+          +         __import__("time").sleep(0.05)
+          +         return self.loader.state_dict()
+        ahead: a batch read before a restore is given after it
+          -         if self._is_reading:
+          -             self._receive()
+          -         self.loader.load_state_dict(state)
+          +         self.loader.load_state_dict(state)
+    seen by unit/test_data_blocks.py
+        blocks: each rank waits for its own samples alone
+          - self.order.wait_for(max(part[-1] for part in self.cursor.peek(0, self.global_batch)))
+          + pass
+        blocks: a window is read before its last token is there
+          - self.tokens.wait_for(samples * self.sequence_length + 1)
+          + self.tokens.wait_for(samples * self.sequence_length)
+        stream: waiting for text counts as waiting for the disk
+          - if not self.loader.tokens.is_waiting(seconds):
+          + if True:
+    """,
+    "llmtrain/data/local_files.py": r"""
+    seen by unit/test_data_ready_made.py, unit/test_data_sources.py
+        token files: files of the validation text are trained on
+          - if path.resolve() not in validated]
+          + if path not in validated or True]
+    seen by unit/test_data_ready_made.py
+        token files: changed files are the same source
+          - path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+          + 0, 0) for path in files]
+    """,
+}

@@ -1,0 +1,319 @@
+"""Mistakes in llmtrain/data, m to z."""
+
+TABLES = {
+    "llmtrain/data/mixture.py": r"""
+    seen by unit/test_data_mixture.py
+        mixture: remainders go to the first texts
+          - by_remainder = sorted(range(len(weights)), key=lambda text: shares[text] - exact[text])
+          + by_remainder = list(range(len(weights)))
+        mixture: every block in the same order
+          - np.random.default_rng([self._seed, block])
+          + np.random.default_rng([self._seed, 0])
+        mixture: a text begins anew in every block
+          - return text, block * self.shares[text] + int(ranks[index])
+          + return text, int(ranks[index])
+        mixture: a hub text is prepared for its mean share only
+          - return min(entries, -(-entries // BLOCK) * share)
+          + return entries * share // BLOCK
+    """,
+    "llmtrain/data/mixture_loader.py": r"""
+    seen by unit/test_data_mixture.py
+        mixture: what slow replicas have left counts as read
+          - counts -= self.order.count(range(start, stop))
+          + pass
+        mixture: a resumed run forgets that a text has grown
+          - given = sizes or [()] * len(self.samples)
+          + given = [()] * len(self.samples)
+        mixture: texts are joined with their tails
+          - self._starts = np.cumsum([0, *(number * sequence_length for number in samples)])
+          + self._starts = np.cumsum([0, *map(len, texts)])
+    """,
+    "llmtrain/data/order.py": r"""
+    seen by unit/test_data_loader.py
+        length: data that has grown gets another order
+          - sizes = [*(size for size in sizes if size < now), now]
+          + sizes = [now]
+        loader: every epoch in the same order
+          - np.random.default_rng([self._seed, epoch,␣
+          + np.random.default_rng([self._seed, 0,␣
+    seen by unit/test_data_loader.py, unit/test_data_blocks.py
+        length: every epoch has the samples added at its end
+          -         if epoch:
+          -             return 0, self.num_samples
+          -
+    seen by unit/test_data_unread.py
+        unread: one batch too many counts as unread
+          - while replica.num_read < ahead:
+          + while replica.num_read <= ahead:
+    seen by unit/test_data_blocks.py
+        blocks: a block is as large as what is there
+          - return first, min([end, *(size for size in ends if size > index)])
+          + return first, max(index + 1, min([end, *ends, self._wait(first) if self._wait else end]))
+        blocks: a block that a shorter run has cut is joined
+          - ends = [*self.sizes, self.num_samples]
+          + ends = [self.num_samples]
+        blocks: what has been read stays in memory
+          - if epoch * self.num_samples + first + len(part) > before
+          + if True
+    """,
+    "llmtrain/data/prepare.py": r"""
+    seen by unit/test_data_prepare.py
+        prepare: two bytes for every vocabulary
+          - "<u2" if size <= 1 << 16 else "<u4"
+          + "<u2"
+        prepare: a lost tokenizer is not missed
+          - if not config.is_file():
+          + if False:
+        tokens: a long file name makes a folder's name that is too long
+          - [:100]}-{digest}"
+          + }-{digest}"
+    seen by unit/test_data_damage.py, unit/test_data_prepare.py
+        prepare: half-made folders are left
+          - directory.parent.glob(f"{directory.name}.*-tmp")
+          + directory.parent.glob(f"{directory.name}-tmp")
+    seen by unit/test_python_files.py
+        python: nothing on record
+          - (new / PACKAGES).write_text(python_text().record)
+          + (new / PACKAGES).write_text("")
+    seen by unit/test_data_sentencepiece.py
+        tokenizer: a larger sample is the same tokenizer
+          - identity["tokenizer_sample_bytes"] = sample
+          + pass
+    seen by unit/test_data_ready_made.py
+        token files: which of them are held out is not part of a folder's name
+          -         identity["validation_files"] = len(ready_made.validation)
+          +         pass
+    """,
+    "llmtrain/data/python_files.py": r"""
+    seen by unit/test_python_files.py
+        python: equal files read again
+          - if text and digest not in seen:
+          + if text:
+        python: one package after the other
+          - sorted(files, key=lambda pair: _name_hash(f"{pair[0]}/{pair[1].name}"))
+          + sorted(files)
+        python: tests are read
+          - {"..", *TESTS} & set(file.parts)
+          + {".."} & set(file.parts)
+        python: another version has the same digest and name
+          - return PackageRecord(self.name, self.version, len(self.files)
+          + return PackageRecord(self.name, "1.0", len(self.files)
+        python: a digest of names and sizes only
+          - f"{file.name} {file.bytes} {file.recorded}"
+          + f"{file.name} {file.bytes}"
+        python: other versions hold out other packages
+          - for pin in sorted(self.pinned, key=lambda pin: _name_hash(pin.name)):
+          + for pin in sorted(self.records, key=lambda pin: _name_hash(pin.name)):
+        python: too much held out
+          -                 room -= pin.bytes
+          -
+    """,
+    "llmtrain/data/ready_made.py": r"""
+    seen by unit/test_data_ready_made.py
+        token files: a validation part begins where its file does
+          - offset = (shard.offset or 0) + low * np.dtype(shard.dtype).itemsize
+          + offset = shard.offset or 0
+        token files: validation begins within a document
+          -             return start + int(found[0]) + 1
+          +             return start + int(found[0])
+        token files: the bytes of a shorter validation are kept
+          - return ready_made is None or len(prepared.tokens("validation")) in ready_made.validation_bytes
+          + return ready_made is None or bool(ready_made.validation_bytes)
+        token files: a character that is cut off counts
+          - for cut in range(4):
+          + for cut in range(1):
+    """,
+    "llmtrain/data/sentencepiece_model.py": r"""
+    seen by unit/test_data_sentencepiece.py
+        sentencepiece: no space before a text that begins with one
+          - steps.append(normalizers.Prepend(SPACE))
+          + steps.append(normalizers.Replace(Regex(f"^(?!{SPACE})"), SPACE))
+        sentencepiece: merges in the order of ids
+          - for piece in sorted(score, key=lambda piece: -score[piece])
+          + for piece in sorted(score)
+        sentencepiece: a special piece is found in a text
+          -     if not is_bpe:
+          -
+          +     if not special:
+          +
+    """,
+    "llmtrain/data/sites.py": r"""
+    seen by unit/test_data_sites.py
+        sites: all replicas of a site read the same
+          - replica=own.index(shape.replica)
+          + replica=0
+        sites: a site that is absent is forgotten
+          - return states[0].get("absent", {}) | merged
+          + return merged
+        sites: a cursor belongs to the replica's number
+          - if not change.replicas_changed and [state["site"] for state in states] == self.sites:
+          + if not change.replicas_changed:
+        sites: cursors are merged as if the site had all replicas
+          - return self._batch // replicas * members
+          + return self._batch
+        sites: an absent site forgets how many samples it had
+          - super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent
+          + super().state_dict() | {"site": self.site} | absent
+        sites: tokenizers with another eos token are the same
+          - f"{prepared.vocab_size} {prepared.eos_id} {content}"
+          + f"{prepared.vocab_size} {content}"
+    seen by distributed/test_sites.py::test_what_one_site_lacks_is_an_error_at_all
+        sites: other tokenizers pass
+          - if text.tokenizer != first.tokenizer:
+          + if False:
+    """,
+    "llmtrain/data/sources.py": r"""
+    seen by unit/test_data_prepare.py
+        prepare: a hub dataset is read on in its newest commit
+          - self.revision = start.hub_revision or newest
+          + self.revision = newest
+    seen by unit/test_data_sources.py, unit/test_data_prepare.py
+        sources: the splits are swapped
+          - "validation" if is_held_out else "train"
+          + "train" if is_held_out else "validation"
+    seen by unit/test_data_hub.py
+        hub: the splits are swapped
+          - split = data.split if self._key == "data.source" else data.validation
+          + split = data.validation if self._key == "data.source" else data.split
+    seen by unit/test_data_stories.py
+        stories: the notice is a story
+          - islice(_read_txt(path, DataSection(), read), 1, None)
+          + _read_txt(path, DataSection(), read)
+        stories: a folder of the same name is passed over
+          -     _refuse_local(STORIES, "this package's text")
+          -
+        stories: every copy of the package tokenizes them again
+          - hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
+          + str(_stories_file())
+        stories: a user's separator cuts them
+          - _read_txt(path, DataSection(), read)
+          + _read_txt(path, data, read)
+        text: a damaged compressed file is a traceback
+          - DAMAGED_GZIP = (EOFError,␣
+          + DAMAGED_GZIP = (
+    seen by unit/test_python_files.py
+        python: files held out one by one
+          - package in chosen if package else _held_out(text, data.validation_fraction)
+          + _held_out(text, data.validation_fraction)
+        python: the same tokens for another text
+          - identity["python"] = _python_text().records
+          + identity["python"] = []
+    seen by unit/test_data_sources.py
+        stream: text that is skipped is not reported
+          -                 self._on_skipped(number)
+          +                 pass
+    """,
+    "llmtrain/data/stream.py": r"""
+    seen by unit/test_data_stream.py
+        stream: progress does not count
+          - before, moved = progress, now
+          + before = progress
+        stream: more tokens than the run's are read
+          - self._tokens = TokenShards(self._shards, self.most)
+          + self._tokens = TokenShards(self._shards)
+        stream: an error of the tokenizer is waited out
+          - if "error" in status:
+          + if False:
+        data: an index whose time can't be read ends the thread
+          -         stamp = 0
+          -
+    """,
+    "llmtrain/data/text_identity.py": r"""
+    seen by unit/test_text_identity.py
+        identity: a text that has grown passes
+          - if self.is_fixed and other.is_fixed and self.tokens != other.tokens:
+          + if False:
+        identity: only the beginning of a text is compared
+          - start = max(start + WINDOW, int(start * SPACING))
+          + return
+    """,
+    "llmtrain/data/text_list.py": r"""
+    seen by unit/test_text_list.py
+        sites: a node prepares all texts
+          - if not data.per_replica or replicas is None:
+          + if True:
+        lists: each text of a mixture trains a tokenizer
+          - if first is None or trained_size(section.tokenizer) is None:
+          + if True:
+    """,
+    "llmtrain/data/token_files.py": r"""
+    seen by unit/test_data_ready_made.py
+        token files: the header is read as tokens
+          - return TokenFile(path, "llm.c", dtype, 4 * HEADER_INTS, tokens, size)
+          + return TokenFile(path, "llm.c", dtype, 0, tokens, size)
+    seen by unit/test_wrong_tokens.py
+        token files: an index may have gaps
+          - if (lengths < 0).any() or not np.array_equal(begins, pointers[start : start + CHUNK]):
+          + if (lengths < 0).any():
+        token files: text is read as tokens
+          -     if len(text) >= 2 and all(
+          +     if len(text) >= 1e9 and all(
+    """,
+    "llmtrain/data/token_ids.py": r"""
+    seen by unit/test_wrong_tokens.py
+        token files: negative ids are tokens
+          - (ids.max() < self.size and ids.min() >= 0)
+          + ids.max() < self.size
+    seen by unit/test_data_ready_made.py
+        token files: the id after the last is a token
+          - ids.max() < self.size and
+          + ids.max() <= self.size and
+        token files: the scan reads the first tokens alone
+          - for first in range(0, tokens, len(buffer)):
+          + for first in range(0, min(tokens, len(buffer)), len(buffer)):
+    """,
+    "llmtrain/data/tokenizer.py": r"""
+    seen by unit/test_data_sentencepiece.py
+        tokenizer: the model is not kept
+          - if new.model is not None:
+          + if new.model is None:
+    seen by unit/test_wrong_files.py
+        tokenizer: no text shows that its settings are of the right kinds
+          -             if try_out:
+          +             if False:
+    seen by unit/test_pretrained.py
+        tokenizer: a damaged one is described in Python's words
+          - raise error(reason(caught)) from None
+          + raise error(first_line(caught)) from None
+    """,
+    "llmtrain/data/tokenizing.py": r"""
+    seen by unit/test_data_prepare.py
+        prepare: eos after every piece of a document
+          - end[: int(is_last)]]
+          + end]
+        prepare: a quoted eos ends a document
+          - backend.encode_special_tokens = True
+          + backend.encode_special_tokens = False
+    seen by unit/test_data_num_proc.py
+        num_proc: batches are taken as they are completed
+          -         found = self._result(waiting[0])
+          -         waiting.popleft()
+          -
+          +         found = self._result(waiting[-1])
+          +         waiting.pop()
+          +
+        num_proc: text that was read before an error is lost
+          -         except DataError:  # of the source; text that was read before it is not lost
+          -             while waiting:
+          -
+          +         except DataError:
+          +             while False:
+          +
+        num_proc: processes are left behind
+          -     threading.Thread(target=_end_with_parent, daemon=True).start()
+          -
+    seen by unit/test_gaps_data.py
+        tokenizing: batches after one that failed are kept
+          -         found = self._result(waiting[0])
+          -         waiting.popleft()
+          -
+          +         found = self._result(waiting.popleft())
+          +
+    """,
+    "llmtrain/data/trained_tokenizer.py": r"""
+    seen by unit/test_data_tokenizer.py
+        tokenizer: the stride of the sample does not double
+          - kept, stride = kept[::2], stride * 2
+          + kept, stride = kept[::2], stride
+    """,
+}

@@ -1,0 +1,60 @@
+"""Mistakes in llmtrain/doctor."""
+
+TABLES = {
+    "llmtrain/doctor/machine.py": r"""
+    seen by unit/test_doctor.py
+        doctor: warns where there is room on the disk
+          - if free < needed:
+          + if free > needed:
+        doctor: NCCL's ^ is ignored
+          - name.startswith(wanted)) != excluded for name
+          + name.startswith(wanted)) for name
+    """,
+    "llmtrain/doctor/network_speed.py": r"""
+    seen by unit/test_doctor_ranks.py
+        connections: rates are measured on the first one
+          - tensor.chunk(len(comms.groups))
+          + tensor.chunk(1)
+    seen by unit/test_doctor.py, unit/test_gaps_results.py
+        doctor: the clock's offset by the slowest round trip
+          - skew=min(pings)[1]
+          + skew=max(pings)[1]
+        doctor: the faster direction of a link decides
+          - return min(link.sent, link.received)
+          + return max(link.sent, link.received)
+    """,
+    "llmtrain/doctor/network_use.py": r"""
+    seen by unit/test_network_use.py
+        doctor: the first delay is offered, whether it hides messages or not
+          - if share > most - GAIN][:1]
+          + ][:1]
+        doctor: choices that the recipe does not allow are offered
+          -         check(changed, ranks)
+          -
+    """,
+    "llmtrain/doctor/run_checks.py": r"""
+    seen by unit/test_doctor_ranks.py
+        doctor: all nodes pin the memory of one
+          - ranks = max(Counter(nodes).values())
+          + ranks = len(nodes)
+        doctor: a host without an address is measured at its loopback
+          - host.leader.interface == UNKNOWN and self.peers.ranks[host.leader.rank].address is None
+          + False
+        doctor: a round trip is taken for the latency of one way
+          - 8e-6 * rate * shards, round_trip / 2)
+          + 8e-6 * rate * shards, round_trip)
+        doctor: the bandwidth of one rank is taken for that of its replica
+          - 8e-6 * rate * shards, round_trip / 2)
+          + 8e-6 * rate, round_trip / 2)
+        doctor: under ZeRO, checkpoints in the foreground are advised
+          - if recipe.checkpoint.background and not is_zero else
+          + if recipe.checkpoint.background else
+    seen by unit/test_doctor.py
+        doctor: warns of a public network although the recipe allows it
+          - if found and not parallel.allow_unencrypted else []
+          + if found else []
+        doctor: ranks may have different versions of torch
+          - MUST_AGREE = ("llmtrain", "torch", "recipe")
+          + MUST_AGREE = ("llmtrain", "recipe")
+    """,
+}

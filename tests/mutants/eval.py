@@ -1,0 +1,112 @@
+"""Mistakes in llmtrain/eval."""
+
+TABLES = {
+    "llmtrain/eval/arguments.py": r"""
+    seen by unit/test_eval_arguments.py
+        eval: a mistyped device is found out when the model is loaded
+          - check_device_name(device, "--device")
+          + pass
+        eval: the baseline is looked for when everything else is evaluated
+          -         check_path(baseline, None)
+          +         pass
+        eval: imports torch before it looks at its arguments
+          - import os
+          -
+          + import os
+          + import torch  # noqa: F401
+          +
+    """,
+    "llmtrain/eval/command.py": r"""
+    seen by unit/test_eval_arguments.py
+        eval: a baseline is always its newest checkpoint
+          - step if is_there else None
+          + None
+    """,
+    "llmtrain/eval/evaluated_checkpoint.py": r"""
+    seen by unit/test_eval.py
+        eval: new weights of the same size go unnoticed
+          - \0{stat.st_size}\0{stat.st_mtime_ns}\0
+          + \0{stat.st_size}\0
+    """,
+    "llmtrain/eval/harness.py": r"""
+    seen by unit/test_eval_units.py
+        eval: JSON with a standard error that is no number
+          - isinstance(value, int | float) and math.isfinite(value) else None
+          + isinstance(value, int | float) else None
+    seen by end_to_end/test_eval_damaged.py
+        eval: damaged data of a task ends in a traceback
+          - except (ValueError, LookupError, UndefinedError) as error:  # of JSON
+          + except KeyError as error:  # of JSON
+        eval: scores of a task whose losses are no numbers
+          - return all(map(math.isfinite, numbers))
+          + return not any(map(math.isinf, numbers))
+        eval: lm-eval's bars fill a log
+          -     if not sys.stderr.isatty():  # lm-eval's
+          +     if False:  # lm-eval's
+    seen by unit/test_eval_texts.py
+        eval: questions reach learned positions that are random
+          - device=device, max_length=longest)
+          + device=device)
+    """,
+    "llmtrain/eval/scores.py": r"""
+    seen by unit/test_eval.py
+        eval: the smaller of two standard errors decides on chance
+          - error = max(stderr,
+          + error = min(stderr,
+        eval: standard error of a ratio over the sum, not the mean
+          - / len(x)) / y.mean())
+          + / len(x)) / y.sum())
+        eval: McNemar's tail is a term short
+          - for k in range(fewer):
+          + for k in range(fewer - 1):
+        eval: the cache forgets which checkpoint it was
+          - return {"checkpoint": self.fingerprint, **key}
+          + return {**key}
+    """,
+    "llmtrain/eval/table.py": r"""
+    seen by unit/test_eval.py
+        eval: losses in other contexts are tested against each other
+          -  or _reads_apart(a, row) != _reads_apart(b, row):
+          + :
+    """,
+    "llmtrain/eval/texts.py": r"""
+    seen by unit/test_eval_texts.py
+        eval: windows are longer than training sequences
+          - (positions, self.trained_length, LONGEST_WINDOW)
+          + (positions, LONGEST_WINDOW)
+        eval: separate documents lack the token after them
+          - torch.cat((document, document[:1]))
+          + torch.cat((document, document[-1:]))
+        eval: limits before it takes every n-th document
+          - islice(islice(split_text(file, separator), 0, None, every), limit)
+          + islice(islice(split_text(file, separator), limit), 0, None, every)
+        generate: texts reach learned positions that are random
+          - max_position_embeddings", None), self.trained_positions)
+          + max_position_embeddings", None),)
+    seen by unit/test_eval_arguments.py
+        eval: another device than asked
+          - int(index or 0) >= found
+          + int(index or 0) > found
+    seen by unit/test_export.py
+        eval: weights that are missing are drawn at random
+          - for kind in ("missing_keys", "mismatched_keys")
+          + for kind in ("mismatched_keys",)
+        generate: a folder's token may be anything
+          - (type(token) is not int or not 0 <= token < model.config.vocab_size)
+          + False
+    seen by end_to_end/test_eval_damaged.py
+        eval: a loss that is no number is a score
+          - if not costs.isfinite().all():
+          + if costs.isinf().any():
+    seen by unit/test_gaps_results.py
+        eval: standard error of the loss as that of the perplexity
+          - else perplexity * loss_error
+          + else loss_error
+    """,
+    "llmtrain/eval/units.py": r"""
+    seen by unit/test_gaps_results.py
+        eval: the larger of two limits
+          - return min(given) if given
+          + return max(given) if given
+    """,
+}

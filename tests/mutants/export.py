@@ -1,0 +1,113 @@
+"""Mistakes in llmtrain/export."""
+
+TABLES = {
+    "llmtrain/export/card.py": r"""
+    seen by unit/test_export.py
+        export: a card shows the scores of any step
+          - isinstance(content, dict) and content.get("checkpoint_step") == step
+          + isinstance(content, dict)
+        export: the card of one replica has the scores of the mean
+          - is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
+          + is_default = True
+    seen by unit/test_export_folder.py
+        card: the oldest of several scores
+          - max(reversed(scores),
+          + min(reversed(scores),
+        card: standard errors are listed as scores
+          - if not (metric.endswith("_stderr") or key.endswith("_stderr") or key in COUNTS):
+          + if not (metric.endswith("_stderr") or key in COUNTS):
+    """,
+    "llmtrain/export/export.py": r"""
+    seen by unit/test_eval_texts.py
+        export: a masked run counts as one of joined documents
+          - train.document_mask or source.recipe.data.packing == "none"
+          + source.recipe.data.packing == "none"
+        export: positions of the weights that began a run count as random
+          - learned > length and is_fresh else None
+          + learned > length else None
+    seen by unit/test_export.py
+        export: one of an earlier version is reused
+          - manifest is not None and manifest.separate_documents is not None
+          + manifest is not None
+        export: the results in the folder are deleted
+          -                 keep_others(final, folder)
+          -
+    seen by distributed/test_export.py
+        export: the digests of a checkpoint are not checked
+          -     source.check_digests()
+          -
+        export: a checkpoint of another recipe with the same model is exported
+          -     source.check_recipe()
+          -
+        export: the card is written when the folder has its name
+          -                 (folder / CARD).write_text(
+          +             (final / CARD).write_text(
+    """,
+    "llmtrain/export/folder.py": r"""
+    seen by unit/test_export.py, distributed/test_export.py
+        export: the tokenizer takes a spelled special token for that token
+          - "split_special_tokens": True}
+          + "split_special_tokens": False}
+    seen by unit/test_export_folder.py
+        export: the folder that was there is deleted though the new one has no name yet
+          -         if retired.exists() and not final.exists():
+          -             retired
+          +         if retired.exists() and final.exists():
+          +             retired
+        export: shards of the old export are kept
+          - path.is_dir() if written is None else path.name not in written
+          + True
+        export: readers of older configs take another rotary base
+          - for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+          + for key in ("partial_rotary_factor",) if key in rope}
+    seen by unit/test_export_folder.py, distributed/test_export.py
+        export: a damaged export is reused
+          - return None if manifest is None or find_corruption(folder, manifest.files) is not None else manifest
+          + return manifest
+    seen by unit/test_export.py
+        export: a bos token that was never seen begins a text
+          -         settings["bos_token"] = tokenizer.eos_token
+          +         pass
+    seen by unit/test_export_tokenizer.py
+        export: the tokenizer adds its own special tokens
+          -             content["post_processor"] = _without_templates(content.get("post_processor"))
+          -
+        export: only transformers 5 knows the tokenizer's class
+          -         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+          +         pass
+        export: llama.cpp puts a space before each text
+          -         settings["add_prefix_space"] = False
+          +         pass
+    """,
+    "llmtrain/export/parity.py": r"""
+    seen by unit/test_export.py
+        export: the parity of tokenizers is checked without special tokens
+          - zip((*TEXTS, spelled), encode(trained_with, [*TEXTS, spelled]), strict=True)
+          + zip(TEXTS, encode(trained_with, TEXTS), strict=True)
+    seen by unit/test_export.py, distributed/test_export.py
+        export: the tolerance of logits is absolute
+          - parity.difference <= TOLERANCE * parity.scale
+          + parity.difference <= TOLERANCE
+    """,
+    "llmtrain/export/request.py": r"""
+    seen by unit/test_export.py, distributed/test_export.py
+        export: another dtype is the same export
+          - (manifest.weights, manifest.dtype) == (str(self.weights), self.dtype)
+          + manifest.weights == str(self.weights)
+    """,
+    "llmtrain/export/separators.py": r"""
+    seen by unit/test_data_ready_made.py
+        card: every text ended with eos, also of token files without it
+          - return _Separators.EOS if ready_made.has_eos else _Separators.NONE
+          + return _Separators.EOS
+    """,
+    "llmtrain/export/token_export.py": r"""
+    seen by unit/test_data_ready_made.py
+        token export: a document that spans two parts is cut
+          - lengths = np.diff(ends, prepend=-self._open)
+          + lengths = np.diff(ends, prepend=0)
+        token export: large ids are wrapped around
+          - if kind == "nanogpt" and vocab_size > LARGEST_UINT16:
+          + if kind == "nanogpt" and vocab_size > 2 * LARGEST_UINT16:
+    """,
+}

@@ -1,0 +1,221 @@
+"""Mistakes in llmtrain itself, a to p."""
+
+TABLES = {
+    "llmtrain/attention.py": r"""
+    seen by unit/test_attention.py
+        attention: products in bf16 without the mask
+          - .masked_fill_(~sees, -torch.inf)
+        documents: eos belongs to the document that it ends
+          - return (input_ids == separator).cumsum(1)
+          + return (input_ids == separator).cumsum(1) - (input_ids == separator).long()
+        attention: a window one token wider
+          - sees = (row < key) & (key <= row + window)
+          + sees = (row <= key) & (key <= row + window)
+    """,
+    "llmtrain/best_checkpoint.py": r"""
+    seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py
+        best: a checkpoint has the loss of an earlier step
+          - return found if is_own and
+          + return found if
+        best: a loss that is not finite counts
+          - is_own and math.isfinite(found.loss)
+          + is_own
+    seen by unit/test_best_checkpoint.py
+        best: losses over other tokens count
+          -  if loss.tokens == tokens)
+          + )
+        best: the first of equal losses is the best
+          - (loss.loss, -step, step)
+          + (loss.loss, step, step)
+    """,
+    "llmtrain/cli.py": r"""
+    seen by end_to_end/test_start.py
+        start: numpy starts threads in the launcher
+          -     with single_threaded_imports():  # numpy's
+          +     if True:
+    seen by unit/test_gaps_launch.py
+        cli: launch forgets the exit code
+          - raise typer.Exit(launch_torchrun(recipe, overrides or []))
+          + launch_torchrun(recipe, overrides or [])
+    seen by unit/test_recipe_files.py
+        recipes: compare knows files only
+          - run_comparison(find_recipe(Path(file)),
+          + run_comparison(Path(file),
+    seen by unit/test_compare_runs.py
+        compare: --retry is ignored for given runs
+          - if is_of_runs and (retry or not shaping):
+          + if is_of_runs and not shaping:
+    seen by unit/test_cli.py
+        prepare: Ctrl-C says nothing
+          -     except KeyboardInterrupt:
+          -
+          +     except ZeroDivisionError:
+          +
+    """,
+    "llmtrain/compare_runs.py": r"""
+    seen by unit/test_compare_runs.py
+        compare: runs are listed as given
+          -     if unit.is_ranked:
+          -         runs =
+          +     if False:
+          +         runs =
+    """,
+    "llmtrain/completion.py": r"""
+    seen by unit/test_completion.py
+        completion: bash's words are taken for whole ones
+          - if before[-1:] == ["="]:
+          + if False:
+    """,
+    "llmtrain/errors.py": r"""
+    seen by unit/test_gaps_launch.py
+        errors: a wrong recipe ends with exit code 1
+          - _leave(error.exit_code if isinstance(error, UserError) else FAILED)
+          + _leave(FAILED)
+        errors: the first rank of any of two launchers speaks
+          - for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
+          + for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):
+    seen by unit/test_wrong_variables.py
+        errors: a process with LOCAL_RANK=1 alone is silent
+          -         if 0 <= numbers[0] < numbers[1] and numbers[2] > 0:
+          -
+          +         if numbers[2] > 0:
+          +
+    seen by unit/test_wrong_files.py
+        errors: an interpreter's message is shown
+          -     if isinstance(error, AttributeError | TypeError | LookupError):
+          -
+          +     if False:
+          +
+    seen by unit/test_data_tokenizer.py
+        errors: a library's panic passes all handlers
+          - if type(error).__name__ != "PanicException":
+          + if True:
+    """,
+    "llmtrain/files.py": r"""
+    seen by unit/test_data_sources.py
+        files: a folder that can't be listed is left out
+          - os.walk(start, onerror=refuse)
+          + os.walk(start)
+        files: a folder is read again for each link to it
+          -                 below.clear()
+          -                 continue
+          -
+          +                 below.clear()
+          +
+    seen by unit/test_rundir.py
+        run dir: a lost host's lock is this host's
+          - return text != "" and not text.endswith(_this_host())
+          + return False
+    seen by unit/test_doctor.py
+        files: a folder that may not be read ends the search for one above
+          - if os.path.exists(one))
+          + if one.exists())
+    seen by unit/test_wrong_commands.py
+        errors: a name that is too long ends in a traceback
+          -     if is_too_long(path):
+          -
+          +     if not path:
+          +
+        files: a path through a locked folder ends in a traceback
+          -     except PermissionError as error:
+          -
+          +     except BlockingIOError as error:
+          +
+    """,
+    "llmtrain/loss.py": r"""
+    seen by unit/test_loss.py
+        loss: gaps between rows of logits break the graph
+          - if torch.compiler.is_compiling():
+          + if False:
+        loss: ignored positions count
+          - [:, 0]).masked_fill(~counts, 0).sum()
+          + [:, 0]).sum()
+        loss: validation computes the head's gradients
+          - torch.is_grad_enabled() and any(
+          + any(
+        loss: the gradient is not scaled
+          - grad.mul_(upstream.to(grad.dtype))
+          + grad
+    """,
+    "llmtrain/lr.py": r"""
+    seen by unit/test_train_parts.py, unit/test_period.py
+        lr: the step schedule drops one step early
+          - step > share * self.total_steps
+          + step >= share * self.total_steps
+        lr: a quarter of a cosine, not half of one
+          - 0.5 * (1 + math.cos(math.pi * progress))
+          + math.cos(math.pi * progress / 2)
+        lr: decays to the floor at the old slope
+          - (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
+          + max(schedule.final_ratio, remaining)
+    seen by unit/test_train_parts.py
+        lr: the first step of the warm-up has rate 0
+          - return self.peak * step / schedule.warmup_steps
+          + return self.peak * (step - 1) / schedule.warmup_steps
+    """,
+    "llmtrain/model.py": r"""
+    seen by unit/test_plan_activations.py
+        model: every layer makes a mask of documents of its own
+          - if mask is not None and mask.dtype == torch.bool:
+          + if False:
+    seen by unit/test_model.py
+        model: GPT-2's projections start as large as other matrices
+          - deviation = std_of_projections if is_projection else std
+          + deviation = std
+        model: a thread draws one weight after another
+          - ThreadPoolExecutor(torch.get_num_threads())
+          + ThreadPoolExecutor(1)
+        model: the last name of a shared weight counts
+          - wanted.setdefault(id(one[3]), one)
+          + wanted[id(one[3])] = one
+        model: packed documents of Bloom see each other
+          - if separator is not None and not is_masked:
+          + if False:
+        model: every matrix is drawn from the same seed
+          - derive_seed(seed, "initialisation", name)
+          + derive_seed(seed, "initialisation")
+        model: parameters outside of all blocks are left out
+          -     if outside is not None:
+          -
+          +     if False:
+          +
+    """,
+    "llmtrain/pieces.py": r"""
+    seen by distributed/test_engine.py
+        engine: gradient norms are summed in fp32
+          - torch.linalg.vector_norm(part, dtype=torch.float64)
+          + torch.linalg.vector_norm(part)
+    seen by unit/test_pieces.py
+        pieces: the last rows are left out
+          - yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+          + yield from list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))[:-1]
+    """,
+    "llmtrain/pretrained.py": r"""
+    seen by unit/test_pretrained.py
+        weights: an index may name any file of the machine
+          - if not is_bare_file_name(name):
+          + if False:
+        weights: a run forgets its architecture when they are gone
+          - _recorded(run, section.from_weights) or␣
+        weights: the hub's pickled files are downloaded too
+          - snapshot_download(name, allow_patterns=DOWNLOADED)
+          + snapshot_download(name, allow_patterns=[*DOWNLOADED, "*.bin"])
+    seen by unit/test_pretrained.py, distributed/test_initial_weights.py
+        weights: another architecture is as good if the shapes fit
+          - or mine.get(key) == theirs.get(key):
+          + or True:
+    seen by unit/test_from_config.py
+        model: a config's foreign keys are taken for the model's
+          - if key in known and not key
+          + if key not in other and not key
+    """,
+    "llmtrain/process_limits.py": r"""
+    seen by unit/test_process_limits.py
+        limits: only the innermost cgroup counts
+          - for folder in (innermost, *innermost.parents) if folder.is_relative_to(root)]
+          + for folder in (innermost,)]
+        limits: a quota below one core leaves none
+          - max(1, quota // period)
+          + quota // period
+    """,
+}

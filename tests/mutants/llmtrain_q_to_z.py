@@ -1,0 +1,268 @@
+"""Mistakes in llmtrain itself, q to z."""
+
+TABLES = {
+    "llmtrain/recipe_check.py": r"""
+    seen by unit/test_recipe_wrong.py
+        documents: a run's length in tokens is accepted
+          - if train.tokens is not None and recipe.data.packing == "none":
+          + if False:
+        documents: blocks are accepted, and not shuffled as such
+          - if recipe.data.shuffle == "blocks" and recipe.data.packing == "none":
+          + if False:
+        recipe check: a warm-up as long as the run
+          - if warmup_steps(recipe) >= total:
+          + if warmup_steps(recipe) > total:
+        zero: rounds of seconds wait in stage 3
+          - recipe.sync.period.is_timed,␣
+          + False,␣
+    seen by unit/test_gaps_recipe.py
+        recipe check: a tied head is a block of its own
+          - (1 if config.tie_word_embeddings else 2)
+          + (2 if config.tie_word_embeddings else 1)
+        zero: any key of DeepSpeed is passed on
+          - if key in OWN_DEEPSPEED:
+          + if False:
+    seen by unit/test_recipe_wrong.py, unit/test_recipe.py, unit/test_recipes_dir.py
+        recipe check: a sequence may not take all positions
+          - recipe.train.sequence_length > positions
+          + recipe.train.sequence_length >= positions
+    """,
+    "llmtrain/recipe_files.py": r"""
+    seen by unit/test_recipe_files.py
+        recipes: a name of the package wins over a file here
+          -  or os.path.isfile(given) or
+          +  or
+        recipes: a copy replaces a file that differs
+          - if path.exists() and (not path.is_file() or path.read_bytes() != text):
+          + if False:
+        recipes: a copy lacks the files it is based on
+          -             found |= _with_references(other)
+          -
+          +             pass
+          +
+    seen by unit/test_recipe.py
+        recipe: a base file is never the package's
+          - return packaged if is_packaged and not os.path.isfile(near) else near
+          + return near
+    """,
+    "llmtrain/recipe_loader.py": r"""
+    seen by unit/test_rundir.py
+        resume: a renamed folder is left for another run
+          - if run.name != folder.name and "name"
+          + if False and "name"
+        run directory: a moved folder begins another run
+          - if not {"name", "out_dir"} & set(given)
+          + if False
+    seen by unit/test_text_list.py
+        lists: a base file's text stays beside the list above it
+          - data = _merge(_without_other_texts(data, layer.data), layer.data)
+          + data = _merge(data, layer.data)
+    seen by unit/test_recipe.py
+        recipe: the command line lies under the file
+          - layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
+          + layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]
+        recipe: a value of another kind is merged
+          - if both and not other_kind else value
+          + if both else value
+        recipe: a difference names here and there the wrong way round
+          - f"{key}: {value(left, key)} there, {value(right, key)} here"
+          + f"{key}: {value(right, key)} there, {value(left, key)} here"
+        recipe: a name is the number that YAML reads
+          - ["run"]["name"]  # which reads text only
+          + ["run"]["name"] and str(run["name"])
+        recipe: a period without a kind is one of steps
+          - kind = period.get("kind", kind)
+          + kind = period.get("kind", "steps")
+        overrides: text after a comment sign is dropped
+          - if text[end:].lstrip().startswith("#"):
+          + if False:
+        overrides: a number with a leading zero is in base 8
+          - if not isinstance(number, str):
+          + if False:
+    seen by unit/test_recipe.py, unit/test_gaps_recipe.py
+        recipe: another method keeps the old one's pull
+          - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
+          + dropped = {"reduction", "outer", "schedule", "moments"}
+    seen by unit/test_outer_rule.py
+        outer: auto counts synchronous steps as rounds
+          - outer_for(rounds, local_steps(recipe) / rounds)
+          + outer_for(rounds, recipe.train.total_steps / rounds)
+    """,
+    "llmtrain/recipe_messages.py": r"""
+    seen by unit/test_gaps_recipe.py
+        recipe messages: blames the first place that gave a key
+          - for layer in reversed(layers) if
+          + for layer in layers if
+    """,
+    "llmtrain/reshard.py": r"""
+    seen by unit/test_reshape_rules.py, distributed/test_reshape.py
+        reshape: rounding errors are averaged, not summed
+          - return self.old_replicas / self.replicas if kind in SUMMED else 1.0
+          + return 1.0
+    seen by unit/test_reshape_rules.py
+        reshape: the remainder of a count is lost
+          - return total // count + (index < total % count)
+          + return total // count
+    seen by unit/test_data_sites.py
+        sites: a rank sees its own replica's state alone
+          - rule.combine(self, [rank[name] for rank in ranks])
+          + rule.combine(self, [rank[name] for rank in ranks[: self.old_shards]])
+    """,
+    "llmtrain/run_list.py": r"""
+    seen by unit/test_run_list.py
+        runs: a run that is locked has stopped
+          -     except BlockingIOError:
+          -         return True
+          +     except BlockingIOError:
+          +         return False
+        runs: an old loss is the loss at the end
+          - return self.validation_step if self.validation_step != self.steps else None
+          + return None
+        runs: a folder that may not be read ends the list
+          -     for path, below, files in os.walk(folder):
+          -
+          +     for path, below, files in os.walk(folder, onerror=os.fspath):
+          +
+    """,
+    "llmtrain/run_plots.py": r"""
+    seen by unit/test_run_plots.py
+        plots: a round ends at the first line of the next one
+          - ends.append((number, earlier["tokens"] + share
+          + ends.append((number, later["tokens"] + share
+        plots: the warm-up ends with the first line
+          - return synchronous[-1] if
+          + return synchronous[0] if
+        plots: every round is marked
+          - if number % stride == 0:
+          + if number:
+    """,
+    "llmtrain/startup.py": r"""
+    seen by end_to_end/test_start.py
+        start: transformers imports scipy
+          - "is_scipy_available", lambda: False
+          + "is_scipy_available", lambda: True
+        start: transformers reads all files of all models twice
+          -         sys.modules.setdefault(models.__name__, models)
+          -
+    seen by unit/test_startup.py
+        start: the time of the boot is rounded down
+          - if not hasattr(time, "CLOCK_BOOTTIME"):
+          + if True:
+    """,
+    "llmtrain/suites.py": r"""
+    seen by unit/test_eval.py
+        suites: a task file may lack the module of its functions
+          - if file and not os.path.isfile(path.parent / file):
+          + if file == included and file and not os.path.isfile(path.parent / file):
+        suites: a folder of tasks that is not there has no tasks
+          - if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):
+          + if missing := None:
+        suites: a task file that includes itself is read without end
+          - if path.resolve() in chain:
+          + if path in chain[:0]:
+    seen by unit/test_gaps_results.py
+        suites: an included task file wins over the one that includes it
+          - (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {}) | config
+          + config | (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {})
+    seen by unit/test_eval_arguments.py
+        recipe: a mistyped device of a suite is found out at the first checkpoint
+          - check_device_name(section.device, f"{KEY}.device")
+          + pass
+    seen by unit/test_eval_task_files.py
+        eval: files that a task includes from elsewhere may change
+          -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
+          -
+    seen by unit/test_wrong_files.py
+        suites: a folder's name that is too long ends in a traceback
+          - not os.path.isdir(folder)
+          + not folder.is_dir()
+        suites: a task file's include may be a number
+          -     _check_task(path, config)
+          -
+    """,
+    "llmtrain/threads.py": r"""
+    seen by unit/test_mirror.py
+        mirror: the checkpoint that waits may be deleted
+          - for step in (self._running, self._waiting) if step
+          + for step in (self._running,) if step
+    """,
+    "llmtrain/trace.py": r"""
+    seen by unit/test_device_time.py
+        times: a span of the device is not written before the end
+          -         _recording.step = step
+          -         _recording.write_known()
+          -
+          +         _recording.step = step
+          +
+    seen by unit/test_trace.py
+        trace: any thread asks the device for its times
+          -                 self._unwritten.append((start, end, line))
+          -
+          -
+          +                 self._unwritten.append((start, end, line))
+          +         self.write_known()
+          +
+          +
+        trace: the last traced step is left out
+          - self.first <= self.step <= self.last
+          + self.first <= self.step < self.last
+        trace: a later start erases what was recorded
+          - if line["step"] <= resumed_at]
+          + if False]
+    """,
+    "llmtrain/turns.py": r"""
+    seen by unit/test_turns.py, distributed/test_in_process.py
+        turns: all threads draw from one generator
+          - torch.set_rng_state(self._generators[0])
+          + self._generators[0].clone()
+        turns: a failure is the others' error, not the first one
+          - raise self._errors[0]
+          + raise self._errors[-1]
+    seen by unit/test_turns.py
+        turns: two threads run at once
+          - (self._holder is None and self._queue[0] == number)
+          + self._queue[0] == number
+        turns: timers count what others do
+          - for _, end in reversed(self.timers):
+          + for _, end in reversed(self.timers[:0]):
+        turns: a wait ends although somebody works
+          - return 0.0 if self._holder is not None else
+          + return
+        turns: a step lasts while others run
+          - return time.monotonic() - (0.0 if turn is None else turn.away_seconds)
+          + return time.monotonic()
+    """,
+    "llmtrain/validated_text.py": r"""
+    seen by unit/test_text_list.py
+        lists: mixtures of other weights are compared
+          - texts = [_text_keys(entry) | weight for
+          + texts = [_text_keys(entry) for
+    seen by unit/test_compare_runs.py
+        documents: losses with and without other documents before them are ranked
+          - self.contexts[key] != other.contexts[key]:
+          + False:
+        compare: different tokenizers are compared by loss per token
+          - if not other.has_tokenizer_of(text):
+          + if False:
+        compare: a text with another path is another text
+          - math.isclose(*ratios, rel_tol=TOLERANCE)
+          + False
+        compare: texts of which more is validated are the same
+          - if self.tokens != other.tokens:
+          + if False:
+    """,
+    "llmtrain/waiting.py": r"""
+    seen by unit/test_export_folder.py, unit/test_data_prepare.py
+        export: waits on a lock where no file can be made
+          -     path.touch()
+          +     path.exists()
+    seen by unit/test_export_folder.py
+        export: waits for another export without a word
+          - return lock.acquire(timeout=0)
+          + return lock.acquire(timeout=seconds)
+    seen by unit/test_waiting.py
+        waiting: a slow wait is silent
+          -     timer.start()
+          -
+    """,
+}

@@ -1,0 +1,324 @@
+"""Mistakes in llmtrain/parallel, n to z."""
+
+TABLES = {
+    "llmtrain/parallel/network.py": r"""
+    seen by unit/test_network.py
+        network: the environment's card is not put back
+          -         if before is not None:
+          -             os.environ[GLOO] = before
+          -
+        launch: localhost may be any address
+          - if any(map(is_loopback, found)):
+          + if found:
+    seen by unit/test_public_network.py
+        network: only the low end of the range is tried
+          - *range(last, last - several, -1), 0]
+          + *range(first, first + several), 0]
+        network: the interface is that of the first peer, even without a route
+          - (interface_of(address_towards(peer)) for peer in peers)
+          + (interface_of(address_towards(peer)) for peer in peers[:1])
+    """,
+    "llmtrain/parallel/optimizers.py": r"""
+    seen by distributed/test_muon.py
+        muon: the head and the embedding are orthogonalized, too
+          - return self.in_layer and len(self.shape) == 2
+          + return len(self.shape) == 2
+        muon: AdamW's parameters have Muon's learning rate
+          - lr * group.get("lr_ratio", 1.0)
+          + lr
+    seen by distributed/test_plain_loop.py
+        engine: the learning rate never changes
+          -         group["lr"] = lr * group
+          +         group["lr"] = group["lr"] * group
+    seen by unit/test_device_numbers.py, distributed/test_bad_numbers.py
+        optimizers: AdamW takes bad steps too
+          -         optimizer.found_inf = skipped.float()
+          -
+    """,
+    "llmtrain/parallel/public_network.py": r"""
+    seen by unit/test_public_network.py
+        public network: IP-in-IP counts as encrypted
+          -  and not interface.startswith(IP_IN_IP)
+        public network: a tunnel does not count as encrypted
+          -  and not is_vpn(self.interface)
+        public network: ranks of one node are warned
+          - if other.node != one.node and
+          + if
+        public network: two launchers on one host are warned
+          - and other.address != one.address
+          + and other is not one
+    """,
+    "llmtrain/parallel/rendezvous.py": r"""
+    seen by unit/test_gaps_launch.py
+        meeting: only the rank that refuses hears why
+          -         if rank_info.refusal:
+          +         if rank_info.refusal and rank == world.rank:
+        reach: rows and columns of the mesh swapped
+          - divmod(world.rank, shards)
+          + divmod(world.rank, replicas)
+        reach: hosts of the same name reach each other over loopback
+          - not (share_interfaces and me.host == other.host)
+          + me.host != other.host
+        rendezvous: the ranks of all steps of a Slurm job are of one run
+          - else slurm_step()
+          + else ""
+    seen by multi_node/test_two_sites.py
+        reach: hosts with the same address reach themselves
+          - elif mine.address == theirs.address and not share_interfaces:
+          + elif False:
+        reach: only the first port is tried
+          - for port in theirs.ports:
+          + for port in theirs.ports[:1]:
+        reach: the range named is that of the host that connects
+          - ports {theirs.port_range} of
+          + ports {mine.ports[0]} of
+        reach: a rank without a route to the others does not check its own interface
+          - given.with_default_route(*reachable, address)
+          + given.with_default_route(*reachable)
+    """,
+    "llmtrain/parallel/roll_call.py": r"""
+    seen by unit/test_gaps_launch.py
+        meeting: a fast rank takes the answers of an earlier start
+          -         if has_mine and store.get(START) == name:
+          +         if world.rank in answers:
+        meeting: ranks that wait for rank 0 in vain do not name each other
+          -     _set(store, waiting, None)
+          -
+    """,
+    "llmtrain/parallel/shared_flag.py": r"""
+    seen by end_to_end/test_interruptions.py
+        shared flag: no other rank learns of it
+          - store.set(key, "raised")
+          + raised.set()
+    seen by unit/test_shared_flag.py
+        shared flag: its thread may outlive it
+          -         thread.join(LAST_ANSWER_SECONDS)
+          +         pass
+    """,
+    "llmtrain/parallel/single_device.py": r"""
+    seen by distributed/test_single_device.py
+        single device: the rounded weights are those of the last step
+          -         self._refresh_all()
+          -         return norm
+          +         return norm
+        single device: a synchronization does not reach the rounded weights
+          -         if rounded is not None:
+          -             rounded.copy_(block.flat)
+          +         if rounded is not None and not self._in_forward:
+          +             rounded.copy_(block.flat)
+        single device: a micro-batch's gradient replaces the earlier ones
+          - master.grad += gradient
+          + master.grad.copy_(gradient)
+        single device: optimizer moments not restored
+          - value.copy_(local(state[f"optimizer.{name}.{key}"]))
+          + pass
+        single device: loaded masters do not reach the rounded weights
+          -         self._refresh_all()
+          -
+          -     def to_dtensors
+          +
+          +     def to_dtensors
+    """,
+    "llmtrain/parallel/sparse_format.py": r"""
+    seen by distributed/test_sparse_wire.py
+        sparse: what is largest has a sign
+          - magnitudes, order = chunks.abs().topk(kept, dim=1)
+          + magnitudes, order = chunks.topk(kept, dim=1)
+        sparse: a shorter last chunk sends as much as a whole one
+          - (1, rest, -(-self.keep * rest // CHUNK))
+          + (1, rest, min(rest, self.keep))
+        sparse: both magnitudes are the mean of all
+          - larger = (kept + 1) // 2
+          + larger = kept
+        sparse: indices from 2048 on lose their highest bit
+          - low | (middle & 0xF) << 8
+          + low | (middle & 0x7) << 8
+        sparse: magnitudes belong to the values' order of size
+          - 2 * (rank < larger).to(torch.uint8)
+          + 2 * (torch.arange(kept) < larger).to(torch.uint8)
+        sparse: a decoded message replaces what was there
+          - .scatter_add_(1, indices, values)
+          + .scatter_(1, indices, values)
+    """,
+    "llmtrain/parallel/torch_engine.py": r"""
+    seen by distributed/test_engine.py, distributed/test_pairs.py
+        engine: gradients summed over replicas, not averaged
+          - pending.wait().div_(self.mesh.replica_comms.size)
+          + pending.wait()
+        engine: loss divided by the tokens of one shard
+          - count_positions(micro_batches) * self.mesh.shard_comms.size
+          + count_positions(micro_batches)
+        engine: forward hooks also run in validation and recomputation
+          -             if self._in_forward:
+          -                 for hook
+          +             if True:
+          +                 for hook
+    seen by distributed/test_plain_loop.py
+        engine: no gradient clipping
+          - torch.nn.utils.clip_grads_with_norm_(masters, self._clip_norm, norm)
+          + pass
+    seen by distributed/test_single_device.py
+        engine: averages go to the blocks in forward order
+          - zip(reversed(self.masters), self._averaging, strict=True)
+          + zip(self.masters, self._averaging, strict=True)
+    seen by distributed/test_pairs.py
+        engine: gradients are averaged in every micro-batch
+          - if not (self._is_last and self.average_gradients
+          + if not (self.average_gradients
+    seen by emulated_gpu/test_training.py
+        times: the averaging of gradients is timed on the host
+          deep: an engine on a GPU needs the emulation, which is built for a minute
+          - self.gradient_wait = DeviceTimer(mesh.device)
+          + self.gradient_wait = DeviceTimer()
+    seen by distributed/test_engine.py
+        engine: replicas that average their gradients clip by norms in fp32
+          - exact=averages
+          + exact=False
+    seen by distributed/test_initial_weights.py
+        weights: torch's engines start from random ones
+          - initialize(model, block, seed, mesh.device, self.master_dtype, read)
+          + initialize(model, block, seed, mesh.device, self.master_dtype)
+    """,
+    "llmtrain/parallel/virtual_clock.py": r"""
+    seen by distributed/test_virtual_clock.py
+        virtual clock: steps of a tenth of a second are a little shorter
+          - math.ceil((steps
+          + math.floor((steps
+        virtual clock: every micro-batch takes the time of a step
+          - if step != self._last_step:
+          + if True:
+    seen by end_to_end/test_in_process.py
+        virtual clock: a continued run's round is as long as the whole run before it
+          - self._started_at += now - self.now
+          + self._started_at += 0.0
+    """,
+    "llmtrain/parallel/wire_format.py": r"""
+    seen by unit/test_wire.py, distributed/test_comms_wire.py
+        wire: truncates instead of rounding
+          - quotients.round_()
+          + quotients.trunc_()
+        wire: rounds halves up, not to even
+          - quotients.round_()
+          + quotients.add_(0.5).floor_()
+        wire: a scale may be subnormal
+          - .clamp_(min=SMALLEST_SCALE)
+        wire: a scale's inverse is rounded to fp32 in fp64, too
+          - (1.0 / scales.to(groups.dtype))
+          + (1.0 / scales)
+        wire: int8 has 128 levels
+          - _integers(groups, 127)
+          + _integers(groups, 128)
+    seen by unit/test_wire.py
+        wire: compiled rounding divides approximately
+          - , options={option: True}
+        wire: values of 16 bits are rounded in 16 bits
+          -     groups = groups.to(torch.promote_types(groups.dtype, torch.float32))
+          -
+    seen by unit/test_wire.py, unit/test_table_wires.py
+        fp4: the border between two powers is their geometric mean
+          - 0x3FFFFF
+          + 0x4AFB0D
+        fp4: a value halfway between two powers becomes the larger one
+          - 0x3FFFFF
+          + 0x400000
+        fp4: what is below the smallest power becomes 0
+          - _ones(magnitudes > 2.0**-7)
+          + _ones(magnitudes >= 2.0**-6)
+        fp4: no sign
+          - 8 * _ones(quotients < 0)
+          + 8 * _ones(quotients < -9)
+        2bit: the scale is the largest magnitude
+          - groups.abs().mean(-1, keepdim=True, dtype=torch.float64)
+          + groups.abs().amax(-1, keepdim=True)
+        2bit: the border is at the mean magnitude
+          - 0.9816 / 0.79788
+          + 1.0
+        2bit: the third code of a byte is lost
+          - quads | (quads << 6) | (quads << 12) | (quads << 18)
+          + quads | (quads << 6) | (quads << 18)
+    """,
+    "llmtrain/parallel/world.py": r"""
+    seen by unit/test_network.py
+        mesh: each rank that shares a GPU may use all of its memory
+          - -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
+          + 1
+    seen by unit/test_world.py
+        world: two launchers on one host are one node
+          - return f"{socket.gethostname()}:{number}"
+          + return socket.gethostname()
+        world: the ranks of a Slurm step meet on the job's first node
+          - env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+          + env.get("SLURM_JOB_NODELIST")
+        world: the steps of a Slurm job have one port
+          - PORTS_BETWEEN_STEPS * step
+          + step * 0
+        world: DeepSpeed's name for the ranks of a node is unknown
+          - env.get("LOCAL_SIZE") or␣
+        world: each node has the tasks of the first
+          -         if node < nodes:
+          -
+          +         if True:
+          +
+    seen by unit/test_suite_runs.py
+        suite runs: the launcher's variables reach the evaluation
+          - if name not in RANK_NAMES and not name.startswith(RANK_PREFIXES)
+          + if name not in RANK_NAMES
+    seen by unit/test_wrong_variables.py
+        world: a Slurm job's number may be text
+          - environment_number("SLURM_JOB_ID", 0)
+          + int(env.get("SLURM_JOB_ID", "0"))
+    """,
+    "llmtrain/parallel/wrapping.py": r"""
+    seen by unit/test_compile.py
+        wrapping: layers are compiled for dynamic shapes
+          - torch.compile(forward, dynamic=lengths_vary)
+          + torch.compile(forward)
+        documents: a layer is compiled for each length
+          - torch.compile(forward, dynamic=lengths_vary)
+          + torch.compile(forward, dynamic=False)
+    seen by unit/test_model.py
+        checkpointing: attention with dropout is kept
+          - name.startswith(ATTENTION) and not _has_dropout(args, kwargs)
+          + name.startswith(ATTENTION)
+    """,
+    "llmtrain/parallel/zero.py": r"""
+    seen by distributed/test_zero.py, distributed/test_pairs.py
+        zero: clips to ten times the norm
+          - factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+          + factor = torch.clamp(self._clip_norm / (norm + 1e-6), max=10.0)
+        zero: gradients summed over replicas
+          - total.div_(comms.size).split
+          + total.split
+        zero: weights do not follow their master copies
+          -         self._masters_changed = True
+          -         if self.stage == 3:
+          -
+          +         self._masters_changed = False
+          +         if self.stage == 3:
+          +
+        zero: padding is part of the norm
+          -                     master[padding] = 0
+          +                     pass
+    seen by distributed/test_zero.py
+        zero: a validation leaves gathered weights behind
+          - self._engine.optimizer.parameter_offload.partition_all_parameters()
+          + pass
+    seen by distributed/test_initial_weights.py
+        weights: ZeRO's masters stay rounded to bf16
+          - if read is not None and parallel.precision == "bf16":
+          + if False:
+        weights: every rank of ZeRO gets the first rank's part
+          - master.copy_(group.part(full, self.mesh.shard_comms.rank))
+          + master.copy_(group.part(full, 0))
+    seen by distributed/test_zero.py::test_gradients_of_padded_documents_are_those_of_a_loop_over_documents
+        documents: ZeRO divides by the tokens of all ranks before it averages over them
+          - replica_tokens / ranks
+          + replica_tokens
+    """,
+    "llmtrain/parallel/zero_layout.py": r"""
+    seen by unit/test_flat.py
+        flat: the first rank's padding for all ranks
+          - used = min(max(numel - rank * width, 0), width)
+          + used = min(numel, width)
+    """,
+}

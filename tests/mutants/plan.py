@@ -1,0 +1,221 @@
+"""Mistakes in llmtrain/plan."""
+
+TABLES = {
+    "llmtrain/plan/engine_memory.py": r"""
+    seen by unit/test_plan_memory.py
+        memory: Muon keeps as much as AdamW
+          - "muon": 2 * part - of_muon // shards
+          + "muon": 2 * part
+        plan: AdamW keeps one moment
+          - "adamw": 2 * part,
+          + "adamw": part,
+    seen by unit/test_plan_zero.py
+        plan: ZeRO-1 keeps all gradients at all times
+          - whole if parallel.zero_stage == 1 and accumulates else 0
+          + whole if parallel.zero_stage == 1 else 0
+        plan: a bucket is reduced without a copy
+          - reduced=copies * min(BUCKET, size.parameters),
+          + reduced=0,
+        plan: ZeRO-3 gathers nothing ahead
+          - largest + max(second, ahead)
+          + largest + second
+        plan: ZeRO-2 has no gradients before its last bucket
+          - already_there = gathers or (parallel.zero_stage == 2 and (accumulates or compute < master))
+          + already_there = gathers
+    """,
+    "llmtrain/plan/hardware.py": r"""
+    seen by unit/test_plan_show.py
+        show: a card reaches its peak
+          - HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit, latency_ms)
+          + HardwareRates(card.peak_flops, mbit, latency_ms)
+    """,
+    "llmtrain/plan/memory.py": r"""
+    seen by unit/test_plan_memory.py
+        plan: validation copies nothing to CPU memory
+          - in_turns * shard_of_all if validates_others else 0
+          + 0
+        plan: compiled layers keep as much as others
+          - SAVED_PER_COMPILED_LINEAR.get(size.attention, per_linear)
+          + per_linear
+        plan: logits in bf16 take nothing beside those in fp32
+          - rounded = 0 if compute == wide else compute
+          + rounded = 0
+        plan: parameters stay gathered however much they take
+          - return compute * size.parameters > max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
+          + return False
+        plan: few parameters are freed after forward, too
+          - max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
+          + KEPT_SHARE * lowest.device_total
+        plan: masks of documents take no memory
+          - + size.masks * mask
+          + + 0 * mask
+        plan: without packing there are masks
+          - recipe.train.document_mask and recipe.data.packing == "packed" and
+          + recipe.train.document_mask and
+        plan: pinned memory is not rounded up
+          - (1 << (block - 1).bit_length()) - block
+          + 0 * block
+        plan: a power of two is rounded up to the next one
+          - (1 << (block - 1).bit_length())
+          + (1 << block.bit_length())
+        plan: momentum is not counted among anchors
+          - 1 + sync.outer.has_momentum
+          + 1
+    seen by unit/test_plan_zero.py
+        plan: a bucket is reduced after backward only
+          - own.gathered + (own.reduced if size.parameters > BUCKET else 0)
+          + own.gathered
+    seen by unit/test_plan_memory.py, unit/test_doctor_ranks.py
+        plan: a checkpoint in the background copies nothing
+          - self.pinned_total + self.host_models + self.host_checkpoint
+          + self.pinned_total + self.host_models
+    seen by unit/test_in_process_recipes.py
+        in process: the weights are those of one replica
+          - weights=in_turns * own.weights
+          + weights=own.weights
+    seen by unit/test_plan_messages.py
+        plan: a message in flight that keeps its errors has no bytes to send
+          - return during, master * values + errors, int(encoded * values)
+          + return during, master * values + errors, 0
+    """,
+    "llmtrain/plan/mesh_plan.py": r"""
+    seen by unit/test_world.py
+        plan: the number of replicas taken for the shard
+          - return world // replicas, f"{world}
+          + return replicas, f"{world}
+    seen by unit/test_plan_fit.py
+        plan: the largest device decides
+          - size, least = size_or_assumed(recipe), min(memory)
+          + size, least = size_or_assumed(recipe), max(memory)
+        plan: a mesh of ours may fill the device to the brim
+          - <= MEMORY_HEADROOM * least
+          + <= least
+    """,
+    "llmtrain/plan/model_size.py": r"""
+    seen by unit/test_plan_activations.py
+        plan: GPT-Neo's local layers have masks of the whole sequence
+          - config.attention_layers.count("local") if is_local else 0
+          + 0
+        plan: a window as long as the sequence is a window
+          - is_local = config.window_size < sequence_length
+          + is_local = config.window_size <= sequence_length
+    """,
+    "llmtrain/plan/network_time.py": r"""
+    seen by unit/test_network_time.py
+        moments: nobody waits for them in the estimate
+          - exposed += sequence_seconds(of_moments, link) / due
+          + pass
+        time: gradients after backward are all sent at once
+          -     if not backward_share:
+          +     if False:
+        prediction: latency counts one way
+          - return 2 * self.latency_seconds
+          + return self.latency_seconds
+        prediction: no slow start
+          - return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))
+          + return 0.0
+        prediction: bytes of messages at once take no time beyond the longest one's
+          - return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first, link), *streams)
+          + return max(streams)
+        prediction: a delayed mean's second exchange is hidden
+          - return max(0.0, first - hidden) + second
+          + return max(0.0, first - hidden)
+        prediction: fragments have more time than their round
+          - exposed = max(exposed, sequence_seconds(messages, link) - compute)
+          + pass
+        network time: several connections carry no more messages at once
+          - return STREAMS * link.connections if self.is_ring else math.inf
+          + return STREAMS if self.is_ring else math.inf
+        network time: a group's connection is idle for one step only
+          - turns * step_seconds + (turns - 1) * exposed
+          + step_seconds
+        network time: receivers of a first exchange are ready beforehand
+          - return link.latency_seconds * (1 if self.receivers_ready else 2)
+          + return link.latency_seconds
+        network time: a slow start is for three messages, however many start at once
+          - exchanges[0].is_ring else started]
+          + exchanges[0].is_ring else PREFETCH + 1]
+        network time: no backward pass hides a slow start
+          - if after < (connections if first[0].is_ring else 1):
+          + if True:
+        prediction: the largest values are summed and sent once more
+          - return BlockMessage(Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False))
+          + return BlockMessage(*[Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False)] * 2)
+        plan: the wait for messages is no part of a round's seconds
+          - (period.every - found.exposed) / step_seconds
+          + period.every / step_seconds
+    """,
+    "llmtrain/plan/recipe_warnings.py": r"""
+    seen by unit/test_preflight_again.py
+        warnings: validation text that is trained on passes
+          - if _is_in(text, section.source) and not is_left_out:
+          + if False:
+        warnings: replicas that are one average with each other
+          - if mesh.replicas == 1 and not
+          + if False and not
+        warnings: a method for one replica averages with nobody, too
+          -  or is_for_one_replica(recipe.sync.method)
+    seen by unit/test_outer_rule.py
+        warnings: outer momentum overshoots with a warm-up, too
+          -  and not outer.rounds.momentum_warmup
+        warnings: outer momentum overshoots with one replica
+          -  and recipe.parallel.replicas != 1
+        warnings: rounds are counted in synchronous steps, too
+          - rounds = local_steps(recipe) // sync.period.min_length
+          -
+          + rounds = recipe.train.total_steps // sync.period.min_length
+          +
+    seen by unit/test_preflight.py
+        warnings: synchronous steps count as local ones
+          - period, local = recipe.sync.period, local_steps(recipe)
+          + period, local = recipe.sync.period, recipe.train.total_steps
+    """,
+    "llmtrain/plan/show.py": r"""
+    seen by unit/test_plan_show.py
+        show: offloaded memory is free on a CPU
+          - memory.total(hardware.on_gpu)
+          + memory.device_total
+    """,
+    "llmtrain/plan/time_estimate.py": r"""
+    seen by unit/test_plan_show.py
+        moments: their bytes are not in the estimate
+          - + moment_bytes(recipe, size, replicas)
+          -     members
+          +
+          +     members
+        time: Muon's products take none
+          - step += in_turns * _muon_flops(recipe, size) / (shards * rates.flops)
+          + step += 0 * _muon_flops(recipe, size)
+        plan: the rate is that of a matrix of ones
+          - matrix = torch.randn(size, size, generator=draw, device=device,
+          + matrix = torch.ones(size, size, device=device,
+        time estimate: far replicas have one connection
+          - connections = connections_for(2 * latency)
+          + connections = 1
+        plan: the largest values are sent to one replica
+          - return (replicas - 1) * SparseFormat(
+          + return SparseFormat(
+        plan: an all-reduce sends everything twice
+          - return 2 * (replicas - 1) / replicas *
+          + return 2 *
+        plan: bytes taken for bits
+          - return 8 * sent /
+          + return sent /
+        plan: recomputing activations costs nothing
+          - again = 4 / 3 if
+          + again = 1.0 if
+        plan: pulls compute as long as other steps
+          - average_step = step * (1 - pull_share(recipe))
+          + average_step = step
+    """,
+    "llmtrain/plan/unused_keys.py": r"""
+    seen by unit/test_preflight_again.py
+        warnings: a run's own recipe has chosen every key
+          - return value_of(recipe, key) != default
+          + return name in value_of(recipe, path).model_fields_set
+    seen by unit/test_preflight.py
+        warnings: defaults that have no effect are named
+          - if is_given(recipe, key):
+          + if True:
+    """,
+}

@@ -1,0 +1,234 @@
+"""Mistakes in llmtrain/sync, a to m."""
+
+TABLES = {
+    "llmtrain/sync/anchors.py": r"""
+    seen by SCENARIOS
+        anchors: momentum begins as the parameters
+          - self.momentum = [self._to_host(i, torch.zeros_like(anchor)) for i, anchor in enumerate(start)]
+          + self.momentum = [self._to_host(i, anchor.clone()) for i, anchor in enumerate(start)]
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
+        anchors: momentum is not restored
+          - self.momentum = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["momentum"])]
+          + self.momentum = [self._to_host(i, torch.zeros_like(tensor)) for i, tensor in enumerate(state["momentum"])]
+    seen by distributed/test_offload.py
+        anchors: offloaded momentum is not written back
+          - self._offload.write_back(self.momentum[index], momentum)
+          + pass
+    seen by unit/test_fingerprint.py
+        anchors: fingerprint blind to the order of blocks
+          - total += number * flat.view(
+          + total += flat.view(
+    """,
+    "llmtrain/sync/block_sync.py": r"""
+    seen by SCENARIOS
+        block: the spread is measured from the anchor
+          - distances.append(_dot((anchored - parameters).sub_(part)))
+          + distances.append(_dot(anchored - parameters))
+        block: the spread without anchors is the mean's norm
+          - return _sum(_dot(parameters - part) for parameters, part in parts)
+          + return _sum(_dot(part) for parameters, part in parts)
+        outer: every round is the first one
+          - self.outer.in_round(self.report.count)
+          + self.outer.in_round(0)
+    seen by distributed/test_rounding_errors.py, SCENARIOS
+        synchronizer: a rounding error is sent twice
+          - self.errors[index].zero_()
+          + pass
+        synchronizer: rounding errors of a replica of weight 0
+          - if self.errors and weight > 0:
+          + if self.errors:
+        synchronizer: a NaN is kept as rounding error
+          - self._error += lost.nan_to_num_(0.0, 0.0, 0.0)
+          + self._error += lost
+    seen by distributed/test_methods_oracle.py, distributed/test_primal_average.py
+        primal average: a run that goes on keeps the fast point
+          - momentum.zero_())
+          + momentum)
+        primal average: a step taken back goes to the average
+          - self.outer.start(*self.anchors.load(index)) if with_momentum else
+          + self.anchors.load(index)[0] if with_momentum else
+    seen by unit/test_device_time.py
+        times: synchronization is timed on the host
+          - SyncStats(replica_comms.training_device)
+          + SyncStats()
+    seen by distributed/test_local_updates.py
+        loops: a loaded mean is overwritten
+          - mean.to(device, copy=True)
+          + mean.to(device)
+    seen by distributed/test_sparse_wire.py
+        sparse: what was left out does not decay
+          - message.add_(self.errors[index], alpha=self.feedback_decay)
+          + message.add_(self.errors[index])
+    """,
+    "llmtrain/sync/butterfly.py": r"""
+    seen by unit/test_butterfly.py
+        butterfly: groups shift by one bit a step
+          - (iteration * per_step + r) % total
+          + (iteration + r) % total
+    """,
+    "llmtrain/sync/compatibility.py": r"""
+    seen by unit/test_recipe_wrong.py
+        compose: a penalty may go with wait-avoiding groups
+          - *("reduction", kind),
+          -             {"schedule": ("wait_avoiding",)},
+          + *("reduction", kind),
+          +             {"schedule": ()},
+        2bit: goes without error feedback
+          - {"wire": ("2bit", "topk")},
+          + {"wire": ("topk",)},
+    """,
+    "llmtrain/sync/group_averager.py": r"""
+    seen by unit/test_group_worker.py, distributed/test_wagma.py
+        wagma: answers with parameters older than the global average
+          - lambda: max(self._posted) >= self._last_global,
+          + lambda: True,
+    seen by distributed/test_wagma.py, distributed/test_wagma_freely.py
+        wagma: sums into the message that it keeps
+          - message = [copy_of(part, part) for part in self._posted[version]]
+          + message = list(self._posted[version])
+    seen by unit/test_waiting.py
+        wagma: a last group average that never ends is ignored
+          -             if self._thread.is_alive():
+          -                 raise
+          +             if False:
+          +                 raise
+    """,
+    "llmtrain/sync/local_updates.py": r"""
+    seen by distributed/test_local_updates.py
+        a loop of one's own: a gradient that a replica lacks is left out
+          - if not is_used:
+          + if parameter.grad is None:
+        a loop of one's own: a second one hears the first one's end
+          - f"llmtrain/loop{next(_LOOPS)}"
+          + "llmtrain/loop"
+        library: gradients are not averaged in synchronous steps
+          -             if plan.phase != "local":
+          +             if False:
+        library: a resumed loop counts its steps from the start
+          -         self.step = state["step"]
+          -
+    seen by distributed/test_local_updates_state.py
+        library: synchronous steps may become fewer than were made
+          -         self._method.keep_warmup(self.step)
+          -
+        library: what is closed still synchronizes in forward
+          -         self.replica.remove_block_hooks()
+          -
+        library: a closure's gradients are not averaged
+          - for argument in (*arguments[1:], named.get("closure"))
+          + for argument in ()
+    seen by distributed/test_library_mistakes.py
+        library: parameters may move before a state is loaded
+          - if not self._has_stepped:
+          + if self.step == 1:
+    """,
+    "llmtrain/sync/loop_checks.py": r"""
+    seen by distributed/test_library_mistakes.py
+        a loop of one's own: replicas with learning rates of their own apply CO2's means differently
+          - if (rates != rates[0]).any():
+          + if False:
+        a loop of one's own: FSDP2 may average gradients over the replicas
+          - if placement.is_replicate()]
+          + if not placement]
+    """,
+    "llmtrain/sync/memory_averager.py": r"""
+    seen by distributed/test_virtual_clock.py
+        in process: who arrives together with the first is late
+          - arrivals[1][1] <= start
+          + arrivals[1][1] < start
+        in process: the members of a group change one sum
+          - [copy_of(part, own) for part, own in zip(total, newest, strict=True)]
+          + list(total)
+        in process: the host waits for averages on their way to the GPU
+          - copy_of(part, own) for
+          + part.clone() for
+        in process: messages that nobody needs any more are kept
+          - if iteration < version]
+          + if iteration < version - 100]
+    """,
+    "llmtrain/sync/message.py": r"""
+    seen by SCENARIOS
+        messages: an excluded replica mixes its own parameters in
+          - kept = 0.0 if index in self.restarts else alpha
+          + kept = alpha
+        messages: sends what a replica has moved by since, too
+          - self.block_sync.start_reduce(index, agreed.weights[index], payload)
+          + self.block_sync.start_reduce(index, agreed.weights[index])
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
+        messages: blocks that a replica restarts are not in the checkpoint
+          - self.restarts, self.lengths = frozenset(restarts), lengths or {}
+          + self.lengths = lengths or {}
+        messages: what is not sent yet is not in the checkpoint
+          -         if self._unsent:
+          -             self._start_exchange()
+          +         self._unsent = {}
+    seen by distributed/test_message.py
+        late: the first of two exchanges has more of an odd number of steps
+          - age == (self.SENT_AFTER + due) // 2
+          + age == (self.SENT_AFTER + due + 1) // 2
+    """,
+    "llmtrain/sync/method.py": r"""
+    seen by SCENARIOS
+        pull: happens before the pending synchronization
+          -         self.schedule.flush()
+          -         self.pull.pull_to_anchor(lr)
+          +         self.pull.pull_to_anchor(lr)
+    seen by distributed/test_reshape.py, distributed/test_weighted_means.py
+        tokens: counted where no choice depends on them
+          - tokens = float(tokens) if self._counts_tokens else 0
+          + pass
+    seen by distributed/test_weighted_means.py
+        tokens: of steps that were taken back
+          -             self.schedule.forget_tokens()
+          -
+    seen by distributed/test_methods_oracle.py, distributed/test_primal_average.py
+        primal average: the run ends between average and replica
+          -         self.block_sync.end_at_anchor()
+          -
+    seen by distributed/test_initial_weights.py
+        primal average: validated where gradients are computed
+          - if self.block_sync.outer.starts_at_anchor or anchors is None or not anchors.is_set:
+          + if True:
+    seen by distributed/test_run_length.py
+        length: local steps that have begun become synchronous again
+          - if "warmup" in state["period"]:
+          + if False:
+        length: local steps begin before the step that is done
+          - self.period.set_warmup(max(self.period.warmup, step))
+          + pass
+    """,
+    "llmtrain/sync/module_replica.py": r"""
+    seen by distributed/test_local_updates_state.py
+        loops: what FSDP2 has gathered stays as it was
+          - release_gathered(self._module_of[block.name])
+          + pass
+    """,
+    "llmtrain/sync/moments.py": r"""
+    seen by distributed/test_local_updates.py
+        a loop of one's own: moments of other parameters with as many values are averaged
+          - zlib.crc32(repr(block).encode()) if any(block) else 0
+          + sum(block)
+        moments: those of different parameters are mixed up
+          - (of_all != of_all[0]).any(0)
+          + (of_all < 0).any(0)
+        moments: an optimizer without any is not noticed
+          - if every is not None and not any(exist[order]):
+          + if False:
+    seen by distributed/test_moments.py
+        moments: a round that is not theirs does not count
+          - self._rounds % every == 0
+          + self._rounds % every == 1 % every
+        moments: the sum and not the mean
+          - torch.cat(parts).div_(self.replica_comms.size)
+          + torch.cat(parts)
+        moments: a token that was never met gets the others' first moment
+          - moment.masked_fill_(second == 0, 0.0)
+          + pass
+        moments: first moments are averaged before second ones
+          - orders = ((2, self.section.second), (1, self.section.first))
+          + orders = ((1, self.section.first), (2, self.section.second))
+        moments: a resumed run counts rounds anew
+          - self._rounds = state["rounds"]
+          + pass
+    """,
+}

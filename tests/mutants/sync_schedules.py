@@ -1,0 +1,83 @@
+"""Mistakes in llmtrain/sync/schedules."""
+
+TABLES = {
+    "llmtrain/sync/schedules/blocking.py": r"""
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
+        blocking: the pending layer is not in the checkpoint
+          - "armed": self._next_block is not None,
+          + "armed": False,
+    seen by distributed/test_layerwise_long.py, SCENARIOS
+        blocking: prefetch of 0 is 1
+          - block_sync.blocks[index : index + self.prefetch + 1]
+          + block_sync.blocks[index : index + max(self.prefetch, 1) + 1]
+    """,
+    "llmtrain/sync/schedules/delayed.py": r"""
+    seen by SCENARIOS
+        delayed: a shrinking learning rate may scale up
+          - return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))
+          + return (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps)
+        delayed: the last mean is halved
+          - self._apply(fragment, last, gap=1.0)
+          + self._apply(fragment, last, gap=2.0)
+        delayed: the first turn of a fragment resets the others
+          - self.block_sync.reset_to_anchor(self.fragments[fragment])
+          + self.block_sync.reset_to_anchor()
+        delayed: rounds of seconds are weighed only when they are used
+          -             taken.send()
+          +             pass
+        delayed: ends without the steps since a fragment's last turn
+          -                 if local_steps.steps > 0:
+          +                 if False:
+    seen by distributed/test_rounding_errors.py, SCENARIOS
+        delayed: sends before the last rounding error is known
+          -             arrived.complete()  # before
+          +             pass  # before
+    seen by distributed/test_methods_equivalences.py
+        co2: what is left at the end of a run judges the last complete round
+          - (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps)
+          + sent.lr_sum / now.lr_sum
+    """,
+    "llmtrain/sync/schedules/fragments.py": r"""
+    seen by SCENARIOS
+        overlapped: turns of fragments rounded down
+          - place == math.ceil((p + 1) * length / parts)
+          + place == math.floor((p + 1) * length / parts)
+        overlapped: outer step of the present round, not of the one sent
+          - message = self._new_message(fragment, local_steps)
+          + message = self._new_message(fragment, self._local_steps[fragment])
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
+        overlapped: rounds since the last turn not restored
+          - self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
+          + self._local_steps = [RoundStats()] * len(self.fragments)
+    seen by unit/test_reshape_rules.py
+        messages: other replicas restart only what the first one did
+          - sorted({index for state in states for index in state["restarts"]})
+          + states[0]["restarts"]
+    seen by distributed/test_weighted_means.py
+        messages: lengths are not in the checkpoint
+          - for index, length in state.get("lengths", [])
+          + for index, length in []
+    """,
+    "llmtrain/sync/schedules/overlapped.py": r"""
+    seen by SCENARIOS
+        overlapped: mixing coefficient the wrong way round
+          - apply(self.section.alpha)
+          + apply(1 - self.section.alpha)
+        overlapped: at the end, fragments without local steps take an outer step, too
+          - if local_steps.steps > 0:
+          + if True:
+        overlapped: at the end, fragments without local steps stay mixed
+          - elif self._is_mixed:
+          + elif False:
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
+        overlapped: 'mixed' is not in the checkpoint
+          - {"mixed": self._is_mixed}
+          + {"mixed": False}
+    """,
+    "llmtrain/sync/schedules/wait_avoiding.py": r"""
+    seen by distributed/test_wagma.py, distributed/test_wagma_freely.py
+        wagma: a late replica's mean has the wrong divisor
+          - total.add_(mine).div_(self.size + 1)
+          + total.add_(mine).div_(self.size)
+    """,
+}

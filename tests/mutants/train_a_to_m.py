@@ -1,0 +1,268 @@
+"""Mistakes in llmtrain/train, a to m."""
+
+TABLES = {
+    "llmtrain/train/background_eval.py": r"""
+    seen by unit/test_suite_runs.py
+        suite runs: due at exact multiples only
+          - step // period > before // period
+          + step % period == 0
+    """,
+    "llmtrain/train/build_trainer.py": r"""
+    seen by distributed/test_engine.py
+        run: what is decided about resharding does not reach the engine
+          - with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
+          + recipe.parallel,
+    seen by multi_node/test_two_sites.py
+        run: warns of a public network although the recipe allows it
+          - if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
+          + if mesh.unencrypted:
+    seen by end_to_end/test_training.py
+        warnings: none in training
+          - console.print(f"warning: {line}")
+          + pass
+    """,
+    "llmtrain/train/checkpoint.py": r"""
+    seen by unit/test_checkpoint_state.py
+        checkpoint: the host waits for each copy from a GPU
+          - to("cpu", copy=True, non_blocking=True)
+          + to("cpu", copy=True)
+        checkpoint: written before copies from a GPU have come
+          - torch.cuda.current_stream().synchronize()  # for all copies at once
+          + pass
+        train: a checkpoint of another version ends in a traceback
+          - stored_recipe(state["recipe"], str(path))
+          + Recipe.model_validate(state["recipe"])
+    seen by unit/test_checkpoint_state.py, distributed/test_resume_training.py
+        checkpoint: random generators not restored
+          -         torch.set_rng_state(generators["rng"])
+          -
+    seen by unit/test_mirror.py, unit/test_suite_runs.py
+        checkpoint: deletes one that is in use
+          - if not any(step in pinned() for pinned in self.pinned_by):
+          + if True:
+    seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
+        checkpoint: written from tensors that go on changing
+          - keep = _stage_to_cpu if is_staged else _no_copy
+          + keep = _no_copy
+    seen by distributed/test_bad_disks.py
+        writing: the other site writes what all have
+          - self._prune(step), spans_hosts)
+          + self._prune(step))
+    seen by distributed/test_initial_weights.py
+        weights: a resumed run forgets where it started
+          -         self.from_weights = state.get("from_weights")
+          -
+    seen by distributed/test_train_text.py
+        shuffle: an old checkpoint goes on in another order
+          -         check_order(state["recipe"], self.recipe, str(path))
+          -
+    seen by unit/test_foreign_checkpoints.py
+        checkpoint: one that can't be read now is damaged
+          -             raise_if_transient(self.path, error)
+          -
+          +             pass
+          +
+    """,
+    "llmtrain/train/checkpoint_files.py": r"""
+    seen by unit/test_checkpoint_files.py
+        writing: latest is not written
+          -             atomic_write(self.final.parent / "latest", self.final.name + "\n")
+          -
+        writing: a rank reads back what another has written
+          - if writer % ranks == rank)
+          + if (writer + 1) % ranks == rank)
+        integrity: digests are not compared
+          - if _xxh3(path) != digest:
+          + if False:
+        integrity: the digest of state.json is not compared
+          - if seal != _digest_of(state):
+          + if False:
+    seen by distributed/test_bad_disks.py
+        writing: a failed write leaves its files
+          - shutil.rmtree(self.temporary, ignore_errors=True)  # frees
+          + pass  # frees
+    seen by unit/test_train_parts.py, unit/test_checkpoint_files.py
+        integrity: half-written folders count as checkpoints
+          - for path in checkpoint_folders(directory) if (path / STATE_FILE).exists()]
+          + for path in checkpoint_folders(directory)]
+    seen by end_to_end/test_in_process.py
+        in process: a checkpoint has the first replica's tensors only
+          - ChainMap(*of_ranks)
+          + ChainMap(*of_ranks[:1])
+    seen by unit/test_best_checkpoint.py
+        checkpoints: the one from which the run continues is set aside, too
+          -         if step_of(path) <= step:
+          +         if step_of(path) < step:
+    """,
+    "llmtrain/train/devices.py": r"""
+    seen by unit/test_devices.py
+        devices: the user's settings of torch's allocator are replaced
+          - if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+          + if torch.cuda.is_available():
+    seen by unit/test_train_parts.py
+        devices: freed memory goes back to the kernel
+          - libc.mallopt(M_MMAP_MAX, 0)
+          + libc.mallopt(M_MMAP_MAX, 65536)
+    """,
+    "llmtrain/train/initial_weights.py": r"""
+    seen by distributed/test_initial_weights.py
+        weights: those of the first replica instead of the mean
+          - self._written, prefixes = state["files"], validated_weights(state)
+          + self._written, prefixes = state["files"], ["replica0.weights."]
+    seen by unit/test_pretrained.py
+        weights: tensors that the model lacks are ignored
+          - if one not in known and not one.endswith(DERIVED)]
+          + if False]
+        weights: a tied head that differs is ignored
+          - if not torch.equal(self._reader.read(copy), value):
+          + if False:
+        weights: nodes start from different files
+          - if files.get(name) != first.get(name)]
+          + if False]
+        weights: another tokenizer is as good
+          - if ids.get(token) != number:
+          + if False:
+        weights: a run that has begun still looks for them
+          - if name is None or checkpoint_folders(directory.checkpoints):
+          + if name is None:
+    seen by unit/test_pretrained.py, distributed/test_initial_weights.py
+        weights: damage is not seen
+          - if self._written is not None and tuple(self._written.get(name, ())) != found[name]:
+          + if False:
+    """,
+    "llmtrain/train/interval.py": r"""
+    seen by distributed/test_bad_numbers.py
+        metrics: the loss of a skipped step counts
+          - torch.where(skipped.bool(), 0.0, number)
+          + number
+    seen by distributed/test_bad_disks.py, distributed/test_resume_training.py, end_to_end/test_training.py
+        trainer: a line counts its tokens twice
+          - self.predicted_tokens = self.predicted_tokens + used * tokens
+          + self.predicted_tokens = self.predicted_tokens + 2 * used * tokens
+    """,
+    "llmtrain/train/loggers.py": r"""
+    seen by unit/test_train_parts.py
+        metrics: the line of the checkpoint's own step is dropped
+          - if line["step"] <= resumed_step]
+          + if line["step"] < resumed_step]
+    seen by unit/test_gaps_results.py
+        console: time left by the steps of the whole run, not of this start
+          - max(1, step - self._first)
+          + max(1, step)
+    seen by unit/test_loggers.py
+        loggers: lines lost before the checkpoint are not named
+          - resumed_step - jsonl.last_step > unlogged_steps
+          + resumed_step - jsonl.last_step > 10 * unlogged_steps
+        loggers: losses over tokens are over steps
+          - tags[tag], tokens)
+          + tags[tag], step)
+        loggers: a resumed run loses its earlier losses over tokens
+          - purge = resumed_tokens + 1
+          + purge = resumed_step + 1
+        loggers: samples after the checkpoint stay
+          - 0 < int(found[1]) <= resumed_step
+          + 0 < int(found[1])
+        console: every line repeats the last divergence
+          - if tags["sync/count"] > self._shown_count else 0.0
+          + if True else 0.0
+        console: a synchronous run is in its warm-up
+          - if self._rounds == 0 else
+          + if self._rounds is None else
+    """,
+    "llmtrain/train/metric_gather.py": r"""
+    seen by unit/test_train_parts.py
+        metrics: reserved memory is the sum over ranks
+          - line.column("reserved_memory").max()
+          + line.column("reserved_memory").sum()
+        metrics: speed of the mean rank, not the slowest
+          - in_turns else step_seconds.max())
+          + in_turns else step_seconds.mean())
+        metrics: an infinite loss passes
+          - if not values.isfinite().all():
+          + if values.isnan().any():
+        metrics: bytes of the mean rank, not of all
+          - float(line.column("bytes_total").sum())
+          + float(line.column("bytes_total").mean())
+        in process: the rate is that of as many devices
+          - step_seconds.sum() if self._in_turns else
+          + step_seconds.max() if self._in_turns else
+    seen by unit/test_device_numbers.py
+        metrics: time after a line was opened is nobody's
+          - row.step_seconds + self.more_step_seconds
+          + row.step_seconds
+    """,
+    "llmtrain/train/metrics.py": r"""
+    seen by end_to_end/test_training.py
+        metrics: no warning of a block that is always excluded
+          - for warning in self.method.take_warnings():
+          + for warning in ():
+        metrics: a run that diverges is not named
+          - if not self.last_eval.loss <= self.first_eval.loss:
+          + if False:
+    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
+        trainer: the interval begun is not restored
+          - self.interval = IntervalMetrics(**state["interval"])
+          + self.interval = IntervalMetrics()
+    seen by distributed/test_bad_disks.py
+        trainer: writes a checkpoint after lost metrics
+          -         self.checkpointer.poll()
+          -         self.io_errors.check()
+          +         self.checkpointer.poll()
+    seen by distributed/test_resume_training.py
+        trainer: a rank stops when it is asked itself
+          - self._stop_agreed |= line.stop_requested
+          + self._stop_agreed |= self.stop.requested
+    seen by end_to_end/test_documents.py
+        documents: padding counts as tokens
+          - tokens = count_tokens(micro_batches)
+          + tokens = count_positions(micro_batches)
+    seen by unit/test_sample.py
+        metrics: the last round of seconds is one too many
+          - .count + (not state.is_done) if
+          + .count + 1 if
+        metrics: files continue after this replica's own step
+          - self.directory, state.global_step, self.tokens
+          + self.directory, state.step, self.tokens
+    seen by unit/test_loggers.py
+        metrics: a disk that is full hides why the run has failed
+          - with suppress(Exception):  # the disk may have ended the run
+          + with suppress():
+        metrics: a logger that can't be closed hides why the run has failed
+          - with suppress(Exception):  # the disk may have ended the run
+          + with suppress(OSError):  # the disk may have ended the run
+        metrics: a run that fails leaves the bar on the terminal
+          -         finally:
+          -             self.console.stop()
+          -
+          +         self.console.stop()
+          +
+    """,
+    "llmtrain/train/mirror.py": r"""
+    seen by unit/test_mirror.py
+        remote: state.json is not copied last
+          - for path in checkpoint.iterdir() if path.name != STATE_FILE)
+          + for path in checkpoint.iterdir())
+        mirror: one that can't be reached now is no use
+          - except UNUSABLE as error:
+          + except Exception as error:
+    seen by unit/test_gaps_mirror.py
+        mirror: fetches a checkpoint that is here already
+          - if step > newer_than)
+          + if step >= newer_than)
+        mirror: any copy counts as the last one's
+          - or self.newest == self._last:
+          + or self.newest is not None:
+    seen by unit/test_best_in_mirror.py
+        best: the mirror lacks one that was passed over
+          -                 self._copy_best(step)
+          -
+          +                 pass
+          +
+        best: it is deleted while it is copied
+          - return self.worker.pending_steps() | self._candidates
+          + return self.worker.pending_steps()
+        best: the mirror knows the old loss of a checkpoint copied again
+          -         self._losses.pop(step, None)
+          -
+    """,
+}

@@ -1,0 +1,231 @@
+"""Mistakes in llmtrain/train, n to z."""
+
+TABLES = {
+    "llmtrain/train/output.py": r"""
+    seen by unit/test_loggers.py
+        output: a pipe without a reader ends the run
+          - if stream is not None and not isinstance
+          + if stream is not None and stream.isatty() and not isinstance
+        output: after a full disk, nothing is written any more
+          - if error.errno in READER_IS_GONE:
+          + if True:
+    """,
+    "llmtrain/train/prepare_data.py": r"""
+    seen by unit/test_wrong_tokens.py
+        mixture: token files are taken for tokens of the tokenizer that is trained
+          -     check_token_files(data, texts)
+          -
+    seen by unit/test_text_list.py
+        mixture: what is kept of the second text is looked for under another tokenizer
+          -         own = with_tokenizer_of(prepared, section)
+          -         kept
+          +         own = section
+          +         kept
+    """,
+    "llmtrain/train/rank_errors.py": r"""
+    seen by unit/test_mirror.py
+        errand: progress does not extend the wait
+          - so_far, moved = now, time.monotonic()
+          + so_far = now
+    """,
+    "llmtrain/train/run.py": r"""
+    seen by end_to_end/test_training.py::test_a_run_starts_from_another_and_later_needs_it_no_more
+        weights: a resumed run reads them again
+          - open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
+          + open_initial_weights(recipe, mesh, prepared)
+    seen by distributed/test_mirror.py
+        run: its mirror belongs to nobody
+          -         mirror.claim(mesh)
+          -
+    seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
+        resume: a refused start has overwritten the recipe
+          -                 alter(trainer)
+          -
+          +                 mesh.broadcast_from_main(directory.open)
+          +                 alter(trainer)
+          +
+        resume: a peer lost before the checkpoint is read leaves a summary of no steps
+          - if mesh.is_main and is_loaded:
+          + if mesh.is_main:
+    seen by distributed/test_bad_disks.py
+        run: ends before its loggers have
+          -         at_end.callback(trainer.metrics.wait_for_loggers)
+          -
+    seen by end_to_end/test_training.py
+        run directory: damaged weights leave a run behind
+          -     directory.reserve()
+          -
+          +     directory.open()
+          +
+    """,
+    "llmtrain/train/run_dir.py": r"""
+    seen by unit/test_rundir.py, unit/test_mirror.py, end_to_end/test_training.py
+        rundir: another learning rate may continue a run
+          -     "checkpoint",
+          -
+          +     "checkpoint",
+          +     "optim",
+          +
+    seen by unit/test_rundir.py, distributed/test_resume_training.py
+        rundir: the old summary stays
+          -             (self.path / "summary.json").unlink(missing_ok=True)
+          -
+    seen by unit/test_rundir.py
+        run directory: summary.json may hold NaN
+          - None if isinstance(value, float) and not math.isfinite(value) else value
+          + value
+        run dir: the process that holds the lock is not named
+          -     write_lock_holder(folder)
+          -
+    seen by distributed/test_run_length.py
+        length: the rate may be changed without the length
+          - with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
+          + with_length = KEYS_WITH_LENGTH
+        length: a finished run without checkpoints begins anew
+          - is_lost = change is None and summary.get("stopped") == "done"
+          + is_lost = False
+        run: only the newest checkpoint's state counts
+          - for _, path in reversed(list_checkpoints(self.checkpoints)):
+          + for _, path in list_checkpoints(self.checkpoints)[-1:]:
+    seen by unit/test_text_list.py
+        sites: a site may become another text
+          - for name in before.keys() & now.keys():
+          + for name in ():
+    seen by unit/test_wrong_files.py
+        run directory: a damaged summary counts as none
+          -             raise RecipeError(f"{path} is damaged; delete it, and the run continues from its newest checkpoint")
+          -
+          +             return None
+          +
+    """,
+    "llmtrain/train/run_length.py": r"""
+    seen by unit/test_run_length.py, distributed/test_run_length.py
+        length: fewer steps than are done end the run at once
+          - if not self.is_none and self.step >= total and not is_end:
+          + if False:
+        length: a stopped run may end within its round
+          - is_end = self.step == total and self.before.train.total_steps <= self.step
+          + is_end = self.step == total
+    """,
+    "llmtrain/train/run_texts.py": r"""
+    seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
+        mixture: texts are validated with equal weights
+          - own = joined([replace(self._everywhere(name), share=weights[name]) for name in self.texts])
+          + own = joined([self._everywhere(name) for name in self.texts])
+    seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
+        sites: replicas make different numbers of forward passes
+          - for _ in range(count - given):
+          + for _ in range(0):
+        sites: losses are weighted equally, however many tokens
+          - batches=partial(_padded, own.batches, batches), share=site.validated)
+          + batches=partial(_padded, own.batches, batches), share=1.0)
+        sites: a shard is checked by the ranks of another site
+          - return ChecksumScan(self.all.values(), ranks.index(world.rank), len(ranks))
+          + return ChecksumScan(self.all.values(), world.local_rank, world.local_size)
+    """,
+    "llmtrain/train/safetensors_reader.py": r"""
+    seen by unit/test_pretrained.py
+        weights: a value that is not finite is trained on
+          - if not tensor.isfinite().all():
+          + if False:
+        weights: quantized ones are taken for numbers
+          - if part.get_dtype() not in FLOATS:
+          + if False:
+    """,
+    "llmtrain/train/sample.py": r"""
+    seen by end_to_end/test_training.py::test_a_run_leaves_everything_it_promises
+        train: a special token spelled in the sample's prompt is that token
+          - split_special_tokens=True
+          + split_special_tokens=False
+    seen by unit/test_sample.py
+        sample: draws from the generator of training
+          - , torch.random.fork_rng(devices=[]):
+          + :
+        sample: a text that fails ends the run
+          - except Exception as error:
+          + except ValueError as error:
+        sample: large models write at each validation
+          - self.is_wanted and size * recipe.eval.sample_tokens <= CHEAP_READS
+          + self.is_wanted
+    """,
+    "llmtrain/train/signals.py": r"""
+    seen by unit/test_train_parts.py
+        signals: a repeated signal ends the run at once
+          - SAME_REQUEST_SECONDS = 2.0
+          + SAME_REQUEST_SECONDS = -1.0
+    """,
+    "llmtrain/train/state.py": r"""
+    seen by distributed/test_bad_numbers.py
+        trainer: a good step does not end a row of skipped ones
+          - (self.skipped_in_a_row + 1) * skipped
+          + self.skipped_in_a_row + skipped
+    seen by distributed/test_resume_training.py
+        trainer: due at exact multiples only
+          - return every is not None and self.global_step // every > self.previous_global_step // every
+          + return every is not None and self.global_step % every == 0
+    """,
+    "llmtrain/train/stored_weights.py": r"""
+    seen by distributed/test_export.py
+        export: the mean has one replica too few in its divisor
+          - total.div_(1 + len(others))
+          + total.div_(len(others))
+    """,
+    "llmtrain/train/summary.py": r"""
+    seen by distributed/test_resume_training.py::test_a_stopped_run_counts_its_tokens_up_to_the_stop
+        summary: tokens are those of the last log line
+          -     trainer.metrics.count_tokens(trainer.state)
+          +     pass
+    seen by end_to_end/test_training.py::test_a_large_model_writes_only_at_the_end
+        sample: the one before is printed as that of a large model
+          - if sampled_at != step:
+          + if False:
+    """,
+    "llmtrain/train/trainer.py": r"""
+    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
+        trainer: the loader's position is not restored
+          - self.loader.load_state_dict(of_loader)
+          + pass
+    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_export.py, end_to_end/test_training.py
+        trainer: no synchronization at the end
+          -                 self.method.finish()
+          -
+          +                 pass
+          +
+    seen by distributed/test_run_length.py
+        length: the method is not told of another length
+          -             self.method.total_steps_changed(loaded.step)
+          -
+        length: a jump of the rate is not said
+          - if length is not None and (jump := length.rate_jump()):
+          + if False:
+    seen by end_to_end/test_documents.py
+        documents: the trainer does not say how many tokens the batch has
+          - forward_backward(micro_batches, self.loader.replica_tokens)
+          + forward_backward(micro_batches)
+    """,
+    "llmtrain/train/validation.py": r"""
+    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_export.py, end_to_end/test_training.py
+        trainer: each replica validates its own weights
+          - stay = given is None and (is_synchronized or self.mesh.replicas == 1)
+          + stay = given is None
+        validation: the sum of replicas, not their mean
+          - replica.all_reduce(flat_view(block) / replica.size,␣
+          + replica.all_reduce(flat_view(block),␣
+        validation: the mean replaces the replica's weights
+          -             unflatten_into(parameters.to(mesh.device, non_blocking=True), block)
+          -             engine.parameters_changed(block)
+          +             engine.parameters_changed(block)
+        validation: ignored labels are counted
+          - counted[number] += int((labels != IGNORE_INDEX).sum())
+          + counted[number] += labels.numel()
+    """,
+    "llmtrain/train/wandb_logger.py": r"""
+    seen by unit/test_loggers.py
+        wandb: what is no OSError is shown as a traceback
+          - except BaseException as error:
+          + except OSError as error:
+        wandb: at the end, every child is killed
+          - if child.name().startswith("wandb"):
+          + if True:
+    """,
+}
