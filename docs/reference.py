@@ -30,14 +30,14 @@ INTRODUCTION = """\
 A recipe is a YAML file that describes a complete run, in sections of keys. Each key has a default, and a recipe gives only the
 keys that differ.
 
-    llmtrain recipe check RECIPE        # would it start on this machine? (--processes N: with N ranks elsewhere?)
+    llmtrain recipe check RECIPE        # would it start on this machine, and how? (--processes N: with N ranks elsewhere?)
     llmtrain recipe show RECIPE         # every key's value, the model's size, memory, traffic, time (--gpu h100: on that card)
     llmtrain recipe keys [SECTION]      # keys with values, defaults and meanings, as on this page
     llmtrain recipe schema              # JSON schema, for editors
 
 Editors with the YAML language server complete and check keys by `recipes/schema.json`, which each recipe names in a comment:
-`# yaml-language-server: $schema=schema.json`. `llmtrain launch RECIPE --dry-run` checks like `recipe check`, and prints the first
-lines of the run and the memory that each process needs.
+`# yaml-language-server: $schema=schema.json`. `llmtrain recipe check` also prints the mesh, the model and the memory that
+each process would need.
 
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
 overrides. They may have base files themselves.

@@ -18,9 +18,6 @@ from llmtrain.recipe_commands import UNKNOWN_OPTIONS, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
 
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Make every check, print the first lines, and start and write nothing.")
-]
 StepOption = Annotated[
     str | None,
     typer.Option(help="Step of the checkpoint, or best: the lowest validation loss; the newest by default."),
@@ -57,7 +54,6 @@ def options(
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    is_dry: DryRun = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
 ) -> None:
     """Train a recipe as one rank, or resume it, for torchrun, srun and DeepSpeed. `llmtrain launch` starts all ranks itself.
@@ -74,17 +70,13 @@ def train(
         from llmtrain.train.signals import stop_without_torchrun
 
     check_folder(recipe, overrides or ())
-    if is_dry:
-        world = World.from_environment()
-        _print_dry_run(recipe, overrides or (), nodes=world.size // world.local_size, per_node=world.local_size)
-        return
     outlive_readers()
     stop_without_torchrun()
     raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
-def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = False) -> None:
+def launch(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Train a recipe with the processes that it needs, as launch/train.sh does: llmtrain launch quickstart run.name=mine
 
     Ctrl-C stops with a checkpoint, and the same command continues. Files are in runs/NAME (run.out_dir, run.name).
@@ -97,22 +89,7 @@ def launch(recipe: RecipeFile, overrides: Overrides = None, is_dry: DryRun = Fal
         from llmtrain.recipe_loader import check_folder
 
     check_folder(recipe, overrides or ())
-    if is_dry:
-        _print_dry_run(recipe, overrides or ())
-        return
     raise typer.Exit(launch_torchrun(recipe, overrides or []))
-
-
-def _print_dry_run(
-    recipe: Path, overrides: Sequence[str], nodes: int | None = None, per_node: int | None = None
-) -> None:
-    with imports_without_gc():
-        from llmtrain.launch.dry_run import dry_run
-        from llmtrain.launch.nodes import Nodes
-        from llmtrain.recipe_loader import load_recipe
-
-    for line in dry_run(load_recipe(recipe, overrides), Nodes(nodes) if nodes else None, per_node):
-        typer.echo(line)
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)

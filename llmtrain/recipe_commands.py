@@ -63,21 +63,23 @@ def recipe_check(
         int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
     ] = None,
 ) -> None:
-    """Check whether launch/train.sh would train a recipe on this machine, without starting or writing anything.
+    """Check whether launch/train.sh would train a recipe on this machine, and how, without starting or writing anything.
 
-    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. With --processes,
-    the memory, devices and files of this machine do not matter.
+    Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. Prints the mesh,
+    the model, and the memory that a process needs. With --processes, the memory, devices and files of this machine do
+    not matter.
     """
     with imports_without_gc():
-        from llmtrain.launch.preflight import check_elsewhere, check_here, describe, describe_elsewhere
+        from llmtrain.launch.preflight import check_elsewhere, check_here
+        from llmtrain.launch.preview import preview, preview_elsewhere
         from llmtrain.recipe_loader import check_folder, load_recipe
 
     check_folder(recipe, overrides or ())
     loaded = load_recipe(recipe, overrides or ())
     if processes is None:
-        lines = describe(recipe, loaded, check_here(loaded))
+        lines = preview(recipe, loaded, check_here(loaded))
     else:
-        lines = describe_elsewhere(recipe, loaded, check_elsewhere(loaded, processes))
+        lines = preview_elsewhere(recipe, loaded, check_elsewhere(loaded, processes))
     for line in lines:
         typer.echo(line)
 

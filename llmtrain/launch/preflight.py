@@ -147,37 +147,6 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     )
 
 
-def notes(preflight: Preflight) -> list[str]:
-    """Return the warnings as lines, and a note if the text is not tokenized yet."""
-    lines = _marked(preflight.warnings)
-    if preflight.prepared is None and preflight.completed is None:
-        lines.append("note: the text is not tokenized yet, so its length is unknown (llmtrain prepare, or the start)")
-    return lines
-
-
-def describe(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
-    """Return the lines that `recipe check` prints: notes, and last that the recipe is fine on this machine."""
-    processes = "1 process" if preflight.processes == 1 else f"{preflight.processes} processes"
-    mesh = f"{processes} as {preflight.replicas} replicas x {preflight.shards} shards"
-    verdict = f"fine on this machine with {mesh} ({_length(recipe)})"
-    if preflight.completed is not None:
-        verdict = f"fine, but {preflight.completed}"
-    return [*notes(preflight), f"{path}: {verdict}"]
-
-
-def describe_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
-    """Return the lines that `recipe check --processes` prints: warnings, and last that the recipe is fine."""
-    return [*_marked(warnings), f"{path}: fine ({_length(recipe)})"]
-
-
-def _marked(warnings: Sequence[str]) -> list[str]:
-    return [f"warning: {line}" for line in warnings]
-
-
-def _length(recipe: Recipe) -> str:
-    return f"{recipe.train.total_steps:,} steps of {recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
-
-
 def check_model(recipe: Recipe) -> None:
     """Raise ModelError if the recipe's model can't be built, split into blocks or initialized. Allocates no weights."""
     separator = 0 if recipe.train.document_mask and recipe.data.packing == "packed" else None  # any token stands for it

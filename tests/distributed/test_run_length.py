@@ -125,7 +125,7 @@ def test_a_finished_run_says_how_it_is_continued(folder: Path, capsys: pytest.Ca
     warned = [
         len(check_here(alone(folder, "asked", *keys), per_node=1).warnings) for keys in (("train.steps=6",), more)
     ]
-    assert warned[1] == warned[0] + 1, "a dry run says that the learning rate jumps"
+    assert warned[1] == warned[0] + 1, "recipe check says that the learning rate jumps"
     assert run_training(alone(folder, "asked", *more), ALONE) == DONE
     said = capsys.readouterr().out
     assert f"continuing from {at}/checkpoints/step-00000006, for 10 steps instead of 6\n" in said

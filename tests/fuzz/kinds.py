@@ -31,7 +31,7 @@ VARIABLES = (
 )  # fmt: skip
 WORDS = (
     "train", "launch", "recipe", "check", "show", "keys", "schema", "prepare", "runs", "export", "generate", "eval", "compare",
-    "doctor", "--help", "--version", "--json", "--dry-run", "--step", "--tokens", "--weights", "--out", "--suite", "--limit",
+    "doctor", "--help", "--version", "--json", "--step", "--tokens", "--weights", "--out", "--suite", "--limit",
     "--processes", "--timeout", "--gpu", "--mbit", "--latency-ms", "--tflops", "--report-only", "--baseline", "--retry", "--no-shaping",
     "--temperature", "--top-k", "--over-time", "--device", "--data-dir", "--dtype", "--max-shard-size", "1", "-1", "0", "1e99",
     "nan", "x", "", "--", "=", "a=b", "optim", "optim.lr=1", "recipes/nowhere.yaml", "runs/none", "/dev/null", "/", "\u2028",

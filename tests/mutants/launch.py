@@ -77,7 +77,7 @@ TABLES = {
           - weights=check_initial_weights(recipe))
           + weights=None)
     seen by distributed/test_run_length.py
-        length: a dry run does not say that the rate jumps
+        length: recipe check does not say that the rate jumps
           - warnings=[*warnings, *([jump] if jump else [])],
           + warnings=warnings,
     seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text

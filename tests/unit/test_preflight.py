@@ -164,55 +164,37 @@ def test_gpus_and_packages_are_those_of_the_machine_that_trains(
             start()
 
 
-def test_a_recipe_that_is_fine_says_how_it_would_start(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str]
-) -> None:
-    code, out, _ = outcome(capsys, *keys)
-    note, fine = out.splitlines()
-    assert code == 0 and note.startswith("note: the text is not tokenized yet")
-    assert fine.endswith("fine on this machine with 4 processes as 2 replicas x 2 shards (20 steps of 512 tokens)")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"], "nothing is written"
-
-
 def gib(memory_line: str) -> float:
-    """The memory that a dry run estimates."""
+    """Return the memory that a line says a process needs."""
     return float(memory_line.split()[2])
 
 
-@pytest.mark.parametrize("command", ["train", "launch"])
-def test_a_dry_run_prints_the_first_lines_and_writes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], command: str
+def test_a_recipe_that_is_fine_says_how_it_would_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str]
 ) -> None:
     def lines(*more: str) -> list[str]:
-        with pytest.raises(SystemExit) as left:
-            main([command, str(RECIPE), "--dry-run", *keys, *more])
-        output = capsys.readouterr()
-        assert left.value.code in (0, None) or output.err
-        return [*output.out.splitlines(), *output.err.splitlines()]
+        code, out, error = outcome(capsys, *keys, *more)
+        assert code == (2 if error else 0)
+        return [*out.splitlines(), *error.splitlines()]
 
     parameters = size_of(load_recipe(RECIPE, keys)).parameters
-    *warning, note, mesh, model, memory, end = lines()
-    assert len(warning) == (command == "train") and all("there is one replica" in line for line in warning)
-    assert note.startswith("note: the text is not tokenized yet")
-    expected = "1 replicas x 1 shards on cpu (one process)"
-    if command == "launch":
-        expected = "2 replicas x 2 shards on cpu (no GPU: parallel.on_cpu)"
-    assert mesh == f"mesh: {expected}"
+    mesh, model, note, memory, end = lines()
+    assert mesh == "mesh: 2 replicas x 2 shards on cpu (no GPU: parallel.on_cpu)"
     assert model.startswith(f"model: {parameters / 1000:.3g}k parameters ") and model.endswith(
         "in 4 blocks · 20 steps of 512 tokens, 10.2k in all · data: not tokenized yet"
     )
-    each = "each of 4 processes" if command == "launch" else "the process"
-    assert memory.startswith("memory: about 0.0") and f"for {each}, which may use" in memory
+    assert note.startswith("note: whether the text is long enough")
+    assert memory.startswith("memory: about 0.0") and "for each of 4 processes, which may use" in memory
+    assert end == f"{RECIPE}: fine on this machine"
     of_four = lines("parallel.in_process=true", "parallel.replicas=4")
-    assert of_four[1] == "mesh: 4 replicas x 1 shards on cpu (in one process, in turns)"
+    assert of_four[0] == "mesh: 4 replicas x 1 shards on cpu (in one process, in turns)"
     of_two = lines("parallel.in_process=true", "parallel.replicas=2")[3]
     assert gib(of_four[3]) == pytest.approx(2 * gib(of_two), abs=0.02) and "for the process, which" in of_two
-    assert end == "dry run: nothing was started or written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"], "nothing is written"
     assert lines("train.micro_batch=64")[-1].startswith("error: train.global_batch is 16, not a multiple")
     prepared = prepare(load_recipe(RECIPE, keys).data, 1, 10**9)
     sequences = (prepared.index.splits["train"].tokens - 1) // 32
-    assert f"data: {sequences} sequences, {20 * 16 / sequences:.2f} epochs" in lines()[len(warning) + 1]
+    assert f"data: {sequences} sequences, {20 * 16 / sequences:.2f} epochs" in lines()[1]
 
 
 def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixture[str], keys: list[str]) -> None:

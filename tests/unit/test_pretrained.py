@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoConfig, LlamaCo
 
 from llmtrain.config import Recipe
 from llmtrain.errors import UserError
-from llmtrain.launch.dry_run import dry_run
 from llmtrain.launch.nodes import Nodes
-from llmtrain.launch.preflight import check_start
+from llmtrain.launch.preflight import check_here, check_start
+from llmtrain.launch.preview import preview
 from llmtrain.model import PREFIX, blocks_of, build, initialize, model_config, named_weights
 from llmtrain.parallel.world import World
 from llmtrain.pretrained import Pretrained, architecture_keys, find_pretrained
@@ -358,9 +358,9 @@ def test_a_start_is_checked_before_anything_is_written(folder: Path) -> None:
     )
     keys = (f"data.source={folder.parent}/text.txt", f"data.cache_dir={folder.parent}/data", "sync.warmup_steps=2")
     recipe = recipe_of(folder, *keys)
-    assert f"weights: from {folder} (21 tensors)" in dry_run(recipe, Nodes(1), 1)
+    assert f"weights: from {folder} (21 tensors)" in preview(Path("a.yaml"), recipe, check_here(recipe, Nodes(1), 1))
     change(folder, model__norm__weight=None)
-    for start in (dry_run, check_start):
+    for start in (check_here, check_start):
         with pytest.raises(UserError, match=r"lacks model.norm.weight of the recipe's model"):
             start(recipe, Nodes(1), 1)
     assert not (folder.parent / "data").exists() and not (folder.parent / "runs").exists()

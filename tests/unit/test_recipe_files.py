@@ -54,7 +54,7 @@ def test_a_name_is_a_recipe_of_the_package_unless_it_is_a_file_here(elsewhere: P
 def test_every_command_takes_a_name(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = output(capsys, "recipe", "check", "quickstart", "--processes", "4")
     assert code == 0 and "fine" in shown
-    for command in (["launch", "--dry-run"], ["train", "--dry-run"], ["prepare"], ["doctor"], ["recipe", "show"]):
+    for command in (["launch"], ["train"], ["prepare"], ["doctor"], ["recipe", "show"]):
         code, shown = output(capsys, *command, "quickstart", "optim.lrate=1")
         assert code == 2 and "optim.lrate is not a key" in shown, command
     code, shown = output(capsys, "compare", "compare/traffic", "optim.lrate=1")
