@@ -177,11 +177,15 @@ def compare(
         typer.Option(help="Create virtual hosts with the conditions' limits; else loopback, without limits or root."),
     ] = True,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat failed trials.")] = False,
-    report_only: Annotated[
-        bool, typer.Option("--report-only", help="Train nothing; report on the run directories given instead of FILE.")
+    report: Annotated[
+        bool, typer.Option("--report", help="Write a full report on given runs: time, tokens and bytes to a loss.")
     ] = False,
-    baseline: Annotated[str | None, typer.Option(help="With --report-only: run that others are set against.")] = None,
-    target: Annotated[float | None, typer.Option(help="With --report-only: loss to reach; or the baseline's.")] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="In a report on given runs, which one others are set against.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="In a report on given runs, the loss to reach; by default the baseline's last.")
+    ] = None,
     out: Annotated[
         Path | None, path_option(help="Folder of the report or picture on given runs; runs/report by default.")
     ] = None,
@@ -190,23 +194,26 @@ def compare(
 
     llmtrain compare recipes/compare/sync_vs_async.yaml creates virtual hosts on this machine (network
     namespaces, with the bandwidths, slow hosts and faults that the file lists). Run again, it continues where it stopped.
-    llmtrain compare runs/a runs/b shows the losses of given runs in a table and a picture.
+    llmtrain compare runs/a runs/b shows the losses of given runs in a table and a picture; with --report, --baseline or
+    --target, it writes the same report on them as on a comparison.
     """
     from llmtrain.compare_runs import REPORT, are_runs, compare_runs
 
-    is_of_runs = report_only or are_runs(arguments)
+    wants_report = report or baseline is not None or target is not None
+    is_of_runs = are_runs(arguments)
     if is_of_runs and (retry or not shaping):
         raise UserError("--retry and --no-shaping are for the trials of a comparison file; give one, or leave them out")
-    if report_only:
-        typer.echo(_write_report([Path(directory) for directory in arguments], baseline, target, out or REPORT))
+    if is_of_runs and wants_report:
+        typer.echo(_write_report(list(map(Path, arguments)), baseline, target, out or REPORT))
         return
-    if baseline is not None or target is not None:
-        raise UserError("--baseline and --target are for reports on given runs; add --report-only, or leave them out")
     if is_of_runs:
         compare_runs(list(map(Path, arguments)), out or REPORT)
         return
-    if out is not None:
-        raise UserError("--out is for reports on given runs; a comparison file has the key out_dir: leave --out out")
+    if wants_report or out is not None:
+        raise UserError(
+            "--report, --baseline, --target and --out are for given runs, and these are none; a comparison file has the "
+            "keys baseline, target.loss and out_dir instead"
+        )
     from llmtrain.compare.runner import run_comparison
     from llmtrain.train.output import outlive_readers
 

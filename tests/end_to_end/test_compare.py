@@ -111,7 +111,7 @@ def test_a_complete_comparison_trains_nothing_again_and_is_reported_elsewhere(
     folder, file, _ = on_loopback
     again, output = compare(file, "--no-shaping")
     assert again == 0 and "trial 1" not in output
-    code, output = compare("--report-only", folder / "small", "--out", tmp_path / "another")
+    code, output = compare("--report", folder / "small", "--out", tmp_path / "another")
     assert code == 0 and (tmp_path / "another" / "report.html").exists(), output
 
 

@@ -32,7 +32,7 @@ VARIABLES = (
 WORDS = (
     "train", "launch", "recipe", "check", "show", "keys", "schema", "prepare", "runs", "export", "generate", "eval", "compare",
     "doctor", "--help", "--version", "--json", "--step", "--tokens", "--weights", "--out", "--suite", "--limit",
-    "--processes", "--timeout", "--gpu", "--mbit", "--latency-ms", "--tflops", "--report-only", "--baseline", "--retry", "--no-shaping",
+    "--processes", "--timeout", "--gpu", "--mbit", "--latency-ms", "--tflops", "--report", "--baseline", "--retry", "--no-shaping",
     "--temperature", "--top-k", "--over-time", "--device", "--data-dir", "--dtype", "--max-shard-size", "1", "-1", "0", "1e99",
     "nan", "x", "", "--", "=", "a=b", "optim", "optim.lr=1", "recipes/nowhere.yaml", "runs/none", "/dev/null", "/", "\u2028",
 )  # fmt: skip
@@ -167,7 +167,7 @@ def run_files(folder: Path) -> Case:
                     ["export", str(run)],
                     ["generate", str(run)],
                 ),
-                ["compare", "--report-only", str(run), str(other)],
+                ["compare", "--report", str(run), str(other)],
             ]
         )
         content = [path.read_bytes() for path in sorted(run.iterdir()) if path.is_file()]
@@ -276,7 +276,7 @@ def checkpoints(folder: Path) -> Case:
             [
                 *(["export", str(run), "--out", out], ["export", str(run), "--out", out, "--weights", "anchor"]),
                 *(["generate", str(run), "--tokens", "2"], ["runs", str(run.parent)]),
-                *(["recipe", "check", str(run / "recipe.yaml")], ["compare", "--report-only", str(run)]),
+                *(["recipe", "check", str(run / "recipe.yaml")], ["compare", "--report", str(run)]),
             ]
         )
         weights_differ = any(

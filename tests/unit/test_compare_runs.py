@@ -113,7 +113,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, capsys, tak
     out, file = tmp_path / "report", tmp_path / taken
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
-    code, _, error = compared(capsys, write(tmp_path, "a", 4.0), "--report-only", "--out", out)
+    code, _, error = compared(capsys, write(tmp_path, "a", 4.0), "--report", "--out", out)
     assert (code, error) == (2, f"error: {out} can't be written ({why}); choose another --out\n")
 
 
@@ -123,13 +123,13 @@ def test_a_file_or_nothing_is_a_comparison(tmp_path: Path, capsys) -> None:
     assert "file.yaml: " in compared(capsys, tmp_path / "file.yaml", "a=b")[2]
 
 
-@pytest.mark.parametrize("option", ["--baseline=a", "--target=3.5"])
-def test_an_option_of_reports_is_not_ignored(tmp_path: Path, capsys, option: str) -> None:
-    code, output, error = compared(capsys, write(tmp_path, "a", 4.0), option)
-    assert code == 2 and not output and "add --report-only" in error
+@pytest.mark.parametrize("option", ["--report", "--baseline=a", "--target=3.5"])
+def test_an_option_of_reports_writes_a_report(tmp_path: Path, capsys, option: str) -> None:
+    code, output, _ = compared(capsys, write(tmp_path, "a", 4.0), option, "--out", tmp_path / "out")
+    assert code == 0 and output.startswith(str(tmp_path / "out")) and (tmp_path / "out/report.html").exists()
 
 
-@pytest.mark.parametrize("options", [["--retry"], ["--no-shaping"], ["--report-only", "--retry"]])
+@pytest.mark.parametrize("options", [["--retry"], ["--no-shaping"], ["--report", "--retry"]])
 def test_an_option_of_trials_is_not_ignored(tmp_path: Path, capsys, options: list[str]) -> None:
     code, output, error = compared(capsys, write(tmp_path, "a", 4.0), *options)
     assert code == 2 and not output
@@ -139,13 +139,12 @@ def test_an_option_of_trials_is_not_ignored(tmp_path: Path, capsys, options: lis
     )
 
 
-def test_a_comparison_file_has_its_own_folder(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("options", [["--out", "x"], ["--report"], ["--baseline=a"], ["--target=3.5"]])
+def test_an_option_of_given_runs_is_not_ignored(tmp_path: Path, capsys, options: list[str]) -> None:
     (tmp_path / "file.yaml").write_text("a: 1")
-    code, output, error = compared(capsys, tmp_path / "file.yaml", "--out", tmp_path / "x")
-    assert code == 2 and not output
-    assert (
-        error == "error: --out is for reports on given runs; a comparison file has the key out_dir: leave --out out\n"
-    )
+    code, output, error = compared(capsys, tmp_path / "file.yaml", *options)
+    assert code == 2 and not output and error.count("\n") == 1
+    assert error.startswith("error: --report, --baseline, --target and --out are for given runs, and these are none")
 
 
 OTHER = "data.tokenizer=train:999"

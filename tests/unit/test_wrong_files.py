@@ -87,22 +87,22 @@ RUN_FILES: list[tuple[str, Content, str, str]] = [
         "is damaged",
     ),
     *(
-        ("summary.json", content, "compare --report-only {run} {other}", "summary.json (is damaged|holds no mapping)")
+        ("summary.json", content, "compare {run} {other} --report", "summary.json (is damaged|holds no mapping)")
         for content in ("{", "[1]", b"\xff\xfe", FOLDER)
     ),
     (
         "summary.json",
         '{"final_eval_loss": "x"}',
-        "compare --report-only {run} {other}",
+        "compare {run} {other} --report",
         "summary.json has final_eval_loss='x'",
     ),
-    ("recipe.yaml", "sync: 3", "compare --report-only {run} {other}", "is not a valid trial"),
-    ("recipe.yaml", "run: {seed: x}", "compare --report-only {run} {other}", "is not a valid trial"),
-    ("recipe.yaml", "[", "compare --report-only {run} {other}", "recipe.yaml is damaged"),
-    ("recipe.yaml", REMOVED, "compare --report-only {run} {other}", "holds no ended run"),
-    ("metrics.jsonl", REMOVED, "compare --report-only {run} {other}", "holds no ended run"),
-    ("trial.json", "{", "compare --report-only {run} {other}", "trial.json is damaged"),
-    ("trial.json", '{"state": "odd"}', "compare --report-only {run} {other}", "is not a valid trial"),
+    ("recipe.yaml", "sync: 3", "compare {run} {other} --report", "is not a valid trial"),
+    ("recipe.yaml", "run: {seed: x}", "compare {run} {other} --report", "is not a valid trial"),
+    ("recipe.yaml", "[", "compare {run} {other} --report", "recipe.yaml is damaged"),
+    ("recipe.yaml", REMOVED, "compare {run} {other} --report", "holds no ended run"),
+    ("metrics.jsonl", REMOVED, "compare {run} {other} --report", "holds no ended run"),
+    ("trial.json", "{", "compare {run} {other} --report", "trial.json is damaged"),
+    ("trial.json", '{"state": "odd"}', "compare {run} {other} --report", "is not a valid trial"),
     ("recipe.yaml", "[", "export {run}", "recipe.yaml:2: not YAML"),
     ("recipe.yaml", REMOVED, "export {run}", "has no recipe.yaml"),
     ("recipe.yaml", REMOVED, "generate {run}", "has no config.json"),
