@@ -50,9 +50,10 @@ another base (`0400`, `1:30`) and comments are refused. There are three equivale
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
 by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
 names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` no longer apply: they were
-chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are two
-exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps` if the new method synchronizes every
-step. There is no interpolation (`${...}`), and the environment is not read.
+chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are
+exceptions: a period of another kind than the new method's is dropped, a wire if one of the two methods has its own
+(`streaming_diloco`, `sparseloco`), and if the new method averages gradients in every step, `warmup_steps` and a wire that is not for
+gradients. There is no interpolation (`${...}`), and the environment is not read.
 
 **Texts.** A recipe names one text (`data.source`), a mixture (`data.sources`) or a text for each replica (`data.per_replica`):
 [texts.md](texts.md). A layer that names texts replaces those of the layers below it.

@@ -24,7 +24,7 @@ from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from llmtrain.config import AutoOuterSection, Recipe, SyncSection
-from llmtrain.config.data import LISTS
+from llmtrain.config.data import HUB, LISTS
 from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
@@ -325,19 +325,25 @@ def _for_method(layers: list[Overlay], before: Mapping[str, Any], preset: Mappin
             kind = period.get("kind", kind)
             if kind != preset["period"]["kind"]:
                 dropped.add("period")  # its length means nothing to a period of another kind
-        if preset["period"]["kind"] == "every_step":
+        averages_gradients = preset["period"]["kind"] == "every_step"
+        if averages_gradients:
             dropped.add("warmup_steps")
+        if "wire" in before or "wire" in preset or (averages_gradients and not sync.get("wire", {}).get("gradients")):
+            dropped.add("wire")
         rest = {key: value for key, value in sync.items() if key not in dropped}
         kept.append(Overlay(layer.label, layer.data | {"sync": rest}))
     return kept
 
 
 def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `under` without its texts if `over` names texts."""
+    """Return `under` without its texts if `over` names texts, and without what only a hub dataset has if `over` names none."""
     below, above = under.get("data"), over.get("data")
     if not isinstance(below, dict) or not isinstance(above, dict) or not any(above.get(key) for key in TEXT_KEYS):
         return under
-    return under | {"data": {key: value for key, value in below.items() if key not in TEXT_KEYS}}
+    dropped = {*TEXT_KEYS}
+    if str(below.get("source")).startswith(HUB) and not str(above.get("source")).startswith(HUB):
+        dropped |= {"subset", "split", "validation"}
+    return under | {"data": {key: value for key, value in below.items() if key not in dropped}}
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:

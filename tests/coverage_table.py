@@ -1,4 +1,4 @@
-"""Write what `make coverage` and `make coverage-deep` measured, by package and line, to tests/COVERAGE.md."""
+"""Write what `make coverage` and `make coverage-deep` measured, by package and line, to tests/COVERAGE.md, which git ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of mutants: tests/MUTANTS.md."""
+"""The table of mutants: tests/MUTANTS.md, which git ignores."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from llmtrain.config.section import Count, FileName, PathText, Section
 
+HUB = "hf:"
+"""Beginning of the name of a hub dataset in `data.source`."""
 LISTS = ("sources", "per_replica")
 """Keys of `data` that name several texts instead of `source`."""
 

@@ -54,14 +54,15 @@ class TrainSection(Section):
     """Length of training, and batch sizes.
 
     global_batch = micro_batch x accumulation x replicas x shards, in sequences. All replicas together consume one global
-    batch per step, so runs of every method have seen the same tokens after the same number of steps. The number of
+    batch per step, so runs of every method have seen the same tokens after the same number of steps, unless some of these are
+    PALSGD's pulls, which read none. The number of
     accumulated micro-batches follows from the other four numbers.
     """
 
     steps: Count | None = None
     """Number of optimizer steps. Exactly one of `steps` and `tokens` is given."""
     tokens: Count | None = None
-    """Training tokens of all replicas, rounded down to whole steps."""
+    """Training tokens of all replicas, rounded down to whole steps; a step that is a pull (`sync.pull`) counts, though it reads none."""
     sequence_length: Count = 512
     """Tokens that a sequence predicts."""
     global_batch: Count = 32

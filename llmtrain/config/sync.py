@@ -1,7 +1,7 @@
 """The `sync` section: the independent choices that make up a synchronization method.
 
 A method is one choice per axis: `period` (when replicas synchronize), `reduction` (how their pseudo-gradients are
-combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull` and `wire`.
+combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull`, `moments` and `wire`.
 
 Each kind of a choice is a class in this file, in `sync_reductions` or in `sync_schedules`. It knows its consequences: the state that
 it keeps, the parameters in flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.

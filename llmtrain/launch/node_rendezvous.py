@@ -209,7 +209,8 @@ class NodeRendezvous:
             return
         if self._has(f"given up {rank}"):
             raise ReturnedError(
-                f"node {rank} was lost, and the others continue without it; start the same command on all nodes when they have ended"
+                f"node {rank} was lost, and the others continue without it; to take it in again, stop node 0 with Ctrl-C (it writes a "
+                "checkpoint), then start the same command on all nodes"
             )
         beats = self._store.add(f"beat {rank}", 0)
         with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):

@@ -69,7 +69,7 @@ def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: 
         console.print(f"  {method}: {reason}", soft_wrap=True)
     console.print(
         f"{footnote(hardware)}\n  A method's preset replaces the recipe's reduction, outer step and schedule; the recipe's "
-        "period, warm-up and wire stay where\n  the method has them. docs/results.md has what each costs in loss.",
+        "period, warm-up and wire stay where\n  the method has none of its own. docs/results.md has what each costs in loss.",
         soft_wrap=True,
     )
 

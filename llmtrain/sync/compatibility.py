@@ -72,6 +72,7 @@ class Rule:
         return next((other for other, those in self.excludes.items() if kinds.get(other) in those), None)
 
 
+ROUNDED = tuple(kind for kind in CHOICES["wire"] if kind != "fp32")
 WEIGHED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
 """Kinds of reductions with weights, on which the replicas agree before they send: all but the mean."""
 RULES = (
@@ -127,7 +128,7 @@ RULES = (
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
             "reduction": ("radial", "median_norm", "edit_penalty"),
             "pull": ("pull",),
-            "wire": ("bf16", "int8", "int4", "fp4", "2bit", "topk"),
+            "wire": ROUNDED,
         },
         "replicas do not continue from the anchor, but from a point between it and where they were, so what they send is not small",
     ),

@@ -122,8 +122,9 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
     return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
 
 
-COMPARE_WITH = ("diloco", "edit")
-"""Methods that the report suggests to compare with. Their rounds are counted in steps, so they fit a run of any length."""
+COMPARE_WITH = ("synchronous", "local_sgd")
+"""Methods that the report suggests to compare with: the baseline, and for the baseline the simplest other method. Neither has
+an outer step, which would have to be tuned."""
 
 
 def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> list[str]:

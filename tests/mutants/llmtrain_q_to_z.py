@@ -70,6 +70,21 @@ TABLES = {
         recipe: a name is the number that YAML reads
           - ["run"]["name"]  # which reads text only
           + ["run"]["name"] and str(run["name"])
+        recipe: the splits of a hub dataset are those of files
+          - dropped |= {"subset", "split", "validation"}
+          + pass
+        recipe: a hub dataset loses the splits of another one
+          - and not str(above.get("source")).startswith(HUB)
+          +
+        recipe: a method's own wire stays with another method
+          - if "wire" in before or "wire" in preset or
+          + if "wire" in preset or
+        recipe: a wire lies above the one of the new method's preset
+          - if "wire" in before or "wire" in preset or
+          + if "wire" in before or
+        recipe: gradients lose their wire with the method
+          - (averages_gradients and not sync.get("wire", {}).get("gradients"))
+          + averages_gradients
         recipe: a period without a kind is one of steps
           - kind = period.get("kind", kind)
           + kind = period.get("kind", "steps")

@@ -51,7 +51,7 @@ def test_links_lead_to_files(page: Path):
 
 
 def test_paths_in_pages_exist():
-    """`llmtrain/a/b.py` and the like, except in CHANGELOG.md, which tells of the past. tests/MUTANTS.md's are below llmtrain/."""
+    """`llmtrain/a/b.py` and the like, except in CHANGELOG.md, which tells of the past."""
     others = {"runs", "data", "venv", "env", ".tox", ".venv", ".venv-peers", "node_modules"}
     pages = [page for page in ROOT.rglob("*.md") if not others & set(page.relative_to(ROOT).parts)]
     found = [

@@ -297,6 +297,25 @@ def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
     assert (back.period, back.warmup_steps) == (EveryStepsSection(every=128), 1000)
 
 
+def test_a_wire_stays_unless_it_is_one_methods_own(sync_of: Callable) -> None:
+    assert sync_of("{method: edit, wire: int8}", "sync.method=diloco").wire.kind == "int8"
+    assert sync_of("{method: streaming_diloco, wire: int8}", "sync.method=diloco").wire.kind == "fp32"
+    assert sync_of("{method: edit, wire: int8}", "sync.method=sparseloco").wire.kind == "topk"
+    assert sync_of("{method: edit, wire: int8}", "sync.method=synchronous").wire.kind == "fp32"
+    assert sync_of("{method: edit, wire: {kind: int8, gradients: true}}", "sync.method=synchronous").wire.kind == "int8"
+    assert sync_of("{method: streaming_diloco}", "sync.method=diloco", "sync.wire=int4").wire.kind == "int4"
+
+
+def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> None:
+    write("base.yaml", "train: {steps: 5}\ndata: {source: 'hf:a/b', subset: c, split: d, validation: e, text_key: f}")
+    path = write("r.yaml", "base: base.yaml")
+    data = load_recipe(path, ["data.source=my.jsonl"]).data
+    assert (data.subset, data.split, data.validation, data.text_key) == (None, "train", None, "f")
+    assert load_recipe(path, ["data.validation=v.txt", "data.source=my.jsonl"]).data.validation == "v.txt"
+    assert load_recipe(path, ["data.sources=[{source: a.txt}]"]).data.sources[0].validation is None
+    assert load_recipe(path, ["data.source=hf:g/h"]).data.validation == "e"
+
+
 def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:
     """Take the kind of the method's preset for a period without one."""
     assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == EveryStepsSection(every=500)

@@ -63,11 +63,12 @@ def likes(rate: float) -> Callable[[Any], float]:
     return loss
 
 
-def test_all_methods_are_studied() -> None:
-    """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT."""
+def test_each_method_of_the_study_has_a_cell() -> None:
+    """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT. A method that is newer than the study's protocol is not
+    in it."""
     of_one = {cell.method for cell in plan.STAGES["replicas"] if cell.replicas == 1} - {"synchronous", "diloco"}
     uneven = {cell.method for cell in UNEVEN}
-    assert {cell.method for cell in MAIN} | of_one | uneven == METHODS.keys() - {"snoo"} == plan.OUTER.keys()
+    assert {cell.method for cell in MAIN} | of_one | uneven == plan.OUTER.keys() <= METHODS.keys()
 
 
 def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
