@@ -36,7 +36,7 @@ def test_every_method_has_a_row_or_the_reason_why_not() -> None:
 
 
 def test_a_row_is_what_the_recipe_with_this_method_would_take() -> None:
-    """Rounds and wire stay, schedule and outer step are the preset's, although the command line names others."""
+    """Rounds stay, and the wire except where a method has its own; schedule and outer step are the preset's."""
     times = found(
         "sync.method=diloco",
         "sync.schedule=layerwise",
@@ -44,14 +44,9 @@ def test_a_row_is_what_the_recipe_with_this_method_would_take() -> None:
         "sync.wire={kind: int8, gradients: true}",
     )
     assert times.estimates["diloco"][0].schedule.kind == "layerwise"
-    for method, period in (
-        ("co2", ["sync.period.every=12"]),
-        ("streaming_diloco", ["sync.period.every=12"]),
-        ("synchronous", []),
-    ):
-        recipe = load_recipe(
-            STDLIB, [*MESH, f"sync.method={method}", "sync.wire={kind: int8, gradients: true}", *period]
-        )
+    period, wire = "sync.period.every=12", "sync.wire={kind: int8, gradients: true}"
+    for method, kept in (("co2", [period, wire]), ("streaming_diloco", [period]), ("synchronous", [wire])):
+        recipe = load_recipe(STDLIB, [*MESH, f"sync.method={method}", *kept])
         sync, time = times.estimates[method]
         assert sync == recipe.sync
         assert time == estimate_time(recipe, size_of(recipe), 4, 1, RATES)

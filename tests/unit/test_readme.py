@@ -27,8 +27,8 @@ PATH = re.compile(
     r"(?<![\w./~-])(?:(?:llmtrain|tests)/[\w./*-]*[\w*]|(?:docs|recipes|launch|benchmarks|examples|eval)/[\w./*-]*\.\w+)"
 )
 """Path below a folder of the repository. Metrics such as eval/loss have no suffix."""
-NOT_OURS = {"launch/hostfile"}
-"""Files that users write."""
+NOT_OURS = {"launch/hostfile", "tests/COVERAGE.md", "tests/MUTANTS.md"}
+"""Files that users or commands write."""
 
 
 def commands(page: Path) -> list[str]:
