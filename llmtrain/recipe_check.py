@@ -107,8 +107,8 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
     if clock is None and (sync.period.is_timed or sync.schedule.needs_threads):
         what = "sync.period is in seconds" if sync.period.is_timed else f"sync.schedule is {sync.schedule.kind}"
         raise RecipeError(
-            f"{given}, in turns, so that none is ahead of or behind others, but {what}, for replicas of different speeds; give "
-            "these with parallel.virtual_clock, leave out in_process, or choose another method"
+            f"{given}, in lockstep, but {what}, for replicas of different speeds; set these with parallel.virtual_clock, leave "
+            "out in_process, or choose another method"
         )
     if sync.schedule.needs_threads and sync.pull is not None:
         raise RecipeError(
@@ -123,9 +123,7 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
 def _check_nonfinite(recipe: Recipe) -> None:
     choice = recipe.optim.nonfinite
     if choice != "stop" and recipe.parallel.engine == "zero":
-        raise RecipeError(
-            f"optim.nonfinite is {choice}, which DeepSpeed's optimizer step has no part for; use stop, or engine=fsdp2"
-        )
+        raise RecipeError(f"optim.nonfinite={choice} is not supported with engine=zero; use stop, or engine=fsdp2")
     if choice == "rollback" and (recipe.sync.period.averages_gradients or not recipe.sync.needs_anchor):
         raise RecipeError(
             f"optim.nonfinite is rollback, but sync.method={recipe.sync.method} keeps no anchor to go back to; use skip or stop"
@@ -153,7 +151,7 @@ def _check_first_passes(recipe: Recipe) -> None:
     ):
         if given:
             raise RecipeError(
-                f"{choice} does not go with zero_stage=3: in its first forward passes DeepSpeed waits for all ranks, and {why}; "
+                f"{choice} can't be combined with zero_stage=3: in its first forward passes DeepSpeed waits for all ranks, and {why}; "
                 "use zero_stage=2, or engine=fsdp2"
             )
 
@@ -176,7 +174,7 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     if ranks is not None and ranks != world_size:
         raise RecipeError(
             f"parallel.replicas x parallel.shards = {parallel.replicas} x {parallel.shards} needs {ranks} processes, there "
-            f"are {world_size}; start them with `bash launch/train.sh RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
+            f"are {world_size}; start them with `llmtrain launch RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
             f"the mesh to us: parallel.replicas=auto parallel.shards=auto"
         )
     for key in ("replicas", "shards"):
@@ -184,7 +182,7 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
         if size != "auto" and world_size % size:
             raise RecipeError(
                 f"parallel.{key} is {size}, which does not divide {world_size} processes; "
-                f"start a multiple of {size} with `bash launch/train.sh RECIPE`, or change parallel.{key}"
+                f"start a multiple of {size} with `llmtrain launch RECIPE`, or change parallel.{key}"
             )
 
 
@@ -291,7 +289,7 @@ def _check_engine(parallel: ParallelSection) -> None:
         raise RecipeError("parallel.precision is fp64, which DeepSpeed does not have; use bf16, fp32, or engine=fsdp2")
     if parallel.compile and parallel.zero_stage == 3:
         raise RecipeError(
-            "parallel.compile does not go with zero_stage=3, whose hooks inside a layer make it compile over and over; "
+            "parallel.compile can't be combined with zero_stage=3, whose hooks inside a layer make it compile over and over; "
             "use zero_stage=2, or engine=fsdp2"
         )
     if parallel.zero_offload and parallel.replica_backend == "nccl":

@@ -63,7 +63,7 @@ def recipe_check(
         int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
     ] = None,
 ) -> None:
-    """Check whether launch/train.sh would train a recipe on this machine, and how, without starting or writing anything.
+    """Check whether llmtrain launch would train a recipe on this machine, and how, without starting or writing anything.
 
     Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. Prints the mesh,
     the model, and the memory that a process needs. With --processes, the memory, devices and files of this machine do

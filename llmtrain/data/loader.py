@@ -143,8 +143,8 @@ class Loader:
     def _shortage(self) -> str:
         """Return the text of an error about data with fewer samples than one step needs."""
         return (
-            f"{len(self.tokens)} tokens there, {self.global_batch * self.sequence_length + 1} needed for one step of "
-            f"{self.global_batch} sequences of {self.sequence_length}; give more text (data.source, data.max_tokens), "
+            f"{len(self.tokens)} tokens, but one step of {self.global_batch} sequences of {self.sequence_length} needs "
+            f"{self.global_batch * self.sequence_length + 1}; give more text (data.source, data.max_tokens), "
             "or lower train.global_batch or train.sequence_length"
         )
 
@@ -317,7 +317,7 @@ def count_windows(tokens: TokenShards, max_tokens: int, sequence_length: int) ->
     there = max(len(tokens) - 1, 0) // sequence_length
     if not there:
         raise DataError(
-            f"validation data: {len(tokens)} tokens there, {sequence_length + 1} needed for one sequence; raise "
+            f"validation data: {len(tokens)} tokens, but one sequence needs {sequence_length + 1}; raise "
             "data.validation_fraction, give data.validation, or lower train.sequence_length"
         )
     return min(max(max_tokens // sequence_length, 1), there)

@@ -385,9 +385,9 @@ def _given_networks(parallel: ParallelSection) -> list[Finding]:
 
 
 def _alone(recipe: Recipe) -> list[Finding]:
-    """Return findings on the recipe as launch/train.sh would start it on this machine alone."""
+    """Return findings on the recipe as `llmtrain launch` would start it on this machine alone."""
     processes = processes_per_node(recipe.parallel, 1)
     each = memory_of_rank(World(0, processes, 0, processes))
     findings, _ = fit(recipe, [node_name()] * processes, [each] * processes)
     how_many = "1 process" if processes == 1 else f"{processes} processes"
-    return [ok(f"launch/train.sh would start {how_many} on this machine alone"), *findings]
+    return [ok(f"llmtrain launch would start {how_many} on this machine alone"), *findings]

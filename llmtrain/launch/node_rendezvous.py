@@ -299,7 +299,7 @@ class NodeRendezvous:
     def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
         came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
         return (
-            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start launch/train.sh on each of "
+            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start llmtrain launch on each of "
             f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
             "or raise run.timeout_seconds"
         )

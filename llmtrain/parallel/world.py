@@ -67,7 +67,7 @@ class World:
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
             told = ", ".join(f"{name}={value}" for name, value in given.items())
             raise RecipeError(
-                f"environment: {told} are not a rank among others; start with launch/train.sh, torchrun or srun"
+                f"environment: {told} are not a rank among others; start with llmtrain launch, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
 
@@ -120,7 +120,7 @@ def master_endpoint() -> tuple[str, str]:
     if address is None or port is None:
         raise RecipeError(
             f"environment: MASTER_ADDR={address}, MASTER_PORT={port}; give both (rank 0's host and a free port on it), "
-            "or start with launch/train.sh, torchrun or srun, which do"
+            "or start with llmtrain launch, torchrun or srun, which do"
         )
     if not address.strip():
         raise RecipeError("MASTER_ADDR is empty in the environment; set it to rank 0's host")

@@ -158,7 +158,7 @@ def find_conflict(sync: SyncSection) -> str | None:
         return f"sync.wire.gradients is true, but {sync.wire.kind} {why}; use bf16, int8, int4 or fp4, or leave it out"
     for rule in RULES:
         if (other := rule.excluded(kinds)) is not None:
-            given = f"{_as_override(rule.choice, rule.kind)} does not go with {_as_override(other, kinds[other])}"
+            given = f"{_as_override(rule.choice, rule.kind)} can't be combined with {_as_override(other, kinds[other])}"
             allowed = [kind for kind in CHOICES[other] if kind not in rule.excludes[other]]
             others = [
                 kind for kind in CHOICES[rule.choice] if not conflict_between(rule.choice, kind, other, kinds[other])

@@ -229,7 +229,11 @@ WRONG = [
     ("qsr", {"period": {"alpha": 0.1}}, "follows the learning rate: give lr"),
     ("wagma", {}, "sync.schedule=wait_avoiding needs store"),
     ("synchronous", {"wire": "int8"}, "sync.wire is int8, but with sync.period=every_step only gradients travel"),
-    ("edit", {"schedule": "wait_avoiding"}, "sync.reduction=edit_penalty does not go with sync.schedule=wait_avoiding"),
+    (
+        "edit",
+        {"schedule": "wait_avoiding"},
+        "sync.reduction=edit_penalty can't be combined with sync.schedule=wait_avoiding",
+    ),
     ("streaming_diloco", {"period": {"every": 3}}, "sync.schedule.steps is 5, but sync.period.every is 3"),
     ("streaming_diloco", {}, "sync.schedule.fragments is 4, but the model has 3 blocks"),
     ("diloco", {"verify_every": 3}, "verify_every is done at log lines of llmtrain's own loop"),

@@ -38,7 +38,7 @@ def test_alone_it_looks_at_this_machine_and_the_recipe(folders):
     code, output = doctor(*TINY, *folders)
     shown = lines_of(output)
     assert code == 0, output
-    assert "ok launch/train.sh would start 4 processes on this machine alone" in shown
+    assert "ok llmtrain launch would start 4 processes on this machine alone" in shown
     assert "ok mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)" in shown
     assert "lo (127.0.0.1)" in shown
 

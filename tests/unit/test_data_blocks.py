@@ -154,10 +154,10 @@ def test_a_longer_run_goes_on_with_the_order_of_the_shorter_one(old: int) -> Non
 
 def test_a_source_that_ends_before_one_batch_is_an_error() -> None:
     made = loader(SlowTokens(BATCH - 1))
-    with pytest.raises(DataError, match="training data: 29 tokens there, 33 needed for one step of 8 sequences of 4"):
+    with pytest.raises(DataError, match="training data: 29 tokens, but one step of 8 sequences of 4 needs 33"):
         made.next()
     assert loader(SlowTokens(BATCH)).next()
-    with pytest.raises(DataError, match="33 needed for one step"):
+    with pytest.raises(DataError, match="sequences of 4 needs 33"):
         loader(SlowTokens(90, most=BATCH - 1))
 
 

@@ -97,7 +97,7 @@ def test_seeds_differ_and_a_window_s_last_token_is_the_next_one_s_first() -> Non
 
 def test_too_little_text_is_refused_with_both_numbers() -> None:
     loader(sequence(BATCH))
-    with pytest.raises(DataError, match="training data: 31 tokens there, 33 needed for one step of 8 sequences of 4"):
+    with pytest.raises(DataError, match="training data: 31 tokens, but one step of 8 sequences of 4 needs 33"):
         loader(sequence(BATCH - 1))
 
 
@@ -122,7 +122,7 @@ def test_validation_windows_are_dealt_once_in_equal_numbers(world: int, max_toke
 
 
 def test_too_little_validation_text_is_refused_at_once() -> None:
-    with pytest.raises(DataError, match="validation data: 4 tokens there, 5 needed for one sequence"):
+    with pytest.raises(DataError, match="validation data: 4 tokens, but one sequence needs 5"):
         keys = {"max_tokens": 100, "sequence_length": LENGTH, "micro_batch": 1, "rank": 0, "world": 1}
         eval_batches(TokenShards([np.arange(4, dtype=np.uint16)]), **keys)
 

@@ -168,7 +168,7 @@ def test_a_text_without_a_sequence_is_refused_by_its_name() -> None:
     with pytest.raises(DataError, match="training data: 4 tokens of c, 5 needed for one sequence of 4"):
         loader(texts=TEXTS | {"c": TokenShards([np.arange(4, dtype=np.uint16)])})
     few = {name: TokenShards([np.arange(5, dtype=np.uint16)]) for name in "abc"}
-    with pytest.raises(DataError, match="33 needed for one step of 8 sequences"):
+    with pytest.raises(DataError, match="one step of 8 sequences of 4 needs 33"):
         loader(texts=few)
 
 

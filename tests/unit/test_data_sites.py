@@ -137,7 +137,7 @@ def test_each_sample_comes_once_over_many_changes(seed: int) -> None:
 
 def test_a_text_smaller_than_a_step_of_its_site_is_refused_by_its_name() -> None:
     small = TokenShards([np.arange(13)])
-    with pytest.raises(DataError, match=r"A: training data: 13 tokens there, 49 needed .* \(data.per_replica, "):
+    with pytest.raises(DataError, match=r"A: training data: 13 tokens, but .* needs 49; .* \(data.per_replica, "):
         SiteLoader(small, ["A", "B"], replace(SHAPE, replicas=2))
 
 

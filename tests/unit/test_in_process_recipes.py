@@ -38,18 +38,18 @@ IN_PROCESS = [
     (
         ["parallel.replicas=2", "sync.method=a_edit"],
         1,
-        ["in turns", "sync.period is in seconds", "give these with parallel.virtual_clock", "another method"],
+        ["in lockstep", "sync.period is in seconds", "set these with parallel.virtual_clock", "another method"],
     ),
     (
         ["parallel.replicas=2", "sync.method=a_edit", "parallel.virtual_clock.step_seconds=[1, 1, 2]"],
         1,
         ["parallel.virtual_clock.step_seconds has 3 numbers for 2 replicas", "one each"],
     ),
-    (["parallel.replicas=2", "sync.method=wagma"], 1, ["in turns", "sync.schedule is wait_avoiding"]),
+    (["parallel.replicas=2", "sync.method=wagma"], 1, ["in lockstep", "sync.schedule is wait_avoiding"]),
     (
         ["parallel.replicas=8", "sync.method=wagma", "sync.schedule.group_size=4"],
         1,
-        ["in turns", "sync.schedule is wait_avoiding"],
+        ["in lockstep", "sync.schedule is wait_avoiding"],
     ),
     (["parallel.replicas=2", "log.trace={}"], 1, ["one timeline, but log.trace records one per rank"]),
     (["parallel.replicas=2", "log.profile={ranks: [0, 1]}"], 1, ["log.profile with 2 ranks"]),
