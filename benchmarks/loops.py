@@ -147,7 +147,7 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     if mesh.store is not None:
         mesh = replace(mesh, store=dist.PrefixStore(f"benchmark {name}", mesh.store))
     built = build_trainer(recipe, mesh, prepared, RunDirectory(recipe), Console(False), "", StopRequest())
-    built.metrics.console.start(0, recipe.train.total_steps, None)
+    built.metrics.run_log.console.start(0, recipe.train.total_steps, None)
     return built
 
 

@@ -227,7 +227,7 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
             marks.append(step)
     method.finish()
     method.close()
-    return speed(ends, marks, worth, method.report().late)
+    return speed(ends, marks, worth, method.stats.late)
 
 
 def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:

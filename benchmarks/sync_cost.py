@@ -202,8 +202,8 @@ def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
 
 
 def _counters(trainer: Trainer) -> tuple[float, ...]:
-    report, traffic = trainer.method.report(), trainer.metrics.mesh.replica_comms.traffic
-    return trainer.metrics.exposed_seconds, report.wait_seconds, traffic.waiting.seconds, traffic.bytes
+    stats, traffic = trainer.method.stats, trainer.metrics.mesh.replica_comms.traffic
+    return trainer.metrics.exposed_seconds, stats.wait_seconds, traffic.waiting.seconds, traffic.bytes
 
 
 def _alone(mesh: Mesh, sent: float) -> float:

@@ -57,7 +57,7 @@ class BlockSync:
         self.outer, self.anchors, self.wire, self.feedback_decay = outer, anchors, wire, feedback_decay
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
-        self.report = SyncStats(replica_comms.training_device)
+        self.stats = SyncStats(replica_comms.training_device)
         self.warnings: list[str] = []
         """One-line warnings that have not been shown yet; the same on all ranks."""
 
@@ -154,7 +154,7 @@ class BlockSync:
         anchor, momentum = self.anchors.load(index)
         # The round's number is the count of complete rounds. At the end of a run, it may be one too low for a fragment that
         # takes its step early.
-        outer = self.outer.in_round(self.report.count)
+        outer = self.outer.in_round(self.stats.count)
         flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
         distances, squares = [], []
         for parameters, anchored, part, *moments in parts_of(parameter_parts(block), *flats):

@@ -78,6 +78,6 @@ def build_method(
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
     moments = None
     if sync.moments is not None:
-        moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.report)
+        moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.stats)
     schedule = build_schedule(sync.schedule, parts)
     return Method(replica, period, schedule, pull, moments, sync.reduction.counts_tokens)

@@ -131,7 +131,7 @@ class LocalUpdates:
 
     def report(self) -> SyncStats:
         """Return the counters so far: rounds, anomalies, seconds."""
-        return self._method.report()
+        return self._method.stats
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live

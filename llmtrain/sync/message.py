@@ -68,8 +68,8 @@ class Message:
             squares.append(squared_norm(mean))
             kept = 0.0 if index in self.restarts else alpha
             block_sync.outer_step(index, mean, self.local_steps, self._factor(index, mean, squares[-1], gap), kept)
-        block_sync.report.mean_squared = torch.stack(squares).sum() if squares else 0.0
-        self._report_weights()
+        block_sync.stats.mean_squared = torch.stack(squares).sum() if squares else 0.0
+        self._record_weights()
 
     def means(self) -> dict[int, torch.Tensor]:
         """Wait for the means and return them by block; empty until the message is sent."""
@@ -97,8 +97,8 @@ class Message:
         part of the mean. A collective of the shard group for a block with a length."""
         return None if gap == 1.0 else 1 / gap
 
-    def _report_weights(self) -> None:
-        self.block_sync.report.weights_max = 1 / self.block_sync.replica_comms.size
+    def _record_weights(self) -> None:
+        self.block_sync.stats.weights_max = 1 / self.block_sync.replica_comms.size
 
 
 class WeighedMessage(Message):
@@ -170,5 +170,5 @@ class WeighedMessage(Message):
             return super()._factor(index, mean, squared, gap)
         return (self.weighing.factor(squared, self.lengths[index]) / gap).to(mean.dtype)
 
-    def _report_weights(self) -> None:
-        """Do nothing, because the exchange has reported the weights."""
+    def _record_weights(self) -> None:
+        """Do nothing, because the exchange has recorded the weights."""

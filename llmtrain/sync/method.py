@@ -113,9 +113,10 @@ class Method:
             return None
         return anchors.state_dict()["anchor"]
 
-    def report(self) -> SyncStats:
+    @property
+    def stats(self) -> SyncStats:
         """Return the counters so far."""
-        return self.block_sync.report
+        return self.block_sync.stats
 
     def take_warnings(self) -> list[str]:
         """Return the warnings since the last call. All ranks have the same ones."""
@@ -157,7 +158,7 @@ class Method:
         # A run whose local steps have begun keeps its warm-up: a longer one in the recipe would return to synchronous steps.
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
-            "report": self.block_sync.report.state_dict(),
+            "report": self.block_sync.stats.state_dict(),
             "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
             "moments": self.moments.state_dict() if self.moments is not None else None,
@@ -171,7 +172,7 @@ class Method:
             error.to(block.shards[0].device, copy=True)
             for error, block in zip(tensors["error"], self.replica.blocks, strict=False)
         ]
-        self.block_sync.report.load_state_dict(state["report"])
+        self.block_sync.stats.load_state_dict(state["report"])
         self.period.load_state_dict(state["period"])
         if "warmup" in state["period"]:
             self.period.set_warmup(state["period"]["warmup"])

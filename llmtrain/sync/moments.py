@@ -20,9 +20,9 @@ class MomentAverages:
     """Averages of first and second moments, block by block, in the moments' own dtype. Training waits for them."""
 
     def __init__(
-        self, section: MomentsSection, replica: Replica, replica_comms: Comms, shard_comms: Comms, report: SyncStats
+        self, section: MomentsSection, replica: Replica, replica_comms: Comms, shard_comms: Comms, stats: SyncStats
     ):
-        self.section, self.replica, self.report = section, replica, report
+        self.section, self.replica, self.stats = section, replica, stats
         self.replica_comms, self.shard_comms = replica_comms, shard_comms
         self._rounds = 0
 
@@ -36,7 +36,7 @@ class MomentAverages:
         if due := [order for order, every in orders if every is not None and self._rounds % every == 0]:
             self._check()
         for order in due:
-            with self.report.time_exposed():
+            with self.stats.time_exposed():
                 self._average(order)
 
     def state_dict(self) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class Weighing:
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
         """Wait for all replicas' rows and return the agreement on `blocks`, the blocks whose squared norms `start`
         received. Report the weights and anomalies."""
-        replica_comms, report = self.block_sync.replica_comms, self.block_sync.report
-        with report.time_waiting():
+        replica_comms, stats = self.block_sync.replica_comms, self.block_sync.stats
+        with stats.time_waiting():
             gathered = gathering.wait().cpu()
         computed_seconds, of_rounds, norms = gathered.split(
             [1, ROUND_VALUES, gathered.shape[1] - 1 - ROUND_VALUES], dim=1
@@ -82,14 +82,14 @@ class Weighing:
         rounds = [RoundStats(*row) for row in of_rounds.tolist()]
         local_steps, slowest = average_stats(rounds), int(computed_seconds.argmax())
         if self.reduction is None:
-            report.weights_max = 1 / replica_comms.size
+            stats.weights_max = 1 / replica_comms.size
             weights = dict.fromkeys(blocks, 1 / replica_comms.size)
             return Agreement(local_steps, slowest, weights, frozenset(), frozenset())
         found = self.reduction.weigh_blocks(blocks, norms, rounds)
-        report.anomalies += int(found.anomalous.sum())
-        report.rollbacks += int(found.anomalous.all(0).sum())
-        report.longest_exclusion = self.reduction.longest_exclusion
-        report.weights_max = float((found.weights / found.weights.sum(0).clamp(min=1.0)).max())
+        stats.anomalies += int(found.anomalous.sum())
+        stats.rollbacks += int(found.anomalous.all(0).sum())
+        stats.longest_exclusion = self.reduction.longest_exclusion
+        stats.weights_max = float((found.weights / found.weights.sum(0).clamp(min=1.0)).max())
         names = [block.name for block in self.block_sync.replica.blocks]
         self.block_sync.warnings += self.reduction.check_exclusions(names, blocks)
         lengths = dict(zip(blocks, found.lengths.tolist(), strict=True))

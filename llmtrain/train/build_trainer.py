@@ -36,6 +36,7 @@ from llmtrain.train.metrics import Metrics
 from llmtrain.train.prepare_data import prepare_sets, prepare_texts
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_log import RunLog
 from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest
@@ -107,13 +108,14 @@ def build_trainer(
     checkpointer.from_weights = None if weights is None else weights.recorded
     reducer = MetricReducer(mesh, flops, peak)
     io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
+    run_log = RunLog(recipe, directory, console, io_errors, mesh.is_main)
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     trainer = Trainer(
         recipe,
         engine,
         method,
         PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
-        Metrics(recipe, mesh, engine, method, checkpointer, reducer, console, directory, stop, io_errors),
+        Metrics(recipe, mesh, engine, method, checkpointer, reducer, run_log, stop),
         Validator(engine, mesh, texts.validation_sets(), sampler, console),
         checkpointer,
         texts,

@@ -1,6 +1,6 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
-Each rank submits a row of numbers. The gather runs in the background and is read once it is complete, at the latest
+`Metrics.log` lists the numbers. The gather runs in the background and is read once it is complete, at the latest
 before the next log line. A replica therefore waits at a log line only for a replica that is a whole log interval behind it; on
 GPUs, an interval less one step, because a line is gathered one step after it is opened.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -31,50 +31,6 @@ SKIPS_IN_A_ROW = 10
 
 
 @dataclass
-class RankMetrics:
-    """Numbers of one rank: sums since its last log line, or totals since the start of the run."""
-
-    steps: float
-    loss_sum: float
-    predicted_tokens: float
-    padding: float
-    """Padded positions, beyond the ends of documents."""
-    tokens_total: float
-    steps_total: float
-    gradients: float
-    """Inner optimizer steps of the interval."""
-    gradients_total: float
-    late_total: float
-    skipped_total: float
-    skipped_in_a_row: float
-    grad_norm_sum: float
-    """Sum over the interval's gradients, for the rank's replica."""
-    step_seconds: float
-    """Sum over the interval's steps."""
-    data_seconds: float
-    peak_memory: float
-    reserved_memory: float
-    """Bytes that torch's allocator has taken from a GPU; 0 on a CPU."""
-    bytes_total: float
-    """Bytes sent on the replica axis."""
-    other_bytes_total: float
-    """Bytes sent for validation, metrics and agreements."""
-    comm_seconds: float
-    exposed_seconds: float
-    wait_seconds: float
-    mean_squared: float
-    spread_squared: float
-    stop: float
-    """1 if this process was asked to stop."""
-    virtual_seconds: float
-    """Time on the replica's virtual clock; 0 without one."""
-    unwritten: float
-    """1 if a checkpoint could not be written or another I/O error is pending."""
-    fingerprint: float
-    """Fingerprint of the rank's shard of the anchors; 0 if none was due."""
-
-
-@dataclass
 class OpenLine:
     """Log line of which a GPU may still compute this rank's numbers."""
 
@@ -84,77 +40,75 @@ class OpenLine:
     common: dict[str, float]
     """Values known to every rank without a gather: learning rate, period, counters."""
     numbers: DeviceNumbers
-    """Fields of RankMetrics, without the three times of waiting."""
+    """This rank's numbers, without the three times of waiting."""
     more_step_seconds: float = 0.0
     """Time of the interval's steps after the line was opened."""
 
-    def row(self, waiting: Mapping[str, float]) -> RankMetrics:
-        """Return this rank's row with the times of waiting, once the device has computed its numbers."""
-        row = RankMetrics(**self.numbers.read(), **waiting)
-        return replace(row, step_seconds=row.step_seconds + self.more_step_seconds)
+    def row(self, waiting: Mapping[str, float]) -> dict[str, float]:
+        """Return this rank's numbers with the times of waiting, once the device has computed them."""
+        row = {**self.numbers.read(), **waiting}
+        return row | {"step_seconds": row["step_seconds"] + self.more_step_seconds}
 
 
 @dataclass(frozen=True)
 class GatheredMetrics:
-    """Rows of all ranks for one log line."""
+    """Numbers of all ranks for one log line."""
 
     step: int
     seconds: float
     common: dict[str, float]
     """Values known to every rank without a gather: learning rate, period, counters."""
-    rows: torch.Tensor
-    """Shape [ranks, fields of RankMetrics], float64."""
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return one field's values, one per rank."""
-        return self.rows[:, [field.name for field in fields(RankMetrics)].index(name)]
+    columns: dict[str, torch.Tensor]
+    """Each number's values by rank, float64."""
 
     @property
     def tokens(self) -> int:
         """Return the training tokens of all replicas so far."""
-        return int(self.column("tokens_total").sum())
+        return int(self.columns["tokens_total"].sum())
 
     @property
     def stop_requested(self) -> bool:
-        return bool(self.column("stop").sum() > 0)
+        return bool(self.columns["stop"].sum() > 0)
 
     @property
     def checkpoint_failed(self) -> bool:
-        return bool(self.column("unwritten").sum() > 0)
+        return bool(self.columns["unwritten"].sum() > 0)
 
 
 class AsyncMetricGather:
-    """Background gather of metric rows. All ranks call `submit` at the same steps."""
+    """Background gather of the ranks' numbers. All ranks call `submit` at the same steps."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self._pending: tuple[int, float, dict[str, float], PendingCollective] | None = None
+        self._pending: tuple[OpenLine, list[str], PendingCollective] | None = None
 
     def submit(self, line: OpenLine, waiting: Mapping[str, float]) -> None:
-        """Start gathering the rows of one line, with this rank's times of `waiting`. The previous line must have been
+        """Start gathering the numbers of one line, with this rank's times of `waiting`. The previous line must have been
         collected."""
         assert self._pending is None
-        values = torch.tensor([float(value) for value in asdict(line.row(waiting)).values()], dtype=torch.float64)
-        gather = self.mesh.all_ranks.start_all_gather(values, "gathering metrics")
-        self._pending = (line.step, line.seconds, line.common, gather)
+        row = line.row(waiting)
+        names = sorted(row)  # the same order on every rank, whichever numbers a rank's GPU has computed
+        values = torch.tensor([float(row[name]) for name in names], dtype=torch.float64)
+        self._pending = line, names, self.mesh.all_ranks.start_all_gather(values, "gathering metrics")
 
     def wait(self) -> None:
-        """Wait for the slowest rank's row, if a line is in flight."""
+        """Wait for the slowest rank's numbers, if a line is in flight."""
         if self._pending is not None:
             self._pending[-1].wait()
 
     def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
-        """Return the rows of the line in flight and forget it; None if there is none. Waits for the slowest rank's row, or with
-        `only_if_done` returns None instead of waiting."""
+        """Return the numbers of the line in flight and forget it; None if there is none. Waits for the slowest rank's numbers, or
+        with `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
-        *known, pending = self._pending
+        line, names, pending = self._pending
         self._pending = None
-        return GatheredMetrics(*known, rows=pending.wait())
+        columns = dict(zip(names, pending.wait().unbind(dim=1), strict=True))
+        return GatheredMetrics(line.step, line.seconds, line.common, columns)
 
 
 class MetricReducer:
-    """Reducer of a line's rows to the tags of docs/metrics.md."""
+    """Reducer of a line's numbers to the tags of docs/metrics.md."""
 
     def __init__(self, mesh: Mesh, flops_per_token: float, peak: float | None):
         """Reduce for this mesh. `peak` is a device's peak FLOP/s, or None if it is unknown and no MFU is reported."""
@@ -168,39 +122,39 @@ class MetricReducer:
 
     def tags(self, line: GatheredMetrics) -> dict[str, float]:
         """Return the tags of one line and count its loss spike, if any."""
-        loss_sums, tokens = line.column("loss_sum"), line.column("predicted_tokens")
+        loss_sums, tokens = line.columns["loss_sum"], line.columns["predicted_tokens"]
         loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
-        step_seconds, steps = line.column("step_seconds"), line.column("steps")
+        step_seconds, steps = line.columns["step_seconds"], line.columns["steps"]
         seconds = float(step_seconds.sum() if self._in_turns else step_seconds.max())
         rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
         tags = {
             "train/loss": loss,
             "train/ppl": math.exp(min(loss, 700.0)),
-            "train/steps": float(line.column("steps_total").mean()),
-            "train/gradient_steps": float(line.column("gradients_total").mean()),
-            "train/grad_norm": float((line.column("grad_norm_sum") / line.column("gradients").clamp(min=1)).mean()),
+            "train/steps": float(line.columns["steps_total"].mean()),
+            "train/gradient_steps": float(line.columns["gradients_total"].mean()),
+            "train/grad_norm": float((line.columns["grad_norm_sum"] / line.columns["gradients"].clamp(min=1)).mean()),
             "perf/tokens_per_second": rate,
             "perf/step_seconds": float((step_seconds / steps).max()),
-            "perf/data_seconds": float((line.column("data_seconds") / steps).max()),
-            "perf/peak_memory_gib": float(line.column("peak_memory").max()) / GIB,
-            "comm/bytes_total": float(line.column("bytes_total").sum()),
-            "comm/other_bytes_total": float(line.column("other_bytes_total").sum()),
-            "comm/seconds": float(line.column("comm_seconds").mean()),
-            "comm/exposed_seconds": float(line.column("exposed_seconds").mean()),
-            "comm/wait_seconds": float(line.column("wait_seconds").mean()),
-            "sync/pseudo_grad_norm": math.sqrt(float(line.column("mean_squared").sum()) / self.mesh.replicas),
-            "sync/divergence": math.sqrt(float(line.column("spread_squared").sum()) / self.mesh.replicas),
-            "sync/late": float(line.column("late_total").sum()) / self.mesh.shard_comms.size,
-            "health/skipped_steps": float(line.column("skipped_total").sum()) / self.mesh.shard_comms.size,
+            "perf/data_seconds": float((line.columns["data_seconds"] / steps).max()),
+            "perf/peak_memory_gib": float(line.columns["peak_memory"].max()) / GIB,
+            "comm/bytes_total": float(line.columns["bytes_total"].sum()),
+            "comm/other_bytes_total": float(line.columns["other_bytes_total"].sum()),
+            "comm/seconds": float(line.columns["comm_seconds"].mean()),
+            "comm/exposed_seconds": float(line.columns["exposed_seconds"].mean()),
+            "comm/wait_seconds": float(line.columns["wait_seconds"].mean()),
+            "sync/pseudo_grad_norm": math.sqrt(float(line.columns["mean_squared"].sum()) / self.mesh.replicas),
+            "sync/divergence": math.sqrt(float(line.columns["spread_squared"].sum()) / self.mesh.replicas),
+            "sync/late": float(line.columns["late_total"].sum()) / self.mesh.shard_comms.size,
+            "health/skipped_steps": float(line.columns["skipped_total"].sum()) / self.mesh.shard_comms.size,
             "health/loss_spikes": float(self._count_spike(loss)),
             "health/nonfinite": float((~loss_sums.isfinite()).sum()),
             **line.common,
         }
-        if reserved := float(line.column("reserved_memory").max()):
+        if reserved := float(line.columns["reserved_memory"].max()):
             tags["perf/reserved_memory_gib"] = reserved / GIB
-        if virtual := float(line.column("virtual_seconds").max()):
+        if virtual := float(line.columns["virtual_seconds"].max()):
             tags["perf/virtual_seconds"] = virtual
-        if padding := float(line.column("padding").sum()):
+        if padding := float(line.columns["padding"].sum()):
             tags["data/padding"] = padding / (padding + float(tokens.sum()))
         if self.peak is not None:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self._devices)
@@ -211,16 +165,16 @@ class MetricReducer:
         norm is not finite, a replica has skipped its last `SKIPS_IN_A_ROW` steps, or anchors differ."""
         # Steps that `optim.nonfinite` skips are in neither of the two sums, so they do not end the run here.
         for what, column in (("loss", "loss_sum"), ("norm of the gradient", "grad_norm_sum")):
-            values = line.column(column)
+            values = line.columns[column]
             if not values.isfinite().all():
                 rank = int((~values.isfinite()).nonzero()[0])
                 raise TrainingError(
                     f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard_comms.size}) at step "
-                    f"{line.step} or in the {line.column('steps')[rank]:.0f} steps before it; start again to continue from the last "
+                    f"{line.step} or in the {line.columns['steps'][rank]:.0f} steps before it; start again to continue from the last "
                     "checkpoint, with a smaller optim.lr under another run.name if it comes back"
                 )
 
-        skipped = line.column("skipped_in_a_row")
+        skipped = line.columns["skipped_in_a_row"]
         if skipped.max() >= SKIPS_IN_A_ROW:
             rank = int(skipped.argmax())
             raise TrainingError(
@@ -228,7 +182,7 @@ class MetricReducer:
                 "gradient was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
                 "another run.name if it comes back"
             )
-        fingerprints = line.column("fingerprint").reshape(self.mesh.replicas, self.mesh.shard_comms.size)
+        fingerprints = line.columns["fingerprint"].reshape(self.mesh.replicas, self.mesh.shard_comms.size)
         usual = fingerprints.mode(dim=0).values
         others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
         if others:

@@ -1,11 +1,11 @@
-"""Metrics of a run: timed and summed on each rank, gathered without a barrier, and logged on the main rank."""
+"""Metrics of a run: timed and summed on each rank, and gathered without a barrier for the `RunLog`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -23,10 +23,9 @@ from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.device_numbers import DeviceNumbers, Number, host_numbers
 from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
 from llmtrain.train.interval import IntervalMetrics
-from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
-from llmtrain.train.rank_errors import IoErrors, raise_on_all
-from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.rank_errors import raise_on_all
+from llmtrain.train.run_log import RunLog
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validation, ValidationSet
@@ -60,65 +59,29 @@ class Metrics:
         method: Method,
         checkpointer: Checkpointer,
         reducer: MetricReducer,
-        console: Console,
-        directory: RunDirectory,
+        run_log: RunLog,
         stop: StopRequest,
-        io_errors: IoErrors,
     ):
         self.recipe, self.mesh, self.engine, self.method = recipe, mesh, engine, method
-        self.checkpointer, self.reducer, self.console = checkpointer, reducer, console
-        self.directory, self.stop, self.io_errors = directory, stop, io_errors
+        self.checkpointer, self.reducer, self.run_log, self.stop = checkpointer, reducer, run_log, stop
         self.interval = IntervalMetrics()
         self.train_seconds = 0.0
         """Training time so far in seconds: steps, outstanding device work and waits for other ranks."""
         self.tokens = 0
         """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
-        self.warnings: list[str] = []
-        """Warnings since this start, each with its step."""
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
-        self.last_sample: tuple[int, str] | None = None
-        """Step and text of the last sample since this start."""
         self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
         self._open_line: OpenLine | None = None
         self._displayed: GatheredMetrics | None = None
         self._verified = 0  # synchronizations at the last comparison of anchors
-        self._loggers: Sequence[Logger] = ()
 
-    @contextmanager
-    def open(self, state: TrainState) -> Iterator[None]:
-        """Open the loggers and the progress bar for the enclosed training. A collective of all ranks.
-
-        Raises TrainingError, on every rank, if metrics cannot be written, and RecipeError if a
-        logger can't be used.
-        """
-        steps, note = self.interval.steps, self.console.print
-        opened = (self.recipe, self.directory, state.global_step, self.tokens, steps, note)
-        if self.mesh.is_main:
-            self._loggers = self._write(lambda: open_loggers(*opened)) or ()
-        try:
-            self.io_errors.check()
-            rounds = self.method.period.round_number(state.total_steps)
-            self.console.start(state.global_step, state.total_steps, rounds)
-            yield
-        except BaseException:
-            for logger in self._loggers:
-                with suppress(Exception):  # the disk may have ended the run, because it is full
-                    logger.close(failed=True)
-            raise
-        else:
-            for logger in self._loggers:
-                self._write(logger.close)
-            self.io_errors.check()
-        finally:
-            self.console.stop()
-
-    def wait_for_loggers(self) -> None:
-        """Wait for what loggers still do in the background. Called when no rank waits for this one any more."""
-        for logger in self._loggers:
-            logger.wait()
+    def open(self, state: TrainState) -> AbstractContextManager[None]:
+        """Open the loggers and the progress bar for the enclosed training. A collective of all ranks."""
+        rounds = self.method.period.round_number(state.total_steps)
+        return self.run_log.open(state, self.tokens, self.interval.steps, rounds)
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
@@ -157,56 +120,59 @@ class Metrics:
     def count_step(self, state: TrainState) -> None:
         """Count a step and advance the progress bar."""
         self.interval.steps += 1
-        self.console.advance(state.step, is_alone=state.step > state.global_step + 1)
+        self.run_log.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
         """Finish the previous log line, then open that of the interval that ends now. On a CPU, or if every step has a line,
         its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until
         then. `lr` is the learning rate to log."""
         self.wait()
-        report, interval = self.method.report(), self.interval
+        stats, interval = self.method.stats, self.interval
         common = {
             "train/lr": lr,
-            "sync/count": report.count,
+            "sync/count": stats.count,
             "sync/round": self._round_number(state),
             "sync/period": self.method.period.round_length(state.step),
-            "sync/weights_max": report.weights_max,
-            "sync/anomalies": report.anomalies,
-            "sync/rollbacks": report.rollbacks,
-            "sync/longest_exclusion": report.longest_exclusion,
+            "sync/weights_max": stats.weights_max,
+            "sync/anomalies": stats.anomalies,
+            "sync/rollbacks": stats.rollbacks,
+            "sync/longest_exclusion": stats.longest_exclusion,
             "sync/staleness": self.method.schedule.staleness,
             "perf/checkpoint_seconds": self.checkpointer.seconds,
-            "health/slowest_replica": report.slowest_replica,
+            "health/slowest_replica": stats.slowest_replica,
         }
-        row: dict[str, Number] = {
+        numbers: dict[str, Number] = {  # of this rank, by names under which `MetricReducer` finds those of all ranks
+            # Since the last line.
             "steps": interval.steps,
+            "gradients": interval.gradients,
             "loss_sum": interval.loss,
+            "grad_norm_sum": interval.grad_norm,
             "predicted_tokens": interval.predicted_tokens,
             "padding": interval.padding,
-            "tokens_total": state.predicted_tokens,
-            "steps_total": state.step,
-            "gradients": interval.gradients,
-            "gradients_total": state.gradients,
-            "late_total": report.late,
-            "skipped_total": state.skipped,
-            "skipped_in_a_row": state.skipped_in_a_row,
-            "grad_norm_sum": interval.grad_norm,
             "step_seconds": interval.step_seconds,
             "data_seconds": interval.data_seconds,
+            # Since the start of the run. `_submit` adds times of waiting.
+            "steps_total": state.step,
+            "gradients_total": state.gradients,
+            "tokens_total": state.predicted_tokens,
+            "skipped_total": state.skipped,
+            "late_total": stats.late,
+            "bytes_total": self.mesh.replica_comms.traffic.bytes,
+            "other_bytes_total": self.mesh.all_ranks.traffic.bytes,  # for validation, metrics and agreements
+            "virtual_seconds": self.mesh.virtual_seconds,
+            # As it is now.
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "mean_squared": stats.mean_squared,
+            "spread_squared": stats.spread_squared,
             "peak_memory": peak_memory_bytes(self.mesh.device),
             "reserved_memory": reserved_memory_bytes(self.mesh.device),
-            "bytes_total": self.mesh.replica_comms.traffic.bytes,
-            "other_bytes_total": self.mesh.all_ranks.traffic.bytes,
-            "mean_squared": report.mean_squared,
-            "spread_squared": report.spread_squared,
-            "virtual_seconds": self.mesh.virtual_seconds,
+            "fingerprint": self._fingerprint(stats.count),
             "stop": self.stop.requested,
-            "unwritten": self.checkpointer.failed or self.io_errors.pending,
-            "fingerprint": self._fingerprint(report.count),
+            "unwritten": self.checkpointer.failed or self.run_log.io_errors.pending,
         }
-        self._open_line = OpenLine(state.global_step, self.train_seconds, common, DeviceNumbers(row))
+        self._open_line = OpenLine(state.global_step, self.train_seconds, common, DeviceNumbers(numbers))
         for warning in self.method.take_warnings():
-            self._warn(state.global_step, warning)
+            self.run_log.warn(state.global_step, warning)
         self.interval = IntervalMetrics()
         if self.mesh.device.type == "cpu" or self.recipe.log.every == 1:
             self._submit()
@@ -219,7 +185,7 @@ class Metrics:
         that differ and failed writes, and DataError for damaged data.
         """
         self._submit()
-        with self.training_time(), self.method.report().time_exposed(), self.method.report().time_waiting():
+        with self.training_time(), self.method.stats.time_exposed(), self.method.stats.time_waiting():
             self._gather.wait()
         line = self._displayed or self._display(self._gather.wait_all())
         self._displayed = None
@@ -232,7 +198,7 @@ class Metrics:
             self._stop_agreed |= line.stop_requested
             if line.checkpoint_failed:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
-                self.io_errors.check()
+                self.run_log.io_errors.check()
 
     def check_interval(self, state: TrainState) -> None:
         """Raise TrainingError, on every rank, if a loss or gradient norm since the last log line is not finite. A collective of all
@@ -263,31 +229,25 @@ class Metrics:
         self.last_eval = found[0][1]
         self.first_eval = self.first_eval or self.last_eval
         state.last_evaluated = state.global_step
-        tags: dict[str, float] = {}
-        for text, validation in found:
-            tags |= text.tags(validation)
-            self.console.log_validation(state.global_step, text.name, text.tags(validation))
+        tags = {text.name: text.tags(validation) for text, validation in found}
+        self.run_log.log_validation(state.global_step, self.tokens, self.train_seconds, tags)
         if not self.last_eval.loss <= self.first_eval.loss:  # so written, it is also true of NaN
             start = f"{self.first_eval.loss:.4f} before the first step"
             why = "the run diverges, unless its learning rate still rises; lower optim.lr"
-            self._warn(state.global_step, f"validation loss {self.last_eval.loss:.4f} is not below the {start}: {why}")
-        self._log(state.global_step, self.tokens, self.train_seconds, tags)
+            self.run_log.warn(
+                state.global_step, f"validation loss {self.last_eval.loss:.4f} is not below the {start}: {why}"
+            )
 
     def log_sample(self, state: TrainState, text: str) -> None:
-        """Log a text that the model has generated, and print its beginning. That of the last step is printed with the
-        report."""
-        self.last_sample = (state.global_step, text)
-        for logger in self._loggers:
-            self._write(lambda logger=logger: logger.log_sample(state.global_step, self.tokens, text))
-        if not state.is_done:
-            self.console.log_sample(state.global_step, text)
+        """Log a text that the model has generated."""
+        self.run_log.log_sample(state, self.tokens, text)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
         if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
         self.checkpointer.wait()
         self.checkpointer.poll()
-        self.io_errors.check()
+        self.run_log.io_errors.check()
 
     @property
     def stop_agreed(self) -> bool:
@@ -308,7 +268,7 @@ class Metrics:
     def exposed_seconds(self) -> float:
         """Return the seconds for which training has waited for traffic between replicas: synchronizations and averaged
         gradients."""
-        return self.method.report().exposed_seconds + self.engine.gradient_wait.seconds
+        return self.method.stats.exposed_seconds + self.engine.gradient_wait.seconds
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores, by their names in `METRICS_RULES`."""
@@ -350,7 +310,7 @@ class Metrics:
         waiting = {
             "comm_seconds": self.mesh.replica_comms.traffic.waiting.seconds,
             "exposed_seconds": self.exposed_seconds,
-            "wait_seconds": self.method.report().wait_seconds,
+            "wait_seconds": self.method.stats.wait_seconds,
         }  # read now, because a GPU's times are known only once it is done
         self._gather.submit(line, waiting)
 
@@ -358,7 +318,7 @@ class Metrics:
         """Return the number of the present round, from 1; 0 in a synchronous phase."""
         number = self.method.period.round_number(state.step)
         # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
-        return self.method.report().count + (not state.is_done) if number is None else number
+        return self.method.stats.count + (not state.is_done) if number is None else number
 
     def _fingerprint(self, count: int) -> Number:
         """Return the anchors' fingerprint if `sync.verify_every` asks for their comparison after `count` synchronizations, else
@@ -376,24 +336,14 @@ class Metrics:
         spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)
         self.last_line, self.tokens = self.reducer.tags(line), line.tokens
         if self.reducer.spikes > spikes:
-            self._warn(line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean")
+            self.run_log.warn(
+                line.step, f"loss {self.last_line['train/loss']:.3f} is a spike, far above its running mean"
+            )
         if self.last_line["health/skipped_steps"] > skipped:
             count = round(self.last_line["health/skipped_steps"])
-            self._warn(
+            self.run_log.warn(
                 line.step,
                 f"{count} step{'' if count == 1 else 's'} skipped so far: no finite gradient (optim.nonfinite)",
             )
-        self._log(line.step, line.tokens, line.seconds, self.last_line)
-        self.console.log_step(line.step, self.last_line)
+        self.run_log.log_step(line.step, line.tokens, line.seconds, self.last_line)
         return line
-
-    def _warn(self, step: int, text: str) -> None:
-        self.warnings.append(f"step {step}: {text}")
-        self.console.warn(step, text)
-
-    def _log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        for logger in self._loggers:
-            self._write(lambda logger=logger: logger.log(step, tokens, seconds, tags))
-
-    def _write(self, work: Callable[[], T]) -> T | None:
-        return self.io_errors.write(self.directory.metrics, work)

@@ -111,7 +111,7 @@ def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], pr
         ):
             trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
         del weights  # closes its files
-        at_end.callback(trainer.metrics.wait_for_loggers)
+        at_end.callback(trainer.metrics.run_log.wait)
         suites.newest = 0 if resume_from is None else step_of(resume_from)
         trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
         trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]

@@ -28,8 +28,8 @@ def summary_of(
     """Return the content of summary.json. Sums over ranks are those of the last log line. `stopped` is how the run ended:
     "done", "signal" or "error". `mirrored` is the step of the mirror's newest checkpoint. `texts` is the result of
     `RunTexts.report`."""
-    metrics, report = trainer.metrics, trainer.method.report()
-    last, losses = metrics.last_line, read_losses(metrics.directory.checkpoints)
+    metrics, stats = trainer.metrics, trainer.method.stats
+    last, losses = metrics.last_line, read_losses(metrics.run_log.directory.checkpoints)
     best = best_step(losses)
     virtual = max(metrics.mesh.virtual_seconds, last.get("perf/virtual_seconds", 0.0))
     return {
@@ -49,14 +49,14 @@ def summary_of(
         "bytes_sent": round(last.get("comm/bytes_total", 0)),
         "other_bytes_sent": round(last.get("comm/other_bytes_total", 0)),
         **({"virtual_seconds": round(virtual, 3)} if virtual else {}),
-        "sync_count": report.count,
-        "sync_seconds": round(report.seconds, 3),
+        "sync_count": stats.count,
+        "sync_seconds": round(stats.seconds, 3),
         "exposed_sync_seconds": round(metrics.exposed_seconds, 3),
         "peak_memory_bytes": round(last.get("perf/peak_memory_gib", 0) * GIB),
         "from_weights": trainer.checkpointer.from_weights,
         "stopped": stopped,
         "mirrored": mirrored,
-        "warnings": metrics.warnings[-MAX_WARNINGS:],
+        "warnings": metrics.run_log.warnings[-MAX_WARNINGS:],
         **({"texts": texts} if texts else {}),
         **({"site_loss_spread": loss_spread(texts)} if texts and trainer.recipe.data.per_replica else {}),
     }
@@ -71,7 +71,7 @@ def loss_spread(texts: Mapping[str, dict[str, Any]]) -> float | None:
 def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
     """Write summary.json and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
     writing fails."""
-    recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.directory
+    recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.run_log.directory
     trainer.metrics.count_tokens(trainer.state)  # a run that is stopped may have trained since its last log line
     last = trainer.metrics.last_eval
     read = trainer.texts.report(trainer.loader.loader, trainer.loader.state_dict(), last.parts if last else {})
@@ -94,9 +94,9 @@ def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
 def print_report(trainer: Trainer) -> None:
     """Print a text sample, if `eval.sample_prompt` asks for one, and the report. A collective of all ranks."""
     metrics, sampler, step = trainer.metrics, trainer.validator.sampler, trainer.state.global_step
-    mesh, directory, console = metrics.mesh, metrics.directory, metrics.console
+    mesh, directory, console = metrics.mesh, metrics.run_log.directory, metrics.run_log.console
     if sampler.is_wanted:
-        sampled_at, text = metrics.last_sample or (None, None)  # the same on all ranks
+        sampled_at, text = metrics.run_log.last_sample or (None, None)  # the same on all ranks
         if sampled_at != step:  # the model is too large for samples during training, or the run was resumed at its end
             text = sampler.generate()
             if text is not None:
@@ -130,7 +130,7 @@ an outer step, which would have to be tuned."""
 def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> list[str]:
     """Return the lines of the report: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
     the next run."""
-    recipe, metrics = trainer.recipe, trainer.metrics
+    recipe, metrics, run_log = trainer.recipe, trainer.metrics, trainer.metrics.run_log
     minutes, seconds = divmod(round(summary["train_seconds"]), 60)
     hours, minutes = divmod(minutes, 60)
     took = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
@@ -139,9 +139,9 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
         f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )
-    if metrics.warnings:
-        count = len(metrics.warnings)
-        happened += f" {count} warning{'' if count == 1 else 's'}, the last at {metrics.warnings[-1]}."
+    if run_log.warnings:
+        count = len(run_log.warnings)
+        happened += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
     if "virtual_seconds" in summary:
         happened += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
     every_step = summary["steps"] * 2 * (summary["replicas"] - 1) * 4 * parameters
@@ -168,5 +168,5 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         *read_lines_of(summary),
         sent,
         *kept,
-        f"Look at {metrics.directory.plot}{board} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
+        f"Look at {run_log.directory.plot}{board} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
     ]

@@ -128,7 +128,7 @@ class Trainer:
         self.texts.check_continued(self.known_texts)
         self.state.load_state_dict(loaded.progress, loaded.step)
         self.metrics.load_state_dict(loaded.progress, self.state)
-        of_loader, length, console = loaded.progress["loader"], loaded.length, self.metrics.console
+        of_loader, length, console = loaded.progress["loader"], loaded.length, self.metrics.run_log.console
         if length is not None:  # the recipe has another number of steps than the checkpoint's
             of_loader = self.loader.grown(of_loader, length.samples_before)
             self.method.total_steps_changed(loaded.step)

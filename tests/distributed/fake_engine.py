@@ -367,14 +367,14 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             load(engine, method, saved)
         says_synchronized.append(method.is_synchronized)
     method.finish()
-    report = method.report()
+    stats = method.stats
     return Answer(
         forwards=forwards,
         final=list(engine.computed),
         synchronous_steps=synchronous,
-        counts=(report.count, report.anomalies, report.rollbacks),
+        counts=(stats.count, stats.anomalies, stats.rollbacks),
         agreed=agreed,
         says_synchronized=[*says_synchronized, method.is_synchronized],
         bytes_sent=replica.traffic.bytes,
-        squares=(float(report.mean_squared), float(report.spread_squared)),
+        squares=(float(stats.mean_squared), float(stats.spread_squared)),
     )

@@ -149,7 +149,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
 
 def newest_of(trainer: Trainer) -> Path | None:
     """The run's newest checkpoint, if it has one."""
-    return max((path for _, path in list_checkpoints(trainer.metrics.directory.checkpoints)), default=None)
+    return max((path for _, path in list_checkpoints(trainer.metrics.run_log.directory.checkpoints)), default=None)
 
 
 def fit(trainer: Trainer) -> str:

@@ -256,7 +256,7 @@ def refuse_lines(trainer: Trainer, recipe: Recipe) -> None:
 
 def refuse_opening(trainer: Trainer, recipe: Recipe) -> None:
     if trainer.metrics.mesh.is_main:
-        trainer.metrics.directory.metrics.mkdir()
+        trainer.metrics.run_log.directory.metrics.mkdir()
 
 
 def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a_hole(
@@ -311,7 +311,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:
-    trainer.metrics.io_errors._search._thread.join()  # so short a run could be over before
+    trainer.metrics.run_log.io_errors._search._thread.join()  # so short a run could be over before
 
 
 def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(

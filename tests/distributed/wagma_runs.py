@@ -225,9 +225,9 @@ def _advance(case: Case, engine: FakeEngine, method: Method, steps: range, answe
 
 def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
     method.finish()
-    report = method.report()
+    stats = method.stats
     answer.final = list(engine.computed)
-    answer.late, answer.count = report.late, report.count
+    answer.late, answer.count = stats.late, stats.count
     if method.schedule.worker is not None:
         answer.forgotten = getattr(method.schedule.worker.wake_signal, "forgotten", [])
 

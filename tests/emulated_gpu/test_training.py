@@ -247,7 +247,7 @@ def timed(case: Case) -> tuple[int, float, float]:
             engine.step(plan.lr)
             method.end_step(step)
         method.finish()
-    return calls.call_count, method.report().exposed_seconds, engine.gradient_wait.seconds
+    return calls.call_count, method.stats.exposed_seconds, engine.gradient_wait.seconds
 
 
 @pytest.mark.parametrize("name", ["edit, offloaded", "streaming, offloaded", "edit, ZeRO-3"])

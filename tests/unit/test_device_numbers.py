@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from llmtrain.config import OptimSection
 from llmtrain.parallel.optimizers import OptimizerSet, build_optimizer, start_moments, step_unless
 from llmtrain.train.device_numbers import DeviceNumbers, host_numbers
-from llmtrain.train.metric_gather import OpenLine, RankMetrics
+from llmtrain.train.metric_gather import AsyncMetricGather, OpenLine
 from llmtrain.train.state import TrainState
 
 
@@ -21,11 +22,28 @@ def test_a_cpus_numbers_is_ready_at_once() -> None:
 
 
 def test_time_after_a_line_was_opened_is_time_of_its_steps() -> None:
-    waiting = dict.fromkeys(("comm_seconds", "exposed_seconds", "wait_seconds"), 3.0)
-    numbers = dict.fromkeys(RankMetrics.__dataclass_fields__.keys() - waiting.keys(), 1.0)
-    line = OpenLine(step=4, seconds=9.0, common={}, numbers=DeviceNumbers(numbers), more_step_seconds=0.5)
-    row = line.row(waiting)
-    assert (row.step_seconds, row.steps, row.wait_seconds) == (1.5, 1.0, 3.0)
+    numbers = DeviceNumbers({"steps": 1.0, "step_seconds": 1.0})
+    line = OpenLine(step=4, seconds=9.0, common={}, numbers=numbers, more_step_seconds=0.5)
+    assert line.row({"wait_seconds": 3.0}) == {"steps": 1.0, "step_seconds": 1.5, "wait_seconds": 3.0}
+
+
+def test_numbers_are_gathered_in_one_order_whichever_a_gpu_computes() -> None:
+    """A GPU's numbers come last, and ranks may differ in which these are."""
+    sent: list[torch.Tensor] = []
+
+    def start_all_gather(values: torch.Tensor, what: str) -> SimpleNamespace:
+        sent.append(values)
+        return SimpleNamespace(wait=lambda: torch.stack(sent))
+
+    mesh = SimpleNamespace(all_ranks=SimpleNamespace(start_all_gather=start_all_gather))
+    rows = {"steps": 2, "step_seconds": 0.5, "stop": True}, {"stop": False, "step_seconds": 0.25, "steps": 3}
+    for row in rows:
+        gather = AsyncMetricGather(mesh)
+        gather.submit(OpenLine(4, 9.0, {"train/lr": 0.1}, DeviceNumbers(row)), {"wait_seconds": 3.0})
+    line = gather.wait_all()
+    assert (line.step, line.seconds, line.common) == (4, 9.0, {"train/lr": 0.1}) and gather.wait_all() is None
+    found = {name: column.tolist() for name, column in line.columns.items()}
+    assert found == {"steps": [2, 3], "step_seconds": [0.5, 0.25], "stop": [1, 0], "wait_seconds": [3, 3]}
 
 
 def test_skipped_steps_are_counted_by_number_or_by_scalar() -> None:

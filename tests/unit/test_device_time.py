@@ -142,17 +142,17 @@ def test_the_host_waits_with_gloo(clock: HostClock, busy: float, waited: float, 
 
 def test_what_a_synchronization_does_is_exposed_and_what_was_computed_before_is_not(clock: HostClock) -> None:
     comms, network = Comms(None, GPU), torch.cuda.Stream()
-    report = BlockSync(None, comms, Comms(None), None, None, None, None).report
+    stats = BlockSync(None, comms, Comms(None), None, None, None, None).stats
     compute(4.0)
-    with report.time_exposed():
+    with stats.time_exposed():
         compute(0.25)
-        with report.time_waiting():
+        with stats.time_waiting():
             send(comms, lambda: NcclWork(network, 3.0)).wait()
         compute(0.5)
     compute(4.0)
-    assert (report.exposed_seconds, report.wait_seconds) == (0.0, 0.0)
+    assert (stats.exposed_seconds, stats.wait_seconds) == (0.0, 0.0)
     clock.advance(100.0)
-    assert (report.exposed_seconds, report.wait_seconds) == (3.75, 3.0)
+    assert (stats.exposed_seconds, stats.wait_seconds) == (3.75, 3.0)
 
 
 def test_gradients_that_are_averaged_late_are_waited_for_by_the_stream(clock: HostClock) -> None:
@@ -221,16 +221,16 @@ def test_a_stream_that_is_far_behind_is_waited_for(clock: HostClock, heard: list
 
 
 def test_a_checkpoint_has_what_is_known_and_the_rest_is_counted_later(clock: HostClock, heard: list[str]) -> None:
-    report = SyncStats(GPU)
-    with report.time_exposed():
+    stats = SyncStats(GPU)
+    with stats.time_exposed():
         compute(1.0)
     clock.advance(1.0)
-    with report.time_exposed():
+    with stats.time_exposed():
         compute(3.0)
-    stored = report.state_dict()
+    stored = stats.state_dict()
     assert stored["exposed_seconds"] == 1.0 and "host waits" not in heard
     clock.advance(3.0)
-    assert report.exposed_seconds == 4.0
+    assert stats.exposed_seconds == 4.0
     resumed = SyncStats(GPU)
     resumed.load_state_dict(stored)
     assert resumed.exposed_seconds == 1.0

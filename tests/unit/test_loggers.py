@@ -21,10 +21,12 @@ from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.machine_check import check_machine
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train import metrics, wandb_logger
+from llmtrain.train import run_log, wandb_logger
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, open_loggers
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.run_log import RunLog
+from llmtrain.train.state import TrainState
 from llmtrain.train.wandb_logger import WandbLogger
 
 ROOT = Path(__file__).parents[2]
@@ -300,10 +302,9 @@ def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
     closed = []
     logger = SimpleNamespace(close=lambda failed=False: closed.append(failed))
     console = SimpleNamespace(print=print, stop=lambda: None)
-    parts = {"interval": SimpleNamespace(steps=0), "tokens": 0, "recipe": None, "directory": None, "console": console}
-    parts |= {"mesh": SimpleNamespace(is_main=True), "io_errors": SimpleNamespace(check=refuse)}
-    opening = SimpleNamespace(**parts, _write=lambda make: [logger])
-    with pytest.raises(TrainingError), metrics.Metrics.open(opening, SimpleNamespace(global_step=0)):
+    io_errors = SimpleNamespace(check=refuse, write=lambda path, make: [logger])
+    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
+    with pytest.raises(TrainingError), log.open(TrainState(2), 0, 0, None):
         raise AssertionError("nothing is trained")
     assert closed == [True]
 
@@ -376,17 +377,10 @@ def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_ag
 
     console, screen, closed = Console(enabled=True), io.StringIO(), []
     console.out = RichConsole(file=screen, force_terminal=True)
-    monkeypatch.setattr(metrics, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
-    run = SimpleNamespace(
-        **{"mesh": SimpleNamespace(is_main=True), "console": console, "io_errors": SimpleNamespace(check=lambda: None)},
-        **{"recipe": None, "directory": None, "tokens": 0, "_write": lambda work: work()},
-        interval=SimpleNamespace(steps=0),
-        method=SimpleNamespace(period=SimpleNamespace(round_number=lambda steps: 1)),
-    )
-    with (
-        pytest.raises(TrainingError, match=r"^a rank is gone$"),
-        metrics.Metrics.open(run, SimpleNamespace(global_step=0, total_steps=2)),
-    ):
+    monkeypatch.setattr(run_log, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
+    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
+    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
+    with pytest.raises(TrainingError, match=r"^a rank is gone$"), log.open(TrainState(2), 0, 0, rounds=1):
         raise TrainingError("a rank is gone")
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.train import metrics
+from llmtrain.train import run_log
 from llmtrain.train.metrics import Metrics
+from llmtrain.train.run_log import RunLog
 from llmtrain.train.sample import Sampler
 from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validation, ValidationSet, Validator
@@ -85,14 +86,13 @@ class Bars:
 def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all(monkeypatch) -> None:
     """Its own step is beyond the checkpoint's, whose later lines are logged again."""
     opened = []
-    monkeypatch.setattr(metrics, "open_loggers", lambda recipe, directory, *resumed: opened.append(resumed[:2]))
+    monkeypatch.setattr(run_log, "open_loggers", lambda recipe, directory, *resumed: opened.append(resumed[:2]))
     period = SimpleNamespace(round_number=lambda step: None)
     quiet = SimpleNamespace(print=print, start=lambda *given: opened.append(given), stop=lambda: None)
-    fake = SimpleNamespace(
-        mesh=SimpleNamespace(is_main=True), _write=lambda work: work(), recipe=None, directory=None, tokens=700,
-        interval=SimpleNamespace(steps=3),
-        console=quiet, io_errors=SimpleNamespace(check=lambda: None), method=SimpleNamespace(period=period),
-    )  # fmt: skip
+    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
+    log = RunLog(None, SimpleNamespace(metrics=None), quiet, io_errors, is_main=True)
+    method, interval = SimpleNamespace(period=period), SimpleNamespace(steps=3)
+    fake = SimpleNamespace(run_log=log, tokens=700, interval=interval, method=method)
     with Metrics.open(fake, TrainState(total_steps=20, step=9, global_step=6)):
         pass
     assert opened == [(6, 700), (6, 20, None)]
@@ -100,6 +100,6 @@ def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all
 
 @pytest.mark.parametrize(("step", "number"), [(15, 4), (20, 3)])
 def test_a_round_of_seconds_has_the_number_after_those_counted_except_at_the_end(step: int, number: int) -> None:
-    period, report = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(count=3)
-    fake = SimpleNamespace(method=SimpleNamespace(period=period, report=lambda: report))
+    period, stats = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(count=3)
+    fake = SimpleNamespace(method=SimpleNamespace(period=period, stats=stats))
     assert Metrics._round_number(fake, TrainState(total_steps=20, step=step, global_step=step)) == number

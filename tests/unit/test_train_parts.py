@@ -27,7 +27,7 @@ from llmtrain.train import devices, metric_gather, signals
 from llmtrain.train.checkpoint_files import FORMAT, list_checkpoints, read_state
 from llmtrain.train.devices import enable_determinism, peak_flops
 from llmtrain.train.loggers import JsonlLogger
-from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer, RankMetrics
+from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer
 from llmtrain.train.signals import stop_requests
 
 
@@ -145,10 +145,8 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         "fingerprint": [0.0] * 4,
         **changed,
     }
-    assert set(columns) == set(RankMetrics.__dataclass_fields__)
-    rows = torch.tensor([columns[name] for name in RankMetrics.__dataclass_fields__], dtype=torch.float64).T
-    common = {"train/lr": 1e-3}
-    return GatheredMetrics(step=step, seconds=1.0, common=common, rows=rows)
+    gathered = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    return GatheredMetrics(step=step, seconds=1.0, common={"train/lr": 1e-3}, columns=gathered)
 
 
 def test_tags_are_reduced_over_ranks():

@@ -68,7 +68,7 @@ class BlockingSchedule(Schedule):
             )
         if index == 0:
             self.block_sync.wait_for_device()  # for the local steps, whose time `_open` would count as exposed
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             if index == 0:
                 self._open()
             self._prefetch_anchors(index)
@@ -119,7 +119,7 @@ class BlockingSchedule(Schedule):
         computed_seconds = self._opened_at - self._closed_at
         gathering = self._weighing.start(self._round, self._squared_norms(), computed_seconds)
         self._agreement = self._weighing.agree(block_sync.blocks, gathering)
-        block_sync.report.slowest_replica = self._agreement.slowest
+        block_sync.stats.slowest_replica = self._agreement.slowest
         self._spread_squared = self._mean_squared = 0.0
 
     def _sync_block(self, index: int) -> None:
@@ -161,10 +161,10 @@ class BlockingSchedule(Schedule):
         if not self.syncs_in_forward:  # training stands still until the device is done; in a forward, it continues
             self.block_sync.wait_for_device()
         self._closed_at = own_time()
-        report = self.block_sync.report
-        report.count += 1
-        report.seconds += self._closed_at - self._opened_at
-        report.mean_squared, report.spread_squared = self._mean_squared, self._spread_squared
+        stats = self.block_sync.stats
+        stats.count += 1
+        stats.seconds += self._closed_at - self._opened_at
+        stats.mean_squared, stats.spread_squared = self._mean_squared, self._spread_squared
         self._next_block, self._round = None, RoundStats()
 
     def _squared_norms(self) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ class DelayedSchedule(FragmentSchedule):
         self.section = section
 
     def finish(self) -> None:
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
                     self._take_turn(fragment)

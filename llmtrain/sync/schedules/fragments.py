@@ -30,7 +30,7 @@ class FragmentSchedule(Schedule):
         self._messages: list[Message | None] = [None] * len(fragments)
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             self._local_steps = [local_steps.add_step(lr, tokens) for local_steps in self._local_steps]
             for fragment, message in enumerate(self._messages):
                 if message is not None:
@@ -120,7 +120,7 @@ class FragmentSchedule(Schedule):
     def _count_round(self, fragment: int) -> None:
         """Count a round when the mean of its last fragment has been applied."""
         if fragment == len(self.fragments) - 1:
-            self.block_sync.report.count += 1
+            self.block_sync.stats.count += 1
 
     @property
     def _in_flight(self) -> list[Message]:

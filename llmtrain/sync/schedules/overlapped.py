@@ -27,7 +27,7 @@ class OverlappedSchedule(FragmentSchedule):
         self._is_mixed = False  # True if parameters may differ between replicas because they were mixed with an anchor
 
     def finish(self) -> None:
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._apply(fragment)
@@ -46,7 +46,7 @@ class OverlappedSchedule(FragmentSchedule):
                 elif self._is_mixed:
                     # Nothing was trained since its turn: another outer step would be of the mixing, and of momentum alone.
                     self.block_sync.reset_to_anchor(self.fragments[fragment])
-            self.block_sync.report.count += has_short_round
+            self.block_sync.stats.count += has_short_round
         self._is_mixed = False
 
     @property

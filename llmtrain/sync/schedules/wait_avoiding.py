@@ -50,7 +50,7 @@ class WaitAvoidingSchedule(Schedule):
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         self._round = self._round.add_step(lr)
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             if ends_round:
                 self._average_all()
                 self._publish_zeros()
@@ -59,7 +59,7 @@ class WaitAvoidingSchedule(Schedule):
         self._iteration += 1
 
     def finish(self) -> None:
-        with self.block_sync.report.time_exposed():
+        with self.block_sync.stats.time_exposed():
             if self._round.steps > 0:
                 self._average_all()
             if self.worker is not None:
@@ -95,11 +95,11 @@ class WaitAvoidingSchedule(Schedule):
     def _average_group(self) -> None:
         block_sync, iteration = self.block_sync, self._iteration
         own = self._message()
-        with block_sync.report.time_waiting():
+        with block_sync.stats.time_waiting():
             self.worker.publish(iteration, own)
             sums, version = self.worker.collect(iteration)
         is_late = version != iteration
-        block_sync.report.late += is_late
+        block_sync.stats.late += is_late
         self.staleness = iteration - version
         for index in block_sync.anchors.iter_prefetched(block_sync.blocks):
             total, mine = sums[index], own[index]
@@ -112,7 +112,7 @@ class WaitAvoidingSchedule(Schedule):
     def _average_all(self) -> None:
         block_sync = self.block_sync
         block_sync.sync_blocks(block_sync.blocks, self._round)
-        block_sync.report.count += 1
+        block_sync.stats.count += 1
         self._round = RoundStats()
 
     def _publish_zeros(self) -> None:
