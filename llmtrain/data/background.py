@@ -36,7 +36,7 @@ ATTEMPTS = 3
 END_SECONDS = 60.0
 """Maximum seconds that the process may take to commit its tokens when the run ends."""
 STATUS_SECONDS = 1.0
-"""Minimum seconds between two reports of the process's progress."""
+"""Minimum seconds between two updates of the status."""
 
 
 class BackgroundTokenizer:
@@ -159,7 +159,7 @@ def main() -> None:
     threading.Thread(target=_watch_input, daemon=True).start()
     data = DataSection(**job["data"])
     try:
-        prepare(data, job["train_tokens"], job["eval_tokens"], report=_Report(cache_path(data)))
+        prepare(data, job["train_tokens"], job["eval_tokens"], on_progress=_StatusWriter(cache_path(data)))
     except RunEnded:
         sys.exit(STOPPED_EARLY)
 
@@ -177,7 +177,7 @@ def _watch_input() -> None:
     os._exit(1)
 
 
-class _Report:
+class _StatusWriter:
     """Callback that tells waiting ranks the number of training tokens, and of documents skipped on the way to new text, at most once
     per STATUS_SECONDS."""
 

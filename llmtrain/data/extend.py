@@ -51,21 +51,21 @@ def extend(
     tokenizer: PreTrainedTokenizerBase,
     needed: Mapping[Split, int],
     show_progress: bool,
-    report: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
 
-    Give `report` if a run reads the folder at the same time. It is called after each batch, and while text is skipped, with the
+    Give `on_progress` if a run reads the folder at the same time. It is called after each batch, and while text is skipped, with the
     number of training tokens and of skipped documents, and each block is committed as soon as it is complete. Raises DataError if the
     source can't be read or tokenized.
     """
-    folder = _GrowingFolder(directory, index, report)
+    folder = _GrowingFolder(directory, index, on_progress)
     for key in source_keys(data):
         missing = {split: needed[split] for split in splits_of(data, key) if folder.lacks(split, needed[split])}
         if missing:
             starts = (folder.index.splits[split].position for split in missing)
             start = min(starts, key=lambda position: position.documents)
-            stream = TextStream(data, key, start, folder.report)
+            stream = TextStream(data, key, start, folder.announce_progress)
             _read_on(folder, stream, missing, tokenizer, data, show_progress)
 
 
@@ -140,7 +140,7 @@ def _batches(
 class _GrowingFolder:
     """Prepared folder that is being extended: the next index, and the shards that are being written."""
 
-    def __init__(self, directory: Path, index: Index, report: Callable[[int, int], None] | None) -> None:
+    def __init__(self, directory: Path, index: Index, on_progress: Callable[[int, int], None] | None) -> None:
         self.index = index
         """Index with the current counts. The index on disk, and the shards that either index names, are those of the last
         commit."""
@@ -150,7 +150,7 @@ class _GrowingFolder:
             split: ShardWriter(directory, split, dtype, entry.shards) for split, entry in index.splits.items()
         }
         self._writing: Future | None = None
-        self._committed, self._report = time.monotonic(), report
+        self._committed, self._on_progress = time.monotonic(), on_progress
         self._train_committed = index.splits["train"].tokens
 
     def lacks(self, split: Split, tokens: int) -> bool:
@@ -172,20 +172,20 @@ class _GrowingFolder:
             if position.documents >= entry.position.documents:  # else an earlier call has read this split further
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
-        self.report()
+        self.announce_progress()
         if self.is_due or self._completes_block():
             self._commit()
 
-    def report(self, skipped: int = 0) -> None:
-        """Report the number of training tokens, and of documents `skipped` so far, if a run reads the folder."""
-        if self._report is not None:
-            self._report(self.index.splits["train"].tokens, skipped)
+    def announce_progress(self, skipped: int = 0) -> None:
+        """Pass on the number of training tokens, and of documents `skipped` so far, if a run reads the folder."""
+        if self._on_progress is not None:
+            self._on_progress(self.index.splits["train"].tokens, skipped)
 
     def _completes_block(self) -> bool:
         """Return whether a run reads the folder at the same time and there is a complete block that is not committed. A block
         is complete with the token after it, because the window of its last sample ends with that token."""
         tokens = self.index.splits["train"].tokens
-        return self._report is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
+        return self._on_progress is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
     def end(self, splits: Iterable[Split], position: Position) -> None:
         """Record that the source of these splits has ended."""

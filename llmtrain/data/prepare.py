@@ -48,7 +48,7 @@ def prepare(
     *,
     show_progress: bool = False,
     first_block_only: bool = False,
-    report: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenDataset:
     """Return the token shards of `data`, from the cache or newly prepared.
 
@@ -61,7 +61,7 @@ def prepare(
     source, the tokenizer or the folder can't be used, or if a split has no documents.
 
     With `first_block_only`, only the first block of the training tokens is needed, because another process tokenizes the
-    rest while a run reads the folder. That process passes `report`, which is called with the number of training tokens and of
+    rest while a run reads the folder. That process passes `on_progress`, which is called with the number of training tokens and of
     documents skipped so far.
     """
     # one more than the run reads, because the last token is only a label
@@ -86,7 +86,7 @@ def prepare(
         if cached.index.ready_made is not None:
             cached = _measure(cached, show_progress)
         elif not _is_sufficient(cached, needed):
-            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, report)
+            extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, on_progress)
             cached = open_dataset(directory, limits)
             _check_documents(cached, data)
     return cached

@@ -1,5 +1,5 @@
 """Texts that a rank reads (the run's only text, those of a mixture, or that of the rank's site), with their loader, validation
-and report."""
+and summaries."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class RunTexts:
         ]
         return [f"{kind}: {' · '.join(parts)}"]
 
-    def report(self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    def summaries(self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         """Return, by a text's name, what the run has read of it (`sequences`, `epochs`) and its last validation loss
         (`eval_loss`, from `losses`). Empty for a run without a list of texts. `state` is the loader's. A collective of
         all ranks."""

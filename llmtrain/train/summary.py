@@ -27,7 +27,7 @@ def summary_of(
 ) -> dict[str, Any]:
     """Return the content of summary.json. Sums over ranks are those of the last log line. `stopped` is how the run ended:
     "done", "signal" or "error". `mirrored` is the step of the mirror's newest checkpoint. `texts` is the result of
-    `RunTexts.report`."""
+    `RunTexts.summaries`."""
     metrics, stats = trainer.metrics, trainer.method.stats
     last, losses = metrics.last_line, read_losses(metrics.run_log.directory.checkpoints)
     best = best_step(losses)
@@ -74,7 +74,7 @@ def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
     recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.run_log.directory
     trainer.metrics.count_tokens(trainer.state)  # a run that is stopped may have trained since its last log line
     last = trainer.metrics.last_eval
-    read = trainer.texts.report(trainer.loader.loader, trainer.loader.state_dict(), last.parts if last else {})
+    read = trainer.texts.summaries(trainer.loader.loader, trainer.loader.state_dict(), last.parts if last else {})
 
     def write() -> None:
         try:

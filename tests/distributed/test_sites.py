@@ -142,19 +142,19 @@ def open_texts(recipe: Recipe, replicas: int, shards: int) -> tuple[RunTexts, in
 
 
 def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, list[str], dict]:
-    """(loss of each part, forward passes, own texts, report of what was read after one step) of this rank."""
+    """(loss of each part, forward passes, own texts, summaries of what was read after one step) of this rank."""
     texts, _ = open_texts(recipe, replicas, shards)
     (own,), engine = texts.validation_sets(), Counting()
     found = validate_each(engine, texts.mesh, [part.batches for part in own.parts], lambda: None)
     loader = texts.loader()
     loader.next()
-    report = texts.report(loader, loader.state_dict(), {"a": 4.0})
+    summaries = texts.summaries(loader, loader.state_dict(), {"a": 4.0})
     parts = [(part.name, part.share, one.loss, one.tokens) for part, one in zip(own.parts, found, strict=True)]
     return (
         parts,
         engine.passes,
         list(texts.texts),
-        report | {"scan": len(texts.scan()._shards), "lines": texts.describe(loader)},
+        summaries | {"scan": len(texts.scan()._shards), "lines": texts.describe(loader)},
     )
 
 
@@ -175,7 +175,7 @@ def test_every_site_is_validated_by_its_own_ranks(ranks: RankPool, folder: Path,
     )
     size = len(entries) * shards
     found = ranks.run(validated, one, len(entries), shards, world_size=size)
-    parts, passes, _, report = found[0]
+    parts, passes, _, summaries = found[0]
     assert all(one[0] == parts for one in found), "on every rank"
     assert {one[1] for one in found} == {passes}, "equally many forward passes on every rank"
     assert [one[2] for one in found] == [[site] for site in entries for _ in range(shards)], "own text alone"
@@ -186,9 +186,9 @@ def test_every_site_is_validated_by_its_own_ranks(ranks: RankPool, folder: Path,
         ) and share == tokens
     per_replica = 24 // len(entries)
     for site in "ab":
-        assert report[site]["sequences"] == per_replica * entries.count(site)
-    assert report["a"]["eval_loss"] == 4.0 and report["b"]["eval_loss"] is None
-    assert report["lines"][0].startswith(f"sites: a {100 * entries.count('a') / len(entries):.3g}% (")
+        assert summaries[site]["sequences"] == per_replica * entries.count(site)
+    assert summaries["a"]["eval_loss"] == 4.0 and summaries["b"]["eval_loss"] is None
+    assert summaries["lines"][0].startswith(f"sites: a {100 * entries.count('a') / len(entries):.3g}% (")
     scans = [sum(one[3]["scan"] for one in found if one[2] == [site]) for site in "ab"]
     assert scans == [2, 2], "each shard of each site is read once on this node"
 

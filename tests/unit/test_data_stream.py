@@ -111,7 +111,7 @@ def test_a_run_begins_with_the_first_block_and_reads_the_others_as_they_are_comp
         if not gate.__self__.acquire(blocking=False):
             break
     reports: list[int] = []
-    thread = in_thread(lambda: prepare(data, MANY, 100, report=lambda tokens, skipped: reports.append(tokens)))
+    thread = in_thread(lambda: prepare(data, MANY, 100, on_progress=lambda tokens, skipped: reports.append(tokens)))
     tokens = growing(prepared)
     assert tokens.wait_for(FIRST + 1) == len(tokens) and not tokens.is_complete
     assert capsys.readouterr().err == ""
