@@ -64,12 +64,12 @@ def train(
     with imports_without_gc():
         import_transformers()
         from llmtrain.parallel.world import World
-        from llmtrain.recipe_loader import check_folder, load_recipe
+        from llmtrain.recipe_loader import check_not_moved, load_recipe
         from llmtrain.train.output import outlive_readers
         from llmtrain.train.run import run_training
         from llmtrain.train.signals import stop_without_torchrun
 
-    check_folder(recipe, overrides or ())
+    check_not_moved(recipe, overrides or ())
     outlive_readers()
     stop_without_torchrun()
     raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
@@ -86,9 +86,9 @@ def launch(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     with single_threaded_imports():  # numpy's
         from llmtrain.launch import launch_torchrun
-        from llmtrain.recipe_loader import check_folder
+        from llmtrain.recipe_loader import check_not_moved
 
-    check_folder(recipe, overrides or ())
+    check_not_moved(recipe, overrides or ())
     raise typer.Exit(launch_torchrun(recipe, overrides or []))
 
 
@@ -112,7 +112,7 @@ def prepare(
     if kind is not None and export_to is None:
         raise UserError("--format is for --export; add --export FOLDER, or leave it out")
     with imports_without_gc():
-        from llmtrain.export.token_export import describe, export_tokens, parse_kind, token_destination
+        from llmtrain.export.token_export import describe_token_export, export_tokens, parse_kind, token_destination
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
         from llmtrain.train.prepare_data import describe_kept_texts, prepare_for, prepare_texts
@@ -133,7 +133,7 @@ def prepare(
         counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
         typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
         if export_to is not None and chosen is not None:
-            typer.echo(describe(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
+            typer.echo(describe_token_export(export_to, export_tokens(prepared, loaded.data, chosen, export_to)))
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
@@ -287,11 +287,11 @@ def export(
     request = Request(WeightSource.parse(weights), dtype, max_shard_size)
     checkpoint = choose_step(run, parse_step(step))
     with imports_without_gc():
-        from llmtrain.export.export import describe
+        from llmtrain.export.export import describe_export
         from llmtrain.export.export import export as export_checkpoint
         from llmtrain.export.source import find_source
 
-    typer.echo(describe(*export_checkpoint(find_source(run, checkpoint), request, out)))
+    typer.echo(describe_export(*export_checkpoint(find_source(run, checkpoint), request, out)))
 
 
 @app.command()
@@ -315,11 +315,11 @@ def generate(
 
     A run's checkpoint is first exported to RUN/export, unless that has already been done.
     """
-    from llmtrain.eval.evaluated_checkpoint import check_path
+    from llmtrain.eval.evaluated_checkpoint import check_model_path
     from llmtrain.export.request import parse_step
 
     chosen = parse_step(step)
-    check_path(model, chosen)
+    check_model_path(model, chosen)
     with imports_without_gc():
         from llmtrain.eval.texts import generate as write_text
 

@@ -51,7 +51,7 @@ def compare_runs(folders: Sequence[Path], out: Path) -> None:
     unit = common_unit([(run.row.name, read_validated_text(run.path, run.lines)) for run in runs])
     if unit.is_ranked:
         runs = sorted(runs, key=lambda run: (run.last(unit.tag) is None, run.last(unit.tag)))
-    console.print(table_of(runs, unit, console))
+    console.print(table_of_runs(runs, unit, console))
     if unit.note:
         console.print(f"warning: {unit.note}", markup=False, soft_wrap=True)
     try:
@@ -81,7 +81,7 @@ def find_compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     ]
 
 
-def table_of(runs: Sequence[ComparedRun], unit: LossUnit, console: Console) -> Table:
+def table_of_runs(runs: Sequence[ComparedRun], unit: LossUnit, console: Console) -> Table:
     """Return a table with a row per run. Bits per byte are shown only if the runs are compared by them."""
     plain = not console.is_terminal
     table = Table(box=None if plain else SIMPLE_HEAD, pad_edge=False, padding=(0, 2) if plain else (0, 1))

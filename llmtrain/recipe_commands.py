@@ -41,10 +41,10 @@ def recipe_keys(
     ] = None,
 ) -> None:
     """List the keys of recipes with their values, defaults and meanings, as docs/recipes.md does."""
-    from llmtrain.recipe_keys import groups_at, sections, show_keys
+    from llmtrain.recipe_keys import key_groups_at, sections, show_keys
 
     names = sections() if section is None else [section]
-    show_keys([group for name in names for group in groups_at(name)])
+    show_keys([group for name in names for group in key_groups_at(name)])
 
 
 @recipe_app.command("schema")
@@ -72,9 +72,9 @@ def recipe_check(
     with imports_without_gc():
         from llmtrain.launch.preflight import check_elsewhere, check_here
         from llmtrain.launch.preview import preview, preview_elsewhere
-        from llmtrain.recipe_loader import check_folder, load_recipe
+        from llmtrain.recipe_loader import check_not_moved, load_recipe
 
-    check_folder(recipe, overrides or ())
+    check_not_moved(recipe, overrides or ())
     loaded = load_recipe(recipe, overrides or ())
     if processes is None:
         lines = preview(recipe, loaded, check_here(loaded))
@@ -109,7 +109,7 @@ def recipe_show(
 
         from llmtrain.plan.hardware import hardware_of
         from llmtrain.plan.method_table import show_methods
-        from llmtrain.plan.show import show
+        from llmtrain.plan.show import show_plan
         from llmtrain.recipe_loader import load_recipe
 
     loaded, console = load_recipe(recipe, overrides or ()), Console(highlight=False)
@@ -117,4 +117,4 @@ def recipe_show(
     if methods:
         show_methods(loaded, partial(load_recipe, recipe, overrides or ()), console, hardware)
     else:
-        show(loaded, console, hardware)
+        show_plan(loaded, console, hardware)

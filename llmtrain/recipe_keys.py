@@ -76,7 +76,7 @@ def key_groups(section: str) -> tuple[KeyGroup, ...]:
     return tuple(_groups(section, schema["properties"][section], schema))
 
 
-def groups_at(path: str) -> list[KeyGroup]:
+def key_groups_at(path: str) -> list[KeyGroup]:
     """Return the groups of a section (`sync`), of a mapping (`sync.period`), or a group with one key (`optim.lr`).
 
     Raises RecipeError, which names a close key, if there is no such section or key.

@@ -92,7 +92,7 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"sync": sync.model_copy(update={"outer": outer})})
 
 
-def check_folder(path: Path, overrides: Sequence[str]) -> None:
+def check_not_moved(path: Path, overrides: Sequence[str]) -> None:
     """Raise RecipeError if `path` is the recipe.yaml of a run whose folder was renamed or moved, and no override says which run is
     meant: a start would leave its checkpoints where they are, and begin another run."""
     folder = path.absolute().parent

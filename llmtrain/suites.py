@@ -225,7 +225,7 @@ def content_digest(path: Path, size: int, modified: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def digests(data_dir: Path | None, files: Sequence[str], needed_by: str) -> dict[str, str]:
+def digests_of_data(data_dir: Path | None, files: Sequence[str], needed_by: str) -> dict[str, str]:
     """Return {file: digest} of data files. Raises DataError if one is missing."""
     found = {}
     for file in files:

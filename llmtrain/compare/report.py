@@ -184,10 +184,10 @@ def recipes_table(results: Results) -> pd.DataFrame:
 
 
 def _cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:
-    return [cell(spread, show) for spread in spreads.to_dict("records")]
+    return [spread_cell(spread, show) for spread in spreads.to_dict("records")]
 
 
-def cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
+def spread_cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
     """Return the median, and the range if its ends look different. Add how many seeds reached the loss if not all."""
     if not spread["seeds"] > 0:
         return NOTHING

@@ -94,13 +94,13 @@ class TrialRun:
         events = host_events(condition, self.hosts)
         patience = self.recipe.run.timeout_seconds + START_SECONDS
         time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf) - trained, stage.until or math.inf
-        earlier = step_of(metrics)
+        earlier = last_logged_step(metrics)
         processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
         must_end_at = time.monotonic() + patience
         began = first_failed = stopped_at = None
         while any(process.poll() is None for process in processes):
             time.sleep(POLL_SECONDS)
-            now, step = time.monotonic(), step_of(metrics)
+            now, step = time.monotonic(), last_logged_step(metrics)
             if began is not None:
                 while events and events[0][0] <= now - began:
                     events.pop(0)[1]()
@@ -157,7 +157,7 @@ def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tupl
     return sorted(pauses + resumes + kills, key=lambda event: event[0])
 
 
-def step_of(metrics: Path) -> int:
+def last_logged_step(metrics: Path) -> int:
     """Return the step of the last complete line of metrics.jsonl, or -1 if it has none."""
     if metrics.exists():
         with metrics.open("rb") as file:

@@ -26,7 +26,7 @@ from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, T
 from llmtrain.data.extend import extend
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
-from llmtrain.data.ready_made import describe, find_ready_made, index_of, is_measured, measured
+from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
@@ -151,7 +151,7 @@ def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
 def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
     """Return ready-made tokens, after adding the text bytes of the validation tokens that the run reads to their index."""
     if show_progress:
-        print(*describe(cached), sep="\n", flush=True)
+        print(*describe_files(cached), sep="\n", flush=True)
     if is_measured(cached):
         return cached
     index = measured(cached)

@@ -263,7 +263,7 @@ def _documents(tokens: TokenShards, prepared: TokenDataset) -> Iterator[list[int
     yield document
 
 
-def describe(prepared: TokenDataset) -> list[str]:
+def describe_files(prepared: TokenDataset) -> list[str]:
     """Return lines that tell the user which token files are in use, and whether their documents are separated."""
     index = prepared.index
     assert index.ready_made is not None

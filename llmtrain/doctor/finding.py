@@ -60,7 +60,7 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 
-def show(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
+def show_findings(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
     """Print all findings by section, then a line with the number of problems and warnings."""
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)

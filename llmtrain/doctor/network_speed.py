@@ -94,7 +94,9 @@ class LinkServer:
                     connection.sendall(struct.pack("!d", time.time()))
 
 
-def measure(here: int, there: int, mine: str, server: tuple[str, int], secret: bytes, timeout_seconds: float) -> Link:
+def measure_link(
+    here: int, there: int, mine: str, server: tuple[str, int], secret: bytes, timeout_seconds: float
+) -> Link:
     """Measure the link from this host (`there`, at address `mine`) to the server of host `here`.
 
     Network errors are returned in `error`, not raised.
@@ -152,7 +154,7 @@ def measure_all(
             link = None
             if me is not None and mine is not None:
                 target = (addresses[mine], ports[mine])
-                link = asdict(measure(mine, me, addresses[me], target, secret, timeout_seconds))
+                link = asdict(measure_link(mine, me, addresses[me], target, secret, timeout_seconds))
             links += [Link(**found) for found in exchange(f"link in round {number}", link) if found]
     finally:
         if server:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmtrain.config import ParallelSection, Recipe
-from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show, warning
+from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show_findings, warning
 from llmtrain.doctor.machine import (
     UNKNOWN,
     axis_interfaces,
@@ -363,7 +363,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
                 raise TrainingError(str(error)) from error
             sections["ranks"] = [*sections.get("ranks", []), problem(str(error), "")]
     if world.rank == 0:
-        show(sections, console())
+        show_findings(sections, console())
     return FAILED if has_problem(sections) else DONE
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.eval.evaluated_checkpoint import check_path, labels
+from llmtrain.eval.evaluated_checkpoint import check_model_path, labels
 from llmtrain.export.request import Step
 from llmtrain.files import nearest_existing
 from llmtrain.suites import check_device_name, check_local_files, harness_version, load_suite
@@ -39,9 +39,9 @@ def check_arguments(
     check_local_files(chosen, task_folders, data_dir, "--data-dir")
     labels(paths)
     for path in paths:
-        check_path(path, step)
+        check_model_path(path, step)
     if baseline is not None:
-        check_path(baseline, None)
+        check_model_path(baseline, None)
     if out is not None:
         _check_out(out)
 

@@ -59,11 +59,11 @@ class Checkpoint:
 def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool) -> list[Checkpoint]:
     """Return the checkpoints to evaluate for a path given by the user, oldest first.
 
-    Checkpoints of runs are exported, and every folder has passed `check_folder`. Raises UserError if `check_path` does.
+    Checkpoints of runs are exported, and every folder has passed `check_model_folder`. Raises UserError if `check_model_path` does.
     """
     from llmtrain.export.folder import check_export
 
-    check_path(path, step)
+    check_model_path(path, step)
     if not _is_run(path):
         check_export(path)
         return [_of_model_folder(path, label)]
@@ -75,11 +75,11 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
         steps = [choose_step(path, BEST) if step == BEST else step]
     found = [_of_run(path, label, each) for each in steps]
     for checkpoint in found:
-        check_folder(checkpoint.folder)
+        check_model_folder(checkpoint.folder)
     return found
 
 
-def check_path(path: Path, step: Step | None) -> None:
+def check_model_path(path: Path, step: Step | None) -> None:
     """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step`, or
     of any step if that is None."""
     if not path.is_dir():
@@ -87,7 +87,7 @@ def check_path(path: Path, step: Step | None) -> None:
     if not _is_run(path):
         if step not in (None, _step_of(path)):
             raise UserError(f"--step {step}: {path} is one model, not a run with checkpoints; leave --step out")
-        check_folder(path)
+        check_model_folder(path)
     elif environment_number("WORLD_SIZE", 1) > 1:
         raise UserError(
             f"{path} is a run, and several processes can't export it at once; first `llmtrain export {path}`, "
@@ -132,7 +132,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def check_folder(folder: Path) -> None:
+def check_model_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` has a configuration, a tokenizer and complete safetensors files.
 
     Weights in pytorch_model*.bin files are accepted without a check.

@@ -108,7 +108,7 @@ def chance_of(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) ->
     return rights / sum(len(gold) for _, gold in alike.values())
 
 
-def verdict(value: float, stderr: float, chance: float, n: int) -> str:
+def compare_with_chance(value: float, stderr: float, chance: float, n: int) -> str:
     """Classify an accuracy as near chance, below chance, or above chance (the empty string).
 
     The standard error is the larger of the score's own and that of chance with `n` documents, because a score of 0
@@ -120,7 +120,7 @@ def verdict(value: float, stderr: float, chance: float, n: int) -> str:
     return "below chance" if value < chance else ""
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
     """Return the ratio of two sums and its standard error over documents.
 
     The standard error is linearized (delta method), and None for fewer than two documents.
@@ -135,7 +135,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[f
 
 def bits_per_byte(nll: Sequence[float], byte_counts: Sequence[float]) -> tuple[float, float | None]:
     """Return summed negative log-likelihood (nats) / ln 2 / UTF-8 bytes, and its standard error."""
-    value, error = ratio(nll, byte_counts)
+    value, error = ratio_of_sums(nll, byte_counts)
     return value / math.log(2), None if error is None else error / math.log(2)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
-from llmtrain.eval.scores import ACCURACIES, SEPARATE, Entry, PairedTest, compare, verdict
+from llmtrain.eval.scores import ACCURACIES, SEPARATE, Entry, PairedTest, compare, compare_with_chance
 from llmtrain.quantities import format_si
 
 NOTES = {
@@ -73,7 +73,7 @@ def verdict_of(entry: Entry, row: Row) -> str:
     value = scores.get(row.metric)
     if chance is None or value is None or row.metric not in ACCURACIES:
         return ""
-    return verdict(value, scores.get(f"{row.metric}_stderr") or 0.0, chance, int(scores["n"] or 1))
+    return compare_with_chance(value, scores.get(f"{row.metric}_stderr") or 0.0, chance, int(scores["n"] or 1))
 
 
 def cell(entry: Entry, row: Row) -> str:

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from llmtrain.data.sources import split_text
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.errors import DataError, ModelError, UserError, reason
-from llmtrain.eval.evaluated_checkpoint import check_path
-from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio
+from llmtrain.eval.evaluated_checkpoint import check_model_path
+from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio_of_sums
 from llmtrain.export.export import exported
 from llmtrain.export.folder import check_export, recorded
 from llmtrain.export.parity import without_progress_bars
@@ -97,7 +97,7 @@ def check_device(device: str | None) -> None:
         )
 
 
-def load(folder: Path, device: str | None = None) -> Loaded:
+def load_model_and_tokenizer(folder: Path, device: str | None = None) -> Loaded:
     """Load the tokenizer, and the model in the precision of its files, to `device` or by default a GPU if there is one.
 
     Raises ModelError unless the folder has what transformers needs, and exactly the model's weights.
@@ -124,7 +124,7 @@ def load(folder: Path, device: str | None = None) -> Loaded:
     return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, bool(known.separate_documents))
 
 
-def documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
+def read_documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
     """Return every `every`-th document of a text, at most `limit` in all. The file is not read further.
 
     Surrounding whitespace is stripped, and empty documents are not counted.
@@ -141,7 +141,7 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     """
     try:
         with path.open(encoding="utf-8") as file:
-            texts = documents(file, section.separator, section.every, limit)
+            texts = read_documents(file, section.separator, section.every, limit)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
     if not texts:
@@ -154,7 +154,7 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
         )
     nll, tokens = losses(texts, loaded, window, batch_size)
     sizes = [len(text.encode()) for text in texts]
-    loss, loss_error = ratio(nll, tokens)
+    loss, loss_error = ratio_of_sums(nll, tokens)
     bits, bits_error = bits_per_byte(nll, sizes)
     perplexity = math.exp(min(loss, 700.0))
     scores = {
@@ -232,7 +232,7 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
 def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
     """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary. Raises
     UserError if the path is neither such a folder nor a run."""
-    check_path(run_or_export, step)
+    check_model_path(run_or_export, step)
     if (run_or_export / "recipe.yaml").is_file():
         return exported(run_or_export, step)
     check_export(run_or_export)
@@ -255,7 +255,7 @@ def generate(
     at its newest checkpoint). A temperature of 0 is greedy decoding, and a `top_k` of 0 samples from all tokens. Raises
     UserError if the prompt does not fit, or if it is empty and the model has no begin-of-sequence token.
     """
-    loaded = load(folder_to_load(run_or_export, step))
+    loaded = load_model_and_tokenizer(folder_to_load(run_or_export, step))
     model, tokenizer, room = loaded.model, loaded.tokenizer, loaded.room
     # Of the folder's generation config, only the special tokens are used: other keys would change what the options ask for.
     model.generation_config = GenerationConfig(**_special_tokens(model, run_or_export))

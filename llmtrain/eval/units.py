@@ -19,7 +19,7 @@ from llmtrain.suites import (
     TextSection,
     data_file,
     digest_of,
-    digests,
+    digests_of_data,
     harness_version,
     local_tasks,
 )
@@ -62,7 +62,7 @@ class LazyModels:
 
     @cached_property
     def for_texts(self) -> texts.Loaded:
-        return texts.load(self.folder, self.options.device)
+        return texts.load_model_and_tokenizer(self.folder, self.options.device)
 
     def release(self) -> None:
         """Free the memory before the next checkpoint is loaded."""
@@ -98,7 +98,7 @@ def units_of(options: Options) -> list[EvalUnit]:
         task = local.get(section.task)
         of_files: Key = {}
         if task:
-            data = digests(options.data_dir, task.files, f"task {task.name}")
+            data = digests_of_data(options.data_dir, task.files, f"task {task.name}")
             of_files = {"task_files": digest_of(options.task_folders), "data": data}
         found.append(_task_unit(section, options, of_files, with_defaults=task is None))
     for section in suite.texts:
@@ -134,7 +134,7 @@ def _text_unit(section: TextSection, options: Options) -> EvalUnit:
     batch = options.batch_size if isinstance(options.batch_size, int) else BATCH_OF_TEXTS
     return EvalUnit(
         section.name,
-        {**key, "data": digests(options.data_dir, [section.file], f"text {section.name}")},
+        {**key, "data": digests_of_data(options.data_dir, [section.file], f"text {section.name}")},
         section.show,
         lambda models: texts.evaluate_text(section, path, limit, models.for_texts, batch),
     )

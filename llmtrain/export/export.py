@@ -69,7 +69,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
     return final, manifest
 
 
-def describe(folder: Path, manifest: Manifest) -> str:
+def describe_export(folder: Path, manifest: Manifest) -> str:
     """Return the summary of an export that the command prints."""
     weights = [size for name, (size, _) in manifest.files.items() if name.endswith(".safetensors")]
     files = "1 file" if len(weights) == 1 else f"{len(weights)} files"

@@ -112,7 +112,7 @@ def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: 
     return manifest
 
 
-def describe(folder: Path, manifest: TokenManifest) -> str:
+def describe_token_export(folder: Path, manifest: TokenManifest) -> str:
     """Return the line that the command prints."""
     counts = ", ".join(f"{split.tokens:,} {name} tokens" for name, split in manifest.splits.items())
     return f"{folder}: {counts} in {manifest.dtype}, format {manifest.format}"

@@ -26,7 +26,7 @@ MESHES = ((1, 1), (1, 8), (8, 1), (8, 8))
 """(replicas, shards) of the meshes shown for a recipe that leaves its mesh open."""
 
 
-def show(recipe: Recipe, console: Console, hardware: Hardware) -> None:
+def show_plan(recipe: Recipe, console: Console, hardware: Hardware) -> None:
     """Print the resolved recipe, then its model's size, traffic, memory, and time on this hardware.
     Needs no data, GPU or network.
 

@@ -23,7 +23,7 @@ from llmtrain.sync.loop_checks import (
     check_choices,
     check_equal_rates,
     check_equal_start,
-    check_order,
+    check_rank_order,
     check_wrapping,
     needs_equal_rates,
 )
@@ -81,7 +81,7 @@ class LocalUpdates:
         self._shards = Comms(shards, device, "shard")
         if store is not None and self.sync.schedule.needs_threads:
             # Each loop has keys of its own, because one store may serve several loops, one after the other.
-            check_order(self._replicas, self._shards)
+            check_rank_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         rates = lr or LRSchedule(float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant"))
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None

@@ -120,7 +120,7 @@ def check_wrapping(model: nn.Module, replicas: dist.ProcessGroup | None) -> None
         )
 
 
-def check_order(replicas: Comms, shards: Comms) -> None:
+def check_rank_order(replicas: Comms, shards: Comms) -> None:
     """Raise RecipeError unless the ranks of a replica are consecutive, as the groups of the wait-avoiding schedule require."""
     for comms, expected in (
         (replicas, [r * shards.size + shards.rank for r in range(replicas.size)]),

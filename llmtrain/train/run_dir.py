@@ -238,7 +238,7 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
         )
 
 
-def check_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
+def check_sample_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
     """Raise RecipeError if `there`, the stored recipe of a run, is from before data.shuffle existed, and `recipe` reads
     in blocks. Earlier versions shuffled all samples of such a text."""
     if "shuffle" not in there["data"] and shuffles_in_blocks(recipe.data):

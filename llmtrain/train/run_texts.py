@@ -27,7 +27,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.quantities import format_si
 from llmtrain.reshard import FromAllRanks
 from llmtrain.train.rank_errors import raise_on_all
-from llmtrain.train.run_dir import RunDirectory, check_order
+from llmtrain.train.run_dir import RunDirectory, check_sample_order
 from llmtrain.train.run_length import is_fixed
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
@@ -50,7 +50,7 @@ def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> N
     recipe, state = directory.recipe, directory.newest_state()
     if state is None or "recipe" not in state:
         return
-    check_order(state["recipe"], recipe, str(directory.path))
+    check_sample_order(state["recipe"], recipe, str(directory.path))
     sections = recipe.data.texts()
     known = {
         name: text for name, text in texts.items() if not is_fixed(sections[name]) or is_complete(text, sections[name])
@@ -186,7 +186,9 @@ class RunTexts:
         ]
         return [f"{kind}: {' · '.join(parts)}"]
 
-    def summaries(self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    def summaries(
+        self, loader: Loader, state: dict[str, Any], losses: Mapping[str, float]
+    ) -> dict[str, dict[str, Any]]:
         """Return, by a text's name, what the run has read of it (`sequences`, `epochs`) and its last validation loss
         (`eval_loss`, from `losses`). Empty for a run without a list of texts. `state` is the loader's. A collective of
         all ranks."""

@@ -20,7 +20,7 @@ from llmtrain.data.loader import eval_batches
 from llmtrain.data.prepare import cache_path as cache_folder
 from llmtrain.data.prepare import prepare
 from llmtrain.errors import CheckpointError, DataError, TrainingError, UserError
-from llmtrain.eval.texts import generate, load
+from llmtrain.eval.texts import generate, load_model_and_tokenizer
 from llmtrain.export import export as export_module
 from llmtrain.export.export import export, exported
 from llmtrain.export.folder import read_manifest
@@ -174,7 +174,9 @@ def test_the_tokenizer_gives_the_ids_of_training(plain: Path, tmp_path: Path) ->
     folder = exported(source.run)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
-    assert load(folder).tokenizer(text, add_special_tokens=False)["input_ids"] == ids and len(ids) > 30
+    assert (
+        load_model_and_tokenizer(folder).tokenizer(text, add_special_tokens=False)["input_ids"] == ids and len(ids) > 30
+    )
     assert tokenizer.decode(ids) == text and not {eos, tokenizer.unk_token_id} & set(ids)
     assert tokenizer.eos_token_id == eos == AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id
 

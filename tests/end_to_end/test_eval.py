@@ -18,7 +18,7 @@ from llmtrain.errors import DataError, ModelError, SuiteError, UserError
 from llmtrain.eval import units
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
-from llmtrain.eval.texts import load, losses
+from llmtrain.eval.texts import load_model_and_tokenizer, losses
 from llmtrain.suites import FILES, TaskSection
 from tests.mother import session
 from tests.unit.test_export_folder import complete
@@ -348,7 +348,7 @@ def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Pat
 def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> None:
     import torch
 
-    loaded = load(model, "cpu")
+    loaded = load_model_and_tokenizer(model, "cpu")
     nll, tokens = losses(STORIES[:3], loaded, window=16, batch_size=2)
     stream = [t for text in STORIES[:3] for t in (loaded.first_token, *loaded.tokenizer(text)["input_ids"])]
     owners = [i for i, text in enumerate(STORIES[:3]) for _ in range(1 + len(text.encode()))]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmtrain.errors import DataError, ModelError
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import load_model
-from llmtrain.eval.texts import load
+from llmtrain.eval.texts import load_model_and_tokenizer
 from llmtrain.export.folder import copy_tokenizer
 from tests.end_to_end.test_eval import write_model
 
@@ -33,11 +33,11 @@ def test_special_tokens_that_a_task_spells_out_are_split_as_in_training(model: P
     (tmp_path / "tokenizer").mkdir()
     for file in folder.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "tokenizer")
-    copy_tokenizer(load(folder, "cpu").tokenizer, tmp_path / "tokenizer", folder)
+    copy_tokenizer(load_model_and_tokenizer(folder, "cpu").tokenizer, tmp_path / "tokenizer", folder)
     text = "The end.<|endoftext|>"
     assert (
         len(load_model(folder, 1, "cpu").tok_encode(text))
-        == len(load(folder, "cpu").tokenizer(text)["input_ids"])
+        == len(load_model_and_tokenizer(folder, "cpu").tokenizer(text)["input_ids"])
         == 21
     )
 

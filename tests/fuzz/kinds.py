@@ -93,7 +93,7 @@ def _leaves(value: dict, path: str = "") -> Any:
 def variables(folder: Path) -> Case:
     """Set variables of launchers to odd values."""
     from llmtrain.errors import is_local_rank_zero
-    from llmtrain.eval.evaluated_checkpoint import check_path
+    from llmtrain.eval.evaluated_checkpoint import check_model_path
     from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
     from llmtrain.parallel.world import World, master_endpoint, may_share_gpu, node_name
     from llmtrain.startup import seconds_since_command
@@ -111,7 +111,7 @@ def variables(folder: Path) -> Case:
             may_share_gpu,
             node_name,
         ),
-        *(seconds_since_command, lambda: processes_per_node(parallel, 1), lambda: check_path(folder, 1)),
+        *(seconds_since_command, lambda: processes_per_node(parallel, 1), lambda: check_model_path(folder, 1)),
     ]
 
     def case(draw: random.Random) -> int:

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.best_checkpoint import BEST, CheckpointLoss, best_step, complete_checkpoints, loss_of, read_loss
 from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, UserError
-from llmtrain.eval.evaluated_checkpoint import check_path
+from llmtrain.eval.evaluated_checkpoint import check_model_path
 from llmtrain.export.request import choose_step, parse_step
 from llmtrain.train.checkpoint_files import STATE_FILE, folder_name, list_checkpoints, read_losses, set_aside_newer
 
@@ -77,10 +77,10 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_best_is_chosen_by_name(run: Path) -> None:
     assert choose_step(run, BEST) == 20 and choose_step(run) == 30
-    check_path(run, BEST)
+    check_model_path(run, BEST)
     for path in run.glob("checkpoints/*/state.json"):
         path.write_text(json.dumps(state(1, math.nan)))
-    for refused in (choose_step, check_path):
+    for refused in (choose_step, check_model_path):
         with pytest.raises(
             CheckpointError, match=r"no checkpoint whose step was validated.* --step of 10, 20, 30, or let"
         ):

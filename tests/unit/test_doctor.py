@@ -20,7 +20,7 @@ from rich.console import Console
 
 from llmtrain.config import ParallelSection
 from llmtrain.doctor import machine, network_speed
-from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show, verdict, warning
+from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
 from llmtrain.doctor.network_speed import (
     SECRET_BYTES,
@@ -28,8 +28,8 @@ from llmtrain.doctor.network_speed import (
     Link,
     LinkServer,
     links_between,
-    measure,
     measure_all,
+    measure_link,
     tournament,
 )
 from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, versions, who_is_where
@@ -298,7 +298,7 @@ def server():
 
 
 def test_a_link_is_measured(server):
-    link = measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
+    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
     assert (link.here, link.there, link.error) == (0, 1, "")
     assert link.sent > 1e6 and link.received > 1e6
     assert 0 < link.milliseconds < 1000 and abs(link.skew) < 1
@@ -312,22 +312,22 @@ def test_a_clock_that_is_off_is_seen(server, monkeypatch):
     monkeypatch.setattr(
         network_speed, "time", SimpleNamespace(time=clock, perf_counter=network_speed.time.perf_counter)
     )
-    link = measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
+    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
     assert link.skew == pytest.approx(100, abs=1)
 
 
 def test_strangers_get_nothing_from_the_server(server):
-    link = measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
+    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
     assert link.error and link.sent == 0
 
 
 def test_a_host_that_is_not_there_is_an_error_within_the_timeout():
     with socket.socket() as taken:  # bound, so that nobody else gets the port, but not listening
         taken.bind(("127.0.0.1", 0))
-        link = measure(0, 1, "127.0.0.1", taken.getsockname(), SECRET, 5)
+        link = measure_link(0, 1, "127.0.0.1", taken.getsockname(), SECRET, 5)
     assert link.error == "Connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = measure(0, 1, "127.0.0.1", silent.getsockname(), SECRET, 0.3)
+        link = measure_link(0, 1, "127.0.0.1", silent.getsockname(), SECRET, 0.3)
     assert link.error == "no answer in 0.3 s"
 
 
@@ -384,7 +384,7 @@ def test_of_many_links_the_slowest_are_shown():
 def test_the_report_says_what_to_do_and_counts():
     out = Console(record=True, width=100, file=io.StringIO())
     sections = {"machine": [ok("fine [here]")], "network": [warning("odd", "look"), problem("broken", "mend it")]}
-    show(sections, out)
+    show_findings(sections, out)
     text = out.export_text()
     assert "fine [here]" in text and "→ mend it" in text and "1 problem, 1 warning" in text
     assert has_problem(sections) and not has_problem({"network": [warning("odd", "look")]})

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from llmtrain.errors import DataError, ModelError, SuiteError, UserError
-from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_folder, find_checkpoints, labels
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_model_folder, find_checkpoints, labels
 from llmtrain.eval.harness import per_document
 from llmtrain.eval.scores import (
     BOOTSTRAP,
@@ -24,16 +24,16 @@ from llmtrain.eval.scores import (
     bits_per_byte,
     chance_of,
     compare,
+    compare_with_chance,
     mcnemar,
     paired_bootstrap,
-    ratio,
-    verdict,
+    ratio_of_sums,
 )
 from llmtrain.eval.table import Evaluated, Row, cell, comparison, draw_curves, lines_of, scores_on_one_line, table_of
 from llmtrain.eval.units import Options, units_of
 from llmtrain.suites import (
     FILES,
-    digests,
+    digests_of_data,
     harness_version,
     load_suite,
     local_tasks,
@@ -143,7 +143,7 @@ def test_a_unit_is_kept_for_one_model_one_setting_and_one_state_of_the_data(tmp_
     (tmp_path / "tinystories/valid.txt").write_text("Another time.")
     changed = units_of(options("tinystories", tmp_path))
     assert cache.read(changed[0].name, changed[0].key) is None
-    assert digests(tmp_path, ["tinystories/train.txt"], "x") == changed[1].key["data"]
+    assert digests_of_data(tmp_path, ["tinystories/train.txt"], "x") == changed[1].key["data"]
 
 
 def test_a_damaged_cache_file_is_as_none(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_another_when_its_weights_or_tokenizer_are(tmp_path: Pat
 def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(ModelError, match=message) as error:
-            check_folder(tmp_path)
+            check_model_folder(tmp_path)
         assert "\n" not in str(error.value)
 
     refused("has no config.json")
@@ -180,7 +180,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     whole = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     whole = len(whole).to_bytes(8, "little") + whole + bytes(8)
     (tmp_path / "model.safetensors").write_bytes(whole)
-    check_folder(tmp_path)
+    check_model_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(whole[:-3])
     refused(r"model.safetensors is damaged or cut short \(.*\); export the model again")
     (tmp_path / "model.safetensors").unlink()
@@ -190,7 +190,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     index.write_text("{}")
     refused("index.json is damaged")
     (tmp_path / "model.safetensors").write_bytes(whole)
-    check_folder(tmp_path)  # an old index beside a complete file, which transformers takes
+    check_model_folder(tmp_path)  # an old index beside a complete file, which transformers takes
     with pytest.raises(ModelError, match="there is no such folder"):
         find_checkpoints(tmp_path / "none", "none", None, False)
 
@@ -249,7 +249,7 @@ def test_bits_per_byte_and_its_standard_error() -> None:
     value, error = bits_per_byte([math.log(2) * 3, math.log(2) * 5], [2, 2])
     assert value == pytest.approx(2.0)
     assert error == pytest.approx(0.5)  # of the mean of 1.5 and 2.5
-    assert ratio([3.0], [2.0]) == (1.5, None)
+    assert ratio_of_sums([3.0], [2.0]) == (1.5, None)
 
 
 def test_chance_is_a_guess_or_the_commonest_answer() -> None:
@@ -268,11 +268,11 @@ def test_chance_is_a_guess_or_the_commonest_answer() -> None:
     [(0.27, 0.014, "near chance"), (0.28, 0.014, ""), (0.20, 0.012, "below chance"), (0.25, 0.0, "near chance")],
 )
 def test_what_a_score_is_called(value: float, stderr: float, called: str) -> None:
-    assert verdict(value, stderr, chance=0.25, n=1000) == called
+    assert compare_with_chance(value, stderr, chance=0.25, n=1000) == called
 
 
 def test_a_perfect_score_on_two_documents_says_nothing() -> None:
-    assert verdict(1.0, 0.0, chance=0.5, n=2) == "near chance"
+    assert compare_with_chance(1.0, 0.0, chance=0.5, n=2) == "near chance"
 
 
 def test_answers_are_kept_in_the_order_of_documents() -> None:

@@ -16,7 +16,7 @@ from llmtrain.config import SuiteSection
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.eval import command
 from llmtrain.eval.arguments import check_arguments
-from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_path, has_step
+from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_model_path, has_step
 from llmtrain.eval.texts import check_device, generate
 from llmtrain.suites import check_suite
 from tests.end_to_end.runs import environment
@@ -97,7 +97,7 @@ def test_what_is_there_passes(run: Path, tmp_path: Path) -> None:
     check_arguments(
         [run], "small", step=5, device="cuda:1", baseline=run / "export/step-00000005", out=tmp_path / "a/b"
     )
-    check_path(run / "export/step-00000005", 5)
+    check_model_path(run / "export/step-00000005", 5)
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
         check_arguments([run], "small", step=7)
 

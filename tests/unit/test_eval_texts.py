@@ -17,7 +17,16 @@ from transformers.utils import logging
 
 from llmtrain.errors import ModelError, UserError
 from llmtrain.eval import harness, texts
-from llmtrain.eval.texts import LONGEST_WINDOW, Loaded, documents, evaluate_text, generate, load, losses, write_samples
+from llmtrain.eval.texts import (
+    LONGEST_WINDOW,
+    Loaded,
+    evaluate_text,
+    generate,
+    load_model_and_tokenizer,
+    losses,
+    read_documents,
+    write_samples,
+)
 from llmtrain.export.export import training_context
 from llmtrain.export.folder import write_manifest, written_files
 from llmtrain.export.parity import without_progress_bars
@@ -27,8 +36,8 @@ from tests.unit.test_export_folder import MANIFEST
 
 
 def test_documents_are_what_lies_between_separators() -> None:
-    assert documents(StringIO("a\n<|>\n\n<|> b <|>c<|>"), "<|>", every=1, limit=None) == ["a", "b", "c"]
-    assert documents(StringIO("a<|>b<|>c<|>d<|>e"), "<|>", every=2, limit=2) == ["a", "c"]
+    assert read_documents(StringIO("a\n<|>\n\n<|> b <|>c<|>"), "<|>", every=1, limit=None) == ["a", "b", "c"]
+    assert read_documents(StringIO("a<|>b<|>c<|>d<|>e"), "<|>", every=2, limit=2) == ["a", "c"]
 
 
 def test_a_text_is_not_read_beyond_its_limit() -> None:
@@ -38,7 +47,7 @@ def test_a_text_is_not_read_beyond_its_limit() -> None:
             return super().read(size)
 
     file = Endless("a<|>" * (1 << 22))
-    assert documents(file, "<|>", every=2, limit=3) == ["a"] * 3
+    assert read_documents(file, "<|>", every=2, limit=3) == ["a"] * 3
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -146,7 +155,7 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(mo
     config = SimpleNamespace(max_position_embeddings=64, vocab_size=4)
     model = SimpleNamespace(config=config, generation_config=GenerationConfig())
     monkeypatch.setattr(texts, "folder_to_load", lambda folder, step: folder)
-    monkeypatch.setattr(texts, "load", lambda folder: Loaded(model, Stripping()))
+    monkeypatch.setattr(texts, "load_model_and_tokenizer", lambda folder: Loaded(model, Stripping()))
     monkeypatch.setattr(texts, "_continuation", lambda model, ids, *_, **__: [2, 3])
     assert generate(Path(), "once upon") == "once upon a time"
     assert generate(Path(), "once  upon") == "once  upon a time"
@@ -212,7 +221,7 @@ def test_learned_positions_that_training_has_not_reached_are_not_used(
     asked = []
     monkeypatch.setattr(texts, "_continuation", lambda model, ids, tokens, *_, **__: asked.append(tokens) or [0])
     generate(tmp_path, "abc", tokens=20)
-    loaded = load(tmp_path)
+    loaded = load_model_and_tokenizer(tmp_path)
     write_samples(SamplesSection(prompts=["abc"], tokens=20), loaded)
     assert asked == [6 - len("_abc"), 6 - len("_abc")]
     with pytest.raises(UserError, match="--prompt has 6 tokens, the model has room for 6 and has to write one"):

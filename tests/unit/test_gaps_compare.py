@@ -279,7 +279,7 @@ def test_a_trial_is_recorded_without_a_commit_too(
 def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metrics: str | None, step: int) -> None:
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
-    assert trial.step_of(tmp_path / "metrics.jsonl") == step
+    assert trial.last_logged_step(tmp_path / "metrics.jsonl") == step
 
 
 def test_a_penalty_clips_long_means_alone() -> None:

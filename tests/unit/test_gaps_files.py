@@ -14,7 +14,7 @@ from llmtrain.config import DataSection
 from llmtrain.data.sources import documents, fingerprint
 from llmtrain.errors import CheckpointError, DataError, ModelError, RecipeError, SuiteError
 from llmtrain.eval import texts
-from llmtrain.eval.evaluated_checkpoint import check_folder, find_checkpoints
+from llmtrain.eval.evaluated_checkpoint import check_model_folder, find_checkpoints
 from llmtrain.eval.harness import per_document
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.suites import TextSection, load_suite, local_tasks
@@ -97,10 +97,10 @@ def test_a_run_that_has_written_no_checkpoint_has_no_curve(tmp_path: Path) -> No
 def test_weights_that_are_no_safetensors_are_left_to_transformers(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json", "pytorch_model.bin"):
         (tmp_path / name).write_text("{}")
-    check_folder(tmp_path)
+    check_model_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(ModelError):
-        check_folder(tmp_path)
+        check_model_folder(tmp_path)
 
 
 def sample(**changes: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_clocks_are_compared_by_the_quickest_round_trip(monkeypatch) -> None:
     monkeypatch.setattr(network_speed, "_ping", lambda connection: next(pings))
     server = LinkServer("127.0.0.1", bytes(SECRET_BYTES), 5)
     try:
-        link = network_speed.measure(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
+        link = network_speed.measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
     finally:
         server.close()
     assert (link.skew, link.milliseconds) == (0.2, pytest.approx(500))

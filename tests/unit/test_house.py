@@ -73,6 +73,8 @@ BANNED = """
 BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
 SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "reshard", "pieces", "parallel", "sync", "turns"}
+COMMANDS = {"cli", "recipe_commands"}
+"""Modules whose functions have the names of commands."""
 MAX_LINES = 400
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"os._exit"}
 
@@ -232,11 +234,19 @@ def test_no_private_names_of_others() -> None:
     assert found and not at_fault(found)
 
 
-def test_no_class_and_no_module_has_the_name_of_another() -> None:
+def test_no_class_public_function_or_module_has_the_name_of_another() -> None:
     classes = (
         (node.name, path) for path in PACKAGE for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
     )
     assert not repeated(classes)
+    functions = (
+        (node.name, path)
+        for path in PACKAGE
+        if part_of(path) not in COMMANDS
+        for node in parsed(path).body
+        if isinstance(node, ast.FunctionDef) and not is_private(node.name) and node.name != "main"
+    )
+    assert not repeated(functions)
     assert not repeated((path.stem, path) for path in PACKAGE if path.stem != "__init__")
 
 

@@ -21,7 +21,7 @@ from llmtrain.plan import time_estimate
 from llmtrain.plan.cards import GPU_EFFICIENCY
 from llmtrain.plan.hardware import Hardware, hardware_of
 from llmtrain.plan.model_size import size_of
-from llmtrain.plan.show import show
+from llmtrain.plan.show import show_plan
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, pull_share, rate_here
 from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
@@ -37,7 +37,7 @@ GPUS = Hardware(RATES, "each rank", "--tflops", on_gpu=True)
 
 def shown(path: Path, *overrides: str, width: int = 100, hardware: Hardware = CPU) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show(load_recipe(path, overrides), console, hardware)
+    show_plan(load_recipe(path, overrides), console, hardware)
     return console.file.getvalue()
 
 

@@ -15,7 +15,7 @@ from llmtrain import files, waiting
 from llmtrain.cli import main
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.recipe_loader import check_folder, load_recipe
+from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.train import run_dir
 from llmtrain.train.run_dir import RunDirectory, lock_folder
 
@@ -115,12 +115,12 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
             f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue what is in it, or run.name=a to "
             "start a run of that name\n"
         )
-    check_folder(stored, ["run.name=a"])
+    check_not_moved(stored, ["run.name=a"])
     RunDirectory(load_recipe(stored, ["run.name=b"])).check_recipe()
     with pytest.raises(RecipeError, match=r"another recipe \(optim\.lr: 0\.0\d+ there, 0\.5 here\)"):
         RunDirectory(load_recipe(stored, ["run.name=b", "optim.lr=0.5"])).check_recipe()
     (tmp_path / "b").rename(tmp_path / "a")
-    check_folder(tmp_path / "a/recipe.yaml", [])
+    check_not_moved(tmp_path / "a/recipe.yaml", [])
 
 
 def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
@@ -135,12 +135,12 @@ def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
     with pytest.raises(
         RecipeError, match=rf"of a run in run\.out_dir={tmp_path}/runs, .* give run\.out_dir={tmp_path} to cont"
     ):
-        check_folder(stored, [])
-    check_folder(stored, [f"run.out_dir={tmp_path}"])
-    check_folder(stored, ["run.name=b"])
+        check_not_moved(stored, [])
+    check_not_moved(stored, [f"run.out_dir={tmp_path}"])
+    check_not_moved(stored, ["run.name=b"])
     (tmp_path / "runs").rmdir()
     (tmp_path / "runs").symlink_to(tmp_path)
-    check_folder(stored, [])
+    check_not_moved(stored, [])
 
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):

@@ -17,7 +17,7 @@ from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here
 from llmtrain.launch.torchrun import _texts_left
 from llmtrain.recipe_check import check, check_group
-from llmtrain.recipe_keys import groups_at
+from llmtrain.recipe_keys import key_groups_at
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.prepare_data import describe_kept_texts, prepare_texts
 from llmtrain.train.run_dir import recipe_changes
@@ -69,9 +69,9 @@ def test_a_resolved_recipe_with_a_list_reads_back_the_same(tmp_path: Path) -> No
 
 
 def test_the_keys_of_entries_are_in_the_reference() -> None:
-    (group,) = groups_at("data.sources")
+    (group,) = key_groups_at("data.sources")
     assert [key.name for key in group.keys][:2] == ["source", "name"] and group.keys[-1].name == "weight"
-    (key,) = groups_at("data.per_replica.validation")[0].keys
+    (key,) = key_groups_at("data.per_replica.validation")[0].keys
     assert key.default == "`null`"
 
 

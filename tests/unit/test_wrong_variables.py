@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import UserError
-from llmtrain.eval.evaluated_checkpoint import check_path
+from llmtrain.eval.evaluated_checkpoint import check_model_path
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.parallel import world
 from llmtrain.parallel.world import World, may_share_gpu
@@ -77,7 +77,7 @@ WRONG_VARIABLES: list[Row] = [
     *each(check_thread_count, "OMP_NUM_THREADS", ("0", "many", "", "4,", "²", "-2"), "is not a number of threads; unset it, or set 1"),
     *each(may_share_gpu, "LLMTRAIN_SHARE_GPU", ("yes", "true", "2"), f"LLMTRAIN_SHARE_GPU='.*' {NO_NUMBER} from 0 to 1"),
     *each(seconds_since_command, "LLMTRAIN_STARTED", ("today", "nan", "inf"), "LLMTRAIN_STARTED='.*' in the environment is not a time"),
-    (lambda: check_path(Path(os.environ["RUN_HERE"]), 1), {"WORLD_SIZE": "many"}, f"WORLD_SIZE='many' {NO_NUMBER}"),
+    (lambda: check_model_path(Path(os.environ["RUN_HERE"]), 1), {"WORLD_SIZE": "many"}, f"WORLD_SIZE='many' {NO_NUMBER}"),
 ]  # fmt: skip
 
 
