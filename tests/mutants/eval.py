@@ -7,7 +7,7 @@ TABLES = {
           - check_device_name(device, "--device")
           + pass
         eval: the baseline is looked for when everything else is evaluated
-          -         check_path(baseline, None)
+          -         check_model_path(baseline, None)
           +         pass
         eval: imports torch before it looks at its arguments
           - import os

@@ -28,7 +28,7 @@ TABLES = {
           - return _sum(_dot(parameters - part) for parameters, part in parts)
           + return _sum(_dot(part) for parameters, part in parts)
         outer: every round is the first one
-          - self.outer.in_round(self.report.count)
+          - self.outer.in_round(self.stats.count)
           + self.outer.in_round(0)
     seen by distributed/test_rounding_errors.py, SCENARIOS
         synchronizer: a rounding error is sent twice

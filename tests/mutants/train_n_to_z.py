@@ -49,7 +49,7 @@ TABLES = {
           + if mesh.is_main:
     seen by distributed/test_bad_disks.py
         run: ends before its loggers have
-          -         at_end.callback(trainer.metrics.wait_for_loggers)
+          -         at_end.callback(trainer.metrics.run_log.wait)
           -
     seen by end_to_end/test_training.py
         run directory: damaged weights leave a run behind
@@ -106,6 +106,25 @@ TABLES = {
         length: a stopped run may end within its round
           - is_end = self.step == total and self.before.train.total_steps <= self.step
           + is_end = self.step == total
+    """,
+    "llmtrain/train/run_log.py": r"""
+    seen by unit/test_sample.py
+        metrics: files continue after this replica's own step
+          - self.directory, state.global_step, tokens
+          + self.directory, state.step, tokens
+    seen by unit/test_loggers.py
+        metrics: a disk that is full hides why the run has failed
+          - with suppress(Exception):  # the disk may have ended the run
+          + with suppress():
+        metrics: a logger that can't be closed hides why the run has failed
+          - with suppress(Exception):  # the disk may have ended the run
+          + with suppress(OSError):  # the disk may have ended the run
+        metrics: a run that fails leaves the bar on the terminal
+          -         finally:
+          -             self.console.stop()
+          -
+          +         self.console.stop()
+          +
     """,
     "llmtrain/train/run_texts.py": r"""
     seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
