@@ -115,7 +115,7 @@ TABLES = {
     seen by unit/test_loggers.py
         metrics: a disk that is full hides why the run has failed
           - with suppress(Exception):  # the disk may have ended the run
-          + with suppress():
+          + with suppress():  # the disk may have ended the run
         metrics: a logger that can't be closed hides why the run has failed
           - with suppress(Exception):  # the disk may have ended the run
           + with suppress(OSError):  # the disk may have ended the run
