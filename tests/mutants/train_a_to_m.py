@@ -28,7 +28,7 @@ TABLES = {
           + to("cpu", copy=True)
         checkpoint: written before copies from a GPU have come
           - torch.cuda.current_stream().synchronize()  # for all copies at once
-          + pass
+          + pass  # for all copies at once
         train: a checkpoint of another version ends in a traceback
           - stored_recipe(state["recipe"], str(path))
           + Recipe.model_validate(state["recipe"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_every_mutant_applies_exactly_once() -> None:
     counts = {mutant.name: (ROOT / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS}
     assert not {name: count for name, count in counts.items() if count != 1}
     assert not [mutant.name for mutant in MUTANTS if mutant.old == mutant.new]
+
+
+def test_every_mutant_is_python() -> None:
+    """Tests that can't import a module have seen nothing."""
+    for mutant in MUTANTS:
+        if mutant.file.endswith(".py"):
+            ast.parse((ROOT / mutant.file).read_text().replace(mutant.old, mutant.new), mutant.name)
 
 
 def test_mutants_have_names_of_their_own_and_tests_that_exist() -> None:
