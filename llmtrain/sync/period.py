@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from llmtrain.config import AnyPeriod, EveryStepSection, QsrSection, SyncSection
@@ -56,6 +57,10 @@ class Period(ABC):
     def set_warmup(self, steps: int) -> None:
         """Set the number of synchronous steps before the first round, for a run that resumes."""
         self.warmup = steps
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which no training happens, such as a validation. All replicas enter it after the same global step."""
+        return nullcontext()
 
     def total_steps_changed(self, is_synchronized: bool) -> None:
         """Adapt loaded state to the run's total steps, which differ from the checkpoint's. `is_synchronized` says that no

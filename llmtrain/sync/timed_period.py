@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class TimedPeriod(Period):
         self.section, self.warmup, self.total_steps = section, warmup, total_steps
         self.replica_comms, self.shard_comms, self.clock = replica_comms, shard_comms, clock
         self.end_early = end_early
-        self._exchanged_at: float | None = None  # time of the last exchange, on this rank's clock
+        self._exchanged_at: float | None = (
+            None  # time of the last exchange, on this rank's clock, moved by what is not training
+        )
+        self._paused_at: float | None = None
         self._interval = section.every
         self._last_exchange_step = 0  # this replica's step at the last exchange
         self._summed_steps = 0  # sum of all replicas' steps at the last exchange
@@ -82,6 +86,15 @@ class TimedPeriod(Period):
             return step
         return self._summed_steps // self.replica_comms.size if self._last_exchange_step == step else None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the enclosed seconds out of the round. After a validation longer than `section.every`, a round would have one step."""
+        self._paused_at = self.clock()
+        yield
+        if self._exchanged_at is not None:
+            self._exchanged_at += self.clock() - self._paused_at
+        self._paused_at = None
+
     def total_steps_changed(self, is_synchronized: bool) -> None:
         """Let the next exchange come after the full `section.every` seconds, or earlier once a replica has taken an equal share
         of the remaining steps."""
@@ -91,7 +104,8 @@ class TimedPeriod(Period):
         self._interval, self._step_limit = self.section.every, self._last_exchange_step + left
 
     def state_dict(self) -> dict[str, Any]:
-        since = self.clock() - self._exchanged_at if self._exchanged_at is not None else None
+        now = self.clock() if self._paused_at is None else self._paused_at
+        since = now - self._exchanged_at if self._exchanged_at is not None else None
         counted = {name: getattr(self, f"_{name}") for name in STATE_FIELDS}
         return {"elapsed": since, **counted}
 

@@ -58,12 +58,13 @@ class Trainer:
                     continue  # in rounds of seconds, ranks agree on a global step only when they exchange their progress
                 if state.is_done:
                     break  # `finish` synchronizes the last round before it logs and validates
-                if state.is_due(recipe.log.every) or state.is_first_step:
-                    self.metrics.log(state, self.lr.at(state.step))
-                if state.is_due(recipe.eval.every):
-                    self.validate()
-                if state.is_due(recipe.checkpoint.every):
-                    self.save()
+                with self.method.period.paused():  # rounds of seconds count training alone
+                    if state.is_due(recipe.log.every) or state.is_first_step:
+                        self.metrics.log(state, self.lr.at(state.step))
+                    if state.is_due(recipe.eval.every):
+                        self.validate()
+                    if state.is_due(recipe.checkpoint.every):
+                        self.save()
             if state.is_done:
                 self.finish()
             self.save()

@@ -107,6 +107,12 @@ TABLES = {
           - "summed_steps_at_sync", "last_steps", "step_limit")
           + "summed_steps_at_sync", "last_steps")
     seen by unit/test_period.py
+        timed: a validation is a part of the next round
+          - self._exchanged_at += self.clock() - self._paused_at
+          + pass
+        timed: a checkpoint after a validation counts it
+          - now = self.clock() if self._paused_at is None else self._paused_at
+          + now = self.clock()
         timed: a request to stop does not end a round
           -  or early
           -

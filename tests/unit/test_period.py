@@ -148,6 +148,22 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     assert again.ends_round(6) and again.round_length(6) == 2
 
 
+def test_a_validation_takes_no_seconds_of_a_round():
+    clock = Hands([0.0])
+    period = timed(clock)
+    assert not period.is_synchronous(3)
+    clock[0] = 10.0
+    assert period.ends_round(3)
+    clock[0] = 11.0
+    with period.paused():
+        clock[0] = 30.0
+        assert period.state_dict()["elapsed"] == 1.0, "of a checkpoint after the validation"
+    clock[0] = 38.9
+    assert not period.ends_round(4), "9.9 seconds, without the 19 of the validation"
+    clock[0] = 39.1
+    assert period.ends_round(5) and period.round_length(5) == 2
+
+
 def test_a_request_to_stop_ends_a_round_of_seconds():
     clock, asked = Hands([0.0]), [False]
     section = EverySecondsSection(every=10.0, min_steps=0)
