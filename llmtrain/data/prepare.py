@@ -24,10 +24,11 @@ from filelock import Timeout
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.hub import HUB
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured
-from llmtrain.data.sources import HUB, SPLITS, Position, Split, fingerprint
+from llmtrain.data.sources import SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError
 from llmtrain.files import atomic_write, check_path

@@ -25,8 +25,8 @@ from llmtrain.data.dataset import (
     TokenDataset,
     TokenShards,
 )
-from llmtrain.data.local_files import stamps, without_held_out
-from llmtrain.data.sources import READERS, Position
+from llmtrain.data.local_files import READERS, stamps, without_held_out
+from llmtrain.data.sources import Position
 from llmtrain.data.token_files import TokenFile, find_token_files, read_headers
 from llmtrain.data.token_ids import Vocabulary
 from llmtrain.data.trained_tokenizer import TRAIN

@@ -30,8 +30,8 @@ from llmtrain.data.dataset import (
     check_shard,
     read_index,
 )
+from llmtrain.data.hub import HUB
 from llmtrain.data.order import FIRST_BLOCK
-from llmtrain.data.sources import HUB
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.waiting import QUIET_SECONDS

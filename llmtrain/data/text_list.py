@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from llmtrain.config import DataSection
 from llmtrain.config.data import LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
+from llmtrain.data.hub import HUB
 from llmtrain.data.mixture import BLOCK, shares_of
 from llmtrain.data.python_files import PYTHON, STDLIB
 from llmtrain.data.ready_made import find_ready_made
-from llmtrain.data.sources import HUB, STORIES
+from llmtrain.data.sources import STORIES
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError, RecipeError
 

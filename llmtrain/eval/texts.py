@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.data.sources import split_text
+from llmtrain.data.local_files import split_text
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.errors import DataError, ModelError, UserError, reason
 from llmtrain.eval.evaluated_checkpoint import check_model_path

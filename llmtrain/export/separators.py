@@ -6,9 +6,10 @@ from enum import Enum
 
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import read_index
+from llmtrain.data.hub import HUB
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.python_files import PYTHON, STDLIB
-from llmtrain.data.sources import HUB, STORIES
+from llmtrain.data.sources import STORIES
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError
 

@@ -18,13 +18,13 @@ import torch
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
-from llmtrain.data.hub import require
+from llmtrain.data.hub import HUB, require
 from llmtrain.data.loader import BatchShape
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path, one_document
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
-from llmtrain.data.sources import HUB, Split, TextStream, documents
+from llmtrain.data.sources import Split, TextStream, documents
 from llmtrain.data.text_list import check_token_files, key_of, reported_as, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError, one_line
