@@ -5,17 +5,14 @@
                            train-00000.npy     token shards
                            validation-00000.npy
 
-Sizes and headers are checked whenever a folder is opened. After each start, the tokens of all nodes are compared, and the
-ranks of a node verify the shards' checksums in the background, each rank a part of the shards.
+Sizes and headers are checked whenever a folder is opened. After each start, the tokens of all nodes are compared
+(`same_tokens`), and the ranks of a node verify the shards' checksums in the background (`checksum_scan`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
-import socket
-import threading
 import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,7 +128,7 @@ class LazyShard:
         try:
             array = self._load(self._shard)
         except (OSError, ValueError) as error:  # deleted or cut off since the start
-            raise _unavailable(f"{self._shard.name}: can't be read any more", error) from None
+            raise unavailable(f"{self._shard.name}: can't be read any more", error) from None
         return array[part]
 
 
@@ -277,7 +274,7 @@ def read_index(directory: Path) -> Index:
     except IsADirectoryError as error:
         raise DataError(f"{directory / INDEX}: can't be read ({error.strerror}); {remedy}") from None
     except OSError as error:
-        raise _unavailable(f"{directory / INDEX}: can't be read", error) from None
+        raise unavailable(f"{directory / INDEX}: can't be read", error) from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "the file"
@@ -300,81 +297,15 @@ def check_shard(directory: Path, index: Index, shard: Shard) -> None:
         array = np.load(path, mmap_mode="r")
         found = f"{array.dtype.str} {array.shape}"
     except OSError as error:
-        raise _unavailable(f"{path}: can't be read", error) from None
+        raise unavailable(f"{path}: can't be read", error) from None
     except (ValueError, EOFError, SyntaxError, tokenize.TokenError) as error:  # NumPy parses the header as Python
         found = one_line(error)
     if found != (expected := f"{index.dtype} {(shard.tokens,)}"):
         raise DataError(f"{path}: another file's content ({found} found, {expected} expected); {remedy}")
 
 
-class ChecksumScan:
-    """Scan of token shards for damage, in a background thread because it reads every byte. It starts when constructed, and
-    ends after the first damaged shard or after the last shard. The run ends if a shard is damaged."""
-
-    def __init__(self, texts: Iterable[TokenDataset], share: int, of: int):
-        """Start to read every `of`-th shard of `texts`, beginning with shard number `share` (from 0)."""
-        self.problem: DataError | None = None
-        """Error of the first shard that is damaged or can't be read, or None."""
-        shards = [(text, shard) for text in texts for split in text.index.splits.values() for shard in split.shards]
-        self._shards = shards[share::of]
-        # A daemon thread, so that a run that ends does not wait for it.
-        self._thread = threading.Thread(target=self._run, name="reads token shards", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        found = (_find_damage(text, shard) for text, shard in self._shards)
-        self.problem = next((problem for problem in found if problem is not None), None)
-
-
-def _unavailable(what: str, error: Exception) -> UnavailableError:
+def unavailable(what: str, error: Exception) -> UnavailableError:
     """Return the error of a file that could not be read, perhaps not for good. Other ranks read other shards, or read again."""
-    unavailable = UnavailableError(f"{what} ({one_line(error)}); start the same command again")
-    unavailable.is_shared = False
-    return unavailable
-
-
-def _find_damage(prepared: TokenDataset, shard: Shard) -> DataError | None:
-    """Return the error of a shard that is damaged or can't be read, or None if it is as prepared. Another tool's file has no
-    checksum; its shard is damaged if a token id is not of the vocabulary."""
-    path, host, problem = prepared.directory / shard.name, socket.gethostname(), None
-    remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
-    try:
-        if shard.offset is not None:
-            remedy, dtype = "copy it again", shard.dtype or prepared.index.dtype
-            wrong = prepared.vocabulary.find_wrong(path, dtype, shard.offset, shard.tokens)
-            problem = None if wrong is None else f"{wrong} (on {host})"
-        elif (found := _crc32(path, skip=shard.bytes - shard.tokens * prepared.dtype.itemsize)) != shard.crc32:
-            problem = f"{path} on {host}: checksum {found:08x} found, {shard.crc32:08x} expected; {remedy}"
-    except FileNotFoundError as error:
-        problem = f"{path} on {host}: can't be read ({error.strerror}); {remedy}"
-    except OSError as error:
-        return _unavailable(f"{path} on {host}: can't be read", error)
-    return None if problem is None else DataError(problem)
-
-
-def _crc32(path: Path, skip: int) -> int:
-    """Return the CRC-32 of the bytes after the first `skip`. The file is read and not memory-mapped, because a thread that
-    waits for the disk in a read does not block other threads."""
-    crc32, buffer = 0, memoryview(bytearray(1 << 22))
-    with path.open("rb", buffering=0) as file:
-        file.seek(skip)
-        while count := file.readinto(buffer):
-            crc32 = zlib.crc32(buffer[:count], crc32)
-    return crc32
-
-
-COMPARED_WINDOWS, WINDOW_TOKENS = 64, 1024
-"""Number of windows compared per split, and tokens per window."""
-
-
-def token_digest(prepared: TokenDataset) -> str:
-    """Return the token counts, the vocabulary size and a digest, as text. The digest covers vocabulary size, eos
-    id, dtype and evenly spaced windows of every split."""
-    splits = {split: prepared.tokens(split) for split in SPLITS}
-    digest = hashlib.sha256(repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())
-    for tokens in splits.values():
-        length = min(WINDOW_TOKENS, len(tokens))
-        for start in np.linspace(0, len(tokens) - length, COMPARED_WINDOWS, dtype=np.int64):
-            digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
-    sizes = " + ".join(f"{len(tokens):,}" for tokens in splits.values())
-    return f"{sizes} of a vocabulary of {prepared.vocab_size:,}, {digest.hexdigest()[:8]}"
+    found = UnavailableError(f"{what} ({one_line(error)}); start the same command again")
+    found.is_shared = False
+    return found

@@ -7,7 +7,6 @@ collective for another host's tokenizer. A host's error is an error of all ranks
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import threading
@@ -15,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from llmtrain.data.order import block_of
 from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
+from llmtrain.data.token_digests import digest_windows, spaced_windows
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
 
-COMPARED_WINDOWS, WINDOW_TOKENS = 16, 1024
-"""Number of windows compared per block, and tokens per window."""
+BLOCK_WINDOWS = 16
+"""Windows per block in its digest."""
 LAST_ANSWER_SECONDS = 5.0
 """Maximum seconds at the end to wait for the store's answer to a request in flight."""
 
@@ -108,10 +107,8 @@ def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
     if start >= len(tokens) or (len(tokens) < end and not tokens.is_complete):
         return None
     end = min(end, len(tokens))
-    length, digest = min(WINDOW_TOKENS, end - start), hashlib.sha256()
-    for at in np.linspace(start, end - length, COMPARED_WINDOWS, dtype=np.int64):
-        digest.update(tokens.window(int(at), length).astype("<u4").tobytes())
-    return {"host": socket.gethostname(), "digest": f"{end - start:,} tokens, {digest.hexdigest()[:8]}"}
+    digest = digest_windows(spaced_windows(tokens, start, end, BLOCK_WINDOWS))
+    return {"host": socket.gethostname(), "digest": f"{end - start:,} tokens, {digest}"}
 
 
 def hosts_of(mesh: Mesh) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from llmtrain.data.dataset import TokenDataset, token_digest
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.token_digests import token_digest
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
 

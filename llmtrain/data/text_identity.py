@@ -7,16 +7,14 @@ another tokenizer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtrain.data.dataset import TokenDataset, TokenShards
+from llmtrain.data.token_digests import WINDOW, digest_windows
 from llmtrain.errors import DataError
 
-WINDOW = 1024
-"""Tokens per window. The windows of two texts are compared by their digests."""
 SPACING = 1.5
 """Ratio of the start positions of consecutive windows. The positions do not depend on the text's length, so they are the same
 in a longer run."""
@@ -37,7 +35,8 @@ class TextIdentity:
         """Return the identity of the training tokens that exist of a text."""
         tokens = text.tokens("train")
         vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
-        return cls(len(tokens), is_fixed, tuple(_digest(vocabulary, tokens, start) for start in _starts(tokens)))
+        windows = (tokens.window(start, WINDOW) for start in _starts(tokens))
+        return cls(len(tokens), is_fixed, tuple(digest_windows([window], vocabulary) for window in windows))
 
     def continues(self, other: TextIdentity) -> bool:
         """Return whether a run that began with the other text can continue with this one."""
@@ -75,7 +74,3 @@ def _starts(tokens: TokenShards) -> Iterator[int]:
     while start + WINDOW <= len(tokens):
         yield start
         start = max(start + WINDOW, int(start * SPACING))
-
-
-def _digest(prefix: bytes, tokens: TokenShards, start: int) -> str:
-    return hashlib.sha256(prefix + tokens.window(start, WINDOW).astype("<u4").tobytes()).hexdigest()[:8]

@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards, token_digest
+from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards
 from llmtrain.data.sources import SPLITS
+from llmtrain.data.token_digests import token_digest
 from llmtrain.data.token_files import HEADER_INTS, LLM_C_KINDS, MEGATRON_DTYPES, MEGATRON_HEADER, MEGATRON_MAGIC, Kind
 from llmtrain.errors import UserError
 from llmtrain.export.folder import CARD, check_replaceable, destination, locked, note, replacing

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
-from llmtrain.data.dataset import ChecksumScan
+from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.errors import DataError, TrainingError, UserError, one_line
 from llmtrain.parallel.mesh import Mesh
 

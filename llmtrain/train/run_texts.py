@@ -13,7 +13,8 @@ import torch
 
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import build_loader, validation_batches
-from llmtrain.data.dataset import ChecksumScan, TokenDataset
+from llmtrain.data.checksum_scan import ChecksumScan
+from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.loader import BatchShape, Loader, count_windows
 from llmtrain.data.mixture import BLOCK
 from llmtrain.data.mixture_loader import MixtureLoader

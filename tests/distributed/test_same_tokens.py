@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import TokenDataset, token_digest
+from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.prepare import prepare
 from llmtrain.data.same_tokens import check_same_tokens
+from llmtrain.data.token_digests import token_digest
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import ChecksumScan, TokenDataset, open_dataset
+from llmtrain.data.checksum_scan import ChecksumScan
+from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.errors import DataError, UnavailableError
 from tests.mother import session
@@ -88,7 +89,7 @@ def test_a_shard_that_can_not_be_read_now_is_not_damaged(
     def refuse(path: Path, skip: int) -> int:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr("llmtrain.data.dataset._crc32", refuse)
+    monkeypatch.setattr("llmtrain.data.checksum_scan._crc32", refuse)
     search = ChecksumScan([prepared], 0, 1)
     search._thread.join()
     assert type(search.problem) is UnavailableError and not search.problem.is_shared

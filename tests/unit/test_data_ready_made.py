@@ -12,9 +12,11 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data import ready_made
-from llmtrain.data.dataset import ChecksumScan, TokenDataset, TokenShards, open_dataset, token_digest
+from llmtrain.data.checksum_scan import ChecksumScan
+from llmtrain.data.dataset import TokenDataset, TokenShards, open_dataset
 from llmtrain.data.loader import BatchShape, Loader, eval_batches
 from llmtrain.data.prepare import prepare
+from llmtrain.data.token_digests import token_digest
 from llmtrain.data.token_files import read_header
 from llmtrain.errors import DataError, UserError
 from llmtrain.export import token_export
