@@ -20,8 +20,9 @@ from llmtrain.export.request import Step, WeightSource, choose_step, complete_ch
 from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
 from llmtrain.train.checkpoint_files import find_corruption, read_state
+from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.run_dir import recipe_changes
-from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, validated_weights, weights_of_replicas
+from llmtrain.train.stored_weights import StoredWeights, validated_weights, weights_of_replicas
 
 TOKENIZER_CONFIG, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 OTHER = "export another with --step"

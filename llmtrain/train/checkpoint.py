@@ -7,23 +7,19 @@ Per-replica tensors (weights, optimizer moments, rounding errors) are stored und
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
-from llmtrain.errors import CheckpointError, TrainingError, one_line
+from llmtrain.errors import TrainingError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import local
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
 from llmtrain.seeding import derive_seed
@@ -31,23 +27,21 @@ from llmtrain.sync.anchors import flat_view
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.train.checkpoint_files import (
+    ANCHOR,
     FORMAT,
     CheckpointWriter,
     folder_name,
     list_checkpoints,
-    raise_if_transient,
     read_state,
     step_of,
 )
-from llmtrain.train.checkpoint_metadata import read_metadata
+from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import check_same_recipe, check_sample_order
 from llmtrain.train.run_length import LengthChange
 from llmtrain.turns import own_time
 from llmtrain.waiting import announced
 
-ANCHOR = "anchor"
-"""Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 LAST_SECONDS = 60.0
 """Maximum seconds that a run which ends by an error waits for a checkpoint that is being written."""
 T = TypeVar("T")
@@ -235,7 +229,7 @@ class Checkpointer:
                     stored.read_mean(names, tensor, change.factor(kind))
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(own)}
         there = {f"rank{change.same_rank}.{name}": state for name, state in generators.items()}
-        stored.read(tensors | {name: state for name, state in there.items() if name in stored.names})
+        stored.read(tensors | {name: state for name, state in there.items() if name in stored.tensors})
 
     def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
         """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the
@@ -309,66 +303,3 @@ def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _present_blocks(kinds: dict[str, BlockTensors]) -> dict[str, list[bool]]:
     return {kind: [flat is not None for flat in flats] for kind, flats in kinds.items()}
-
-
-class CheckpointReader:
-    """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without any collective."""
-
-    remedy = "delete it to continue from the one before"
-    """Advice to a user whose checkpoint is damaged."""
-
-    def __init__(self, path: Path):
-        """Open the checkpoint. Raises CheckpointError if its metadata is damaged."""
-        self.path = path
-        try:
-            self._reader = _Reader(path)
-        except Exception as error:  # pickle raises many kinds of errors for damage
-            self._raise(error)
-        self.names: Collection[str] = self._reader.read_metadata().state_dict_metadata.keys()
-
-    def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill each tensor in place with the stored tensor of the same name; a DTensor with this rank's rows of it. Raises
-        CheckpointError if one can't be read."""
-        try:
-            dcp.load(dict(into), storage_reader=self._reader, no_dist=True)
-        except CheckpointException as error:  # a BaseException
-            self._raise(next(iter(error.failures.values()))[0])
-        except Exception as error:
-            self._raise(error)
-
-    def read_mean(self, names: Sequence[str], into: torch.Tensor, factor: float = 1.0) -> None:
-        """Fill `into` with `factor` x the mean of the stored tensors, which are read one at a time. The sum is
-        in float64 and rounded once, so that the mean of equal tensors equals them bit for bit.
-
-        Raises CheckpointError if a tensor contains a non-finite value, because the mean would pass it on to all
-        replicas.
-        """
-        target = local(into)
-        total = torch.zeros_like(target, dtype=torch.float64)
-        for name in names:
-            one = torch.empty_like(into)
-            self.read({name: one})
-            if not local(one).isfinite().all():
-                raise CheckpointError(
-                    f"{self.path}: {name} holds a value that is not finite, and so would the mean of {len(names)} replicas; "
-                    f"continue with {len(names)} replicas, or delete this checkpoint to continue from the one before"
-                )
-            total += local(one)
-        target.copy_(total.div_(len(names)).mul_(factor))
-
-    def _raise(self, error: BaseException) -> NoReturn:
-        if isinstance(error, OSError):
-            raise_if_transient(self.path, error)
-        raise CheckpointError(f"{self.path} can't be read: {one_line(error)}; {self.remedy}") from error
-
-
-class _Reader(dcp.FileSystemReader):
-    """Torch's reader, except that it loads the metadata once instead of at each call, with the restricted `read_metadata`."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.metadata = read_metadata(path)
-        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)  # as torch's own reader does
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata

@@ -38,6 +38,8 @@ from llmtrain.turns import join
 
 FORMAT = 9
 """Version of the layout. A checkpoint of another version is not read."""
+ANCHOR = "anchor"
+"""Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 CHECKSUM_KEY = "sha256"
 NAME = re.compile(r"step-(\d{8})")
 DAMAGED = ".damaged"

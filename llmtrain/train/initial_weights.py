@@ -28,11 +28,12 @@ from llmtrain.train.checkpoint_files import (
     digests,
     read_state,
 )
+from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.mirror import has_mirrored_checkpoint
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.safetensors_reader import SafetensorsReader
-from llmtrain.train.stored_weights import FullTensorReader, StoredWeights, validated_weights
+from llmtrain.train.stored_weights import StoredWeights, validated_weights
 
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"

@@ -32,7 +32,7 @@ from llmtrain.train.checkpoint_files import (
     list_checkpoints,
     read_state,
 )
-from llmtrain.train.checkpoint_metadata import read_metadata
+from llmtrain.train.checkpoint_reader import read_metadata
 from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer

@@ -14,9 +14,9 @@ from llmtrain.launch.preflight import check_here
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import list_checkpoints, read_state
+from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.stored_weights import FullTensorReader
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.reshape_runs import recipe_of, write_texts

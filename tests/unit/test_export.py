@@ -29,7 +29,7 @@ from llmtrain.export.request import MEAN, Request, WeightSource
 from llmtrain.export.source import OTHER, Source
 from llmtrain.model import model_config
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.stored_weights import FullTensorReader
+from llmtrain.train.checkpoint_reader import FullTensorReader
 from tests.unit.test_export_folder import MANIFEST
 
 ROOT = Path(__file__).resolve().parents[2]

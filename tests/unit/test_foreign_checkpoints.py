@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError, TrainingError
-from llmtrain.train.checkpoint import CheckpointReader
 from llmtrain.train.checkpoint_files import (
     STATE_FILE,
     checkpoint_folders,
@@ -23,7 +22,7 @@ from llmtrain.train.checkpoint_files import (
     latest_valid,
     read_state,
 )
-from llmtrain.train.checkpoint_metadata import METADATA_FILE, read_metadata
+from llmtrain.train.checkpoint_reader import METADATA_FILE, CheckpointReader, read_metadata
 from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import ALONE, write
 

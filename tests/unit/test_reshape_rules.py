@@ -17,7 +17,7 @@ from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.sync.reductions.edit_penalty import EditPenalty, RunningMoments
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 from llmtrain.sync.sync_stats import SYNC_STATS_RULES, RoundStats, average_stats
-from llmtrain.train.checkpoint import CheckpointReader
+from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
 from llmtrain.train.state import TrainState
 
@@ -224,6 +224,7 @@ def test_replicas_that_should_hold_the_same_and_do_not_are_a_defect() -> None:
 def checkpoint(tmp_path: Path) -> Path:
     values = {"replica0.w": torch.full((3,), 0.1), "replica1.w": torch.full((3,), 0.1)}
     values |= {"replica2.w": torch.tensor([0.4, 1.0, 2.0]), "replica3.w": torch.tensor([0.1, torch.nan, 0.1])}
+    values |= {"replica4.w": torch.full((3,), -0.0)}
     dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
     return tmp_path
 
@@ -234,6 +235,8 @@ def test_a_mean_is_rounded_once(checkpoint: Path) -> None:
     assert torch.equal(mean, torch.full((3,), 0.1))
     stored.read_mean(["replica0.w", "replica2.w"], mean, factor=0.5)
     assert torch.equal(mean, torch.tensor([(0.1 + x) / 4 for x in (0.4, 1.0, 2.0)]))
+    stored.read_mean(["replica4.w", "replica4.w"], mean)
+    assert mean.signbit().all(), "equal replicas keep their bits"
 
 
 def test_a_replica_that_is_not_finite_does_not_enter_a_mean(checkpoint: Path) -> None:
