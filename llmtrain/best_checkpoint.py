@@ -1,4 +1,4 @@
-"""Complete checkpoints of a run, and the best: of those validated at their own step, the one with the lowest loss.
+"""The best checkpoint of a run: of those validated at their own step, the one with the lowest loss.
 
 Imports no torch, so that commands that only look at a run answer at once.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.run_files import STATE_FILE, complete_checkpoints
+
 BEST = "best"
 """Name of the best checkpoint where a step is asked for."""
-STATE_FILE = "state.json"
-"""File of a checkpoint that holds its state without the tensors. It is written last."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,6 @@ class CheckpointLoss:
 
     loss: float
     tokens: int
-
-
-def complete_checkpoints(run: Path) -> dict[int, Path]:
-    """Return the complete checkpoints of a run by step, oldest first."""
-    found = (run / "checkpoints").glob(f"step-{'[0-9]' * 8}/{STATE_FILE}")
-    return {int(path.parent.name.removeprefix("step-")): path.parent for path in sorted(found)}
 
 
 def loss_of(state: Mapping[str, Any]) -> CheckpointLoss | None:
@@ -49,6 +43,11 @@ def read_loss(checkpoint: Path) -> CheckpointLoss | None:
         return loss_of(json.loads((checkpoint / STATE_FILE).read_bytes()))
     except (OSError, ValueError):
         return None
+
+
+def read_losses(directory: Path) -> dict[int, CheckpointLoss | None]:
+    """Return the validation losses of all complete checkpoints in a `checkpoints` folder, by step."""
+    return {step: read_loss(path) for step, path in complete_checkpoints(directory).items()}
 
 
 def best_step(losses: Mapping[int, CheckpointLoss | None]) -> int | None:

@@ -20,12 +20,13 @@ from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.hub import require
 from llmtrain.errors import DataError, ModelError, first_line, one_line
 from llmtrain.files import is_bare_file_name, local_path
+from llmtrain.run_files import CHECKPOINTS, RECIPE, STATE_FILE, complete_checkpoints, is_run
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 KEY = "model.from_weights"
-STATE, CONFIG = "state.json", "config.json"
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 """Files that are never read, because reading them can run code."""
@@ -72,13 +73,14 @@ def find_pretrained(name: str, download: bool = False) -> Pretrained | None:
     if path is None:
         folder = _of_hub(name, download)
         return None if folder is None else Pretrained(name, folder)
-    if (path / STATE).is_file():
+    if (path / STATE_FILE).is_file():
         return Pretrained(str(path), path, _step_of(path))
-    if (path / "recipe.yaml").is_file():
-        complete = sorted((path / "checkpoints").glob(f"step-{'[0-9]' * 8}/{STATE}"))
+    if is_run(path):
+        complete = complete_checkpoints(path / CHECKPOINTS)
         if not complete:
             raise ModelError(f"{KEY}: the run {path} has no complete checkpoint; train it until it writes one")
-        return Pretrained(str(complete[-1].parent), complete[-1].parent, _step_of(complete[-1].parent))
+        newest = complete[max(complete)]
+        return Pretrained(str(newest), newest, _step_of(newest))
     if (path / CONFIG).is_file():
         return Pretrained(str(path), path)
     what = "is a folder without a config.json" if path.is_dir() else "is a file"
@@ -88,16 +90,16 @@ def find_pretrained(name: str, download: bool = False) -> Pretrained | None:
 def _step_of(checkpoint: Path) -> int:
     step = _state_of(checkpoint).get("step")
     if not isinstance(step, int):
-        raise ModelError(f"{KEY}: {checkpoint}/{STATE} is not of a checkpoint; give {EXPECTED}")
+        raise ModelError(f"{KEY}: {checkpoint}/{STATE_FILE} is not of a checkpoint; give {EXPECTED}")
     return step
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the content of state.json. Its digest is not checked here, but when the weights are read."""
     try:
-        state = json.loads((checkpoint / STATE).read_text())
+        state = json.loads((checkpoint / STATE_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{KEY}: {checkpoint}/{STATE} can't be read ({one_line(error)}); copy it again") from None
+        raise ModelError(f"{KEY}: {checkpoint}/{STATE_FILE} can't be read ({one_line(error)}); copy it again") from None
     return state if isinstance(state, dict) else {}
 
 
@@ -162,7 +164,7 @@ def _section_of(checkpoint: Path) -> ModelSection:
         return ModelSection.model_validate(recipe["model"])
     except (ValidationError, KeyError, TypeError):
         raise ModelError(
-            f"{KEY}: {checkpoint} has no recipe of this version in {STATE}; export the run with the version that wrote it"
+            f"{KEY}: {checkpoint} has no recipe of this version in {STATE_FILE}; export the run with the version that wrote it"
         ) from None
 
 
@@ -227,7 +229,7 @@ def _recorded(run: Path, name: str) -> ModelSection | None:
     import yaml
 
     try:
-        section = ModelSection.model_validate(yaml.safe_load((run / "recipe.yaml").read_text())["model"])
+        section = ModelSection.model_validate(yaml.safe_load((run / RECIPE).read_text())["model"])
     except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError):
         return None
     return section if section.from_weights == name and section.config else None

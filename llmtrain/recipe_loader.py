@@ -29,6 +29,7 @@ from llmtrain.config.section import kind, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
+from llmtrain.run_files import CHECKPOINTS, RECIPE
 from llmtrain.step_counts import local_steps, round_count
 from llmtrain.sync.methods import METHODS, inner_preset
 from llmtrain.sync.outer_rule import outer_for
@@ -96,7 +97,7 @@ def check_not_moved(path: Path, overrides: Sequence[str]) -> None:
     """Raise RecipeError if `path` is the recipe.yaml of a run whose folder was renamed or moved, and no override says which run is
     meant: a start would leave its checkpoints where they are, and begin another run."""
     folder = path.absolute().parent
-    if path.name != "recipe.yaml" or not (folder / "checkpoints").is_dir():
+    if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
     run, given = load_recipe(path, overrides).run, parse_overrides(overrides).get("run", {})
     if run.name != folder.name and "name" not in given:

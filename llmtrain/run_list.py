@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from llmtrain.best_checkpoint import best_step, complete_checkpoints, read_loss
+from llmtrain.best_checkpoint import best_step, read_losses
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.run_files import CHECKPOINTS, RECIPE
 from llmtrain.waiting import announced
 
-RECIPE, METRICS, SUMMARY, LOCK = "recipe.yaml", "metrics.jsonl", "summary.json", ".lock"
+METRICS, SUMMARY, LOCK = "metrics.jsonl", "summary.json", ".lock"
 """Files of a run directory."""
 STATES = {"done": "done", "signal": "stopped"}
 """State by the word in summary.json; another word, or no summary, means that the run failed."""
@@ -81,7 +82,7 @@ def find_runs(folder: Path) -> list[RunRow]:
 def read_run(path: Path, name: str) -> RunRow:
     """Return the row of one run directory."""
     last, steps = _last_values(path / METRICS, ("step", "train/loss", "eval/loss"))
-    losses = {step: read_loss(checkpoint) for step, checkpoint in complete_checkpoints(path).items()}
+    losses = read_losses(path / CHECKPOINTS)
     best = best_step(losses)
     summary = {
         name: value for name, value in _summary(path / SUMMARY).items() if isinstance(value, KINDS.get(name, object))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.files import read_mapping
+from llmtrain.run_files import RECIPE
 
 OWN_TEXT = ("validation", "text_key", "separator")
 HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "text_key", "separator")
@@ -82,7 +83,7 @@ class LossUnit:
 
 def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> ValidatedText:
     """Return the text on which a run was validated, given its run directory and the lines of its metrics.jsonl."""
-    recipe = read_mapping(run / "recipe.yaml")  # not a Recipe, because another version may have written it
+    recipe = read_mapping(run / RECIPE)  # not a Recipe, because another version may have written it
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     evaluation = recipe.get("eval") if isinstance(recipe.get("eval"), dict) else {}
     file = run / "tokenizer" / "tokenizer.json"

@@ -43,7 +43,7 @@ def evaluate_trials(
     """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
     the baseline's trial with the same condition and seed. Trials that already have such results, of the same suite and as many
     documents, are left out. Return whether all evaluations succeeded."""
-    done = [one for one in planned if read_mapping(one.directory / "trial.json").get("state") == TrialState.DONE]
+    done = [one for one in planned if one.state() == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
     _, suite, folders = load_suite(section.name, "suite.name")
     digest, missing = suite_digest(suite, folders), []

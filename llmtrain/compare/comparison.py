@@ -19,6 +19,7 @@ from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
 from llmtrain.errors import RecipeError, first_line
+from llmtrain.files import read_mapping
 from llmtrain.recipe_files import recipe_named_in
 from llmtrain.recipe_loader import parse_overrides
 from llmtrain.recipe_messages import explain_in, format_value
@@ -203,6 +204,14 @@ class TrialSpec:
     def changes(self) -> list[str]:
         """Return the changes of the number of hosts within the trial, in words."""
         return [f"after step {one.until} with {other.replicas} hosts" for one, other in itertools.pairwise(self.stages)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of the trial's trial.json; empty if the trial has not ended."""
+        return read_mapping(self.directory / "trial.json")
+
+    def state(self) -> str | None:
+        """Return how the trial ended, or None if it has not."""
+        return self.record().get("state")
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:

@@ -31,13 +31,13 @@ from llmtrain.compare.results import TrialRecord, TrialState, load_trials
 from llmtrain.compare.trial import TrialRun
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, UserError, one_line
-from llmtrain.files import read_mapping
 from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
+from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import lock_folder
@@ -62,11 +62,11 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     with _writing(folder):
         lock = lock_folder(folder, "give the other comparison another `name:`")
     repeated = (None, TrialState.FAILED) if retry else (None,)
-    missing = [pair for pair in zip(planned, recipes, strict=True) if _state(pair[0]) in repeated]
+    missing = [pair for pair in zip(planned, recipes, strict=True) if pair[0].state() in repeated]
     with _writing(folder):
         _open(folder, comparison)
     for one, recipe in zip(planned, recipes, strict=True):
-        if _state(one) not in repeated and (changed := _differences(one, recipe, comparison, shaping)):
+        if one.state() not in repeated and (changed := _differences(one, recipe, comparison, shaping)):
             raise _of_another_version(folder, f"{one.condition} · {one.run} · seed {one.seed}: {changed[0]}")
     flags = [] if shaping else ["--no-shaping"]
     command = shlex.join(["llmtrain", "compare", str(file), *overrides, *flags])
@@ -98,7 +98,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     finally:
         lock.release()
     progress.print(f"report: {write_report(_results(comparison, planned), folder, command)}")
-    return DONE if succeeded and TrialState.FAILED not in map(_state, planned) else FAILED
+    return DONE if succeeded and TrialState.FAILED not in map(TrialSpec.state, planned) else FAILED
 
 
 def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
@@ -136,8 +136,8 @@ def _open(folder: Path, comparison: Comparison) -> None:
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
     """Return a line for each difference between how an ended trial was made and how it would be made now. The number of
     replicas is not compared, because the stored recipe has that of the last stage."""
-    there = read_mapping(planned.directory / "trial.json").get("condition_in_words")
-    here, stored = _words(planned, comparison, shaping), planned.directory / "recipe.yaml"
+    there = planned.record().get("condition_in_words")
+    here, stored = _words(planned, comparison, shaping), planned.directory / RECIPE
     same = (
         (None, here) if shaping else (None, here, WITHOUT_LIMITS)
     )  # earlier versions did not name faults without shaping
@@ -152,11 +152,6 @@ def _of_another_version(folder: Path, differing: str) -> RecipeError:
     return RecipeError(
         f"{folder} belongs to another version of this comparison ({differing}); give another `name:`, or remove the folder"
     )
-
-
-def _state(planned: TrialSpec) -> str | None:
-    """Return how a trial ended, or None if it has not."""
-    return read_mapping(planned.directory / "trial.json").get("state")
 
 
 def _make(
@@ -186,7 +181,7 @@ def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) ->
     because they say nothing about the duration of a complete one. Return 0 if all ended trials have failed."""
     known: dict[tuple[str, str], float] = {}
     for one in planned:
-        record = read_mapping(one.directory / "trial.json")
+        record = one.record()
         if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number(record.get("wall_seconds")):
             known[one.condition, one.run] = record["wall_seconds"]
     if not known:
@@ -196,7 +191,7 @@ def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) ->
 
 
 def _results(comparison: Comparison, planned: Sequence[TrialSpec]) -> Results:
-    present = [one.directory for one in planned if _state(one)]
+    present = [one.directory for one in planned if one.state()]
     names = [(one.condition, one.run, one.seed) for one in planned]
     return gather(load_trials(present), comparison.baseline, comparison.target.loss, names)
 

@@ -18,6 +18,7 @@ from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, sco
 from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
 from llmtrain.export.request import Step
+from llmtrain.run_files import step_name
 from llmtrain.suites import load_suite, suite_digest
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
@@ -75,7 +76,7 @@ def evaluate(
             result = _result(name, each, limit, reference, show) | {"suite_digest": digest}
             results.append(result)
             if path in paths and each is of_path[-1]:
-                file = f"{name}.json" if step is None else f"{name}-step-{each.checkpoint.step:08d}.json"
+                file = f"{name}.json" if step is None else f"{name}-{step_name(each.checkpoint.step)}.json"
                 write_json(_home(each.checkpoint, out) / file, result)
     newest = [of_path[-1] for of_path in evaluated]
     _show(name, newest, reference, show, console)

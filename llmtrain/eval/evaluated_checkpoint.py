@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ from safetensors import SafetensorError, safe_open
 
 from llmtrain.best_checkpoint import BEST
 from llmtrain.errors import ModelError, UserError, one_line
-from llmtrain.export.request import Step, choose_step, complete_checkpoints
+from llmtrain.export.request import Step, choose_step
 from llmtrain.files import read_lines
 from llmtrain.parallel.world import environment_number
+from llmtrain.run_files import CHECKPOINTS, STEP_NAME, complete_checkpoints, is_run
 
-NAME = re.compile(r"step-(\d{8})")
-"""Name of an export of the replicas' mean in fp32."""
 SMALL_FILES = (".json", ".txt", ".model")
 """Suffixes of configuration and tokenizer files."""
 WEIGHTS = (".safetensors", ".bin")
@@ -64,7 +62,7 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
     from llmtrain.export.folder import check_export
 
     check_model_path(path, step)
-    if not _is_run(path):
+    if not is_run(path):
         check_export(path)
         return [_of_model_folder(path, label)]
     if over_time:
@@ -84,7 +82,7 @@ def check_model_path(path: Path, step: Step | None) -> None:
     of any step if that is None."""
     if not path.is_dir():
         raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
-    if not _is_run(path):
+    if not is_run(path):
         if step not in (None, _step_of(path)):
             raise UserError(f"--step {step}: {path} is one model, not a run with checkpoints; leave --step out")
         check_model_folder(path)
@@ -99,7 +97,7 @@ def check_model_path(path: Path, step: Step | None) -> None:
 
 def has_step(path: Path, step: Step) -> bool:
     """Return whether `path` is a run that can be evaluated after `step`."""
-    if not _is_run(path):
+    if not is_run(path):
         return False
     try:
         return (choose_step(path, BEST) if step == BEST else step) in _steps(path)
@@ -107,13 +105,9 @@ def has_step(path: Path, step: Step) -> bool:
         return False
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "recipe.yaml").is_file()
-
-
 def _steps(run: Path) -> list[int]:
     """Return the steps after which a run can be evaluated, oldest first."""
-    return sorted({*complete_checkpoints(run), *_exports(run)})
+    return sorted({*complete_checkpoints(run / CHECKPOINTS), *_exports(run)})
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -170,8 +164,8 @@ def is_main_process() -> bool:
 
 def _step_of(folder: Path) -> int | None:
     """Return the step of a model folder if it is an export below a run, else None."""
-    named = NAME.match(folder.name)
-    return int(named[1]) if named and _is_run(folder.resolve().parent.parent) else None
+    named = STEP_NAME.match(folder.name)
+    return int(named[1]) if named and is_run(folder.resolve().parent.parent) else None
 
 
 def _of_model_folder(path: Path, label: str) -> Checkpoint:
@@ -184,7 +178,7 @@ def _of_run(run: Path, label: str, step: int) -> Checkpoint:
     from llmtrain.export.folder import check_export
     from llmtrain.export.source import find_source
 
-    if step not in complete_checkpoints(run):  # training deletes old checkpoints but not their exports
+    if step not in complete_checkpoints(run / CHECKPOINTS):  # training deletes old checkpoints but not their exports
         folder = _exports(run)[step]
         check_export(folder)
         return Checkpoint(label, folder, run, step, _tokens(run, step))
@@ -192,8 +186,8 @@ def _of_run(run: Path, label: str, step: int) -> Checkpoint:
 
 
 def _exports(run: Path) -> dict[int, Path]:
-    """Return {step: folder} of the run's exports of the replicas' mean."""
-    named = ((NAME.fullmatch(path.name), path) for path in run.glob("export/step-*"))
+    """Return {step: folder} of the run's exports of the replicas' mean in fp32."""
+    named = ((STEP_NAME.fullmatch(path.name), path) for path in run.glob("export/step-*"))
     return {int(match[1]): path for match, path in named if match and (path / "export.json").is_file()}
 
 

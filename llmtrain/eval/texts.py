@@ -32,6 +32,7 @@ from llmtrain.export.folder import check_export, recorded
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.export.request import Step
 from llmtrain.model import learned_positions
+from llmtrain.run_files import is_run
 from llmtrain.suites import SamplesSection, TextSection
 
 PROTOCOL = 2
@@ -233,7 +234,7 @@ def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
     """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary. Raises
     UserError if the path is neither such a folder nor a run."""
     check_model_path(run_or_export, step)
-    if (run_or_export / "recipe.yaml").is_file():
+    if is_run(run_or_export):
         return exported(run_or_export, step)
     check_export(run_or_export)
     return run_or_export

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.best_checkpoint import BEST, best_step, complete_checkpoints, read_loss
+from llmtrain.best_checkpoint import BEST, best_step, read_losses
 from llmtrain.errors import CheckpointError, UserError
+from llmtrain.run_files import CHECKPOINTS, complete_checkpoints, is_run, step_name
 
 if TYPE_CHECKING:
     from llmtrain.export.folder import Manifest
@@ -40,15 +41,15 @@ def choose_step(run: Path, step: Step | None = None) -> int:
 
     Raises CheckpointError if it does not exist; the message lists the available steps.
     """
-    if not (run / "recipe.yaml").is_file():
+    if not is_run(run):
         what = "is not a run directory (it has no recipe.yaml)" if run.exists() else "does not exist"
         raise CheckpointError(f"{run} {what}; give one that training made, such as runs/quickstart")
-    there = complete_checkpoints(run)
+    there = complete_checkpoints(run / CHECKPOINTS)
     if not there:
         raise CheckpointError(f"{run} has no complete checkpoint; train it until it writes one (checkpoint.every)")
     steps = ", ".join(str(known) for known in there)
     if step == BEST:
-        best = best_step({known: read_loss(path) for known, path in there.items()})
+        best = best_step(read_losses(run / CHECKPOINTS))
         if best is None:
             raise CheckpointError(
                 f"{run} has no checkpoint whose step was validated, so none is the best; choose --step of {steps}, or let eval.every "
@@ -111,7 +112,7 @@ class Request:
         """Return the default folder below the run; its name contains weights and dtype that are not the default."""
         weights = "" if self.weights == MEAN else f"-{self.weights}".replace(":", "")
         dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
-        return source.run / "export" / f"step-{source.step:08d}{weights}{dtype}"
+        return source.run / "export" / f"{step_name(source.step)}{weights}{dtype}"
 
     def is_met_by(self, manifest: Manifest, source: Source) -> bool:
         """Return whether an existing export has the requested checkpoint, weights, dtype and file size."""

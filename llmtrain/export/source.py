@@ -16,9 +16,10 @@ from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.errors import CheckpointError, DataError, UserError
-from llmtrain.export.request import Step, WeightSource, choose_step, complete_checkpoints
+from llmtrain.export.request import Step, WeightSource, choose_step
 from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
+from llmtrain.run_files import CHECKPOINTS, RECIPE, step_name
 from llmtrain.train.checkpoint_files import find_corruption, read_state
 from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.run_dir import recipe_changes
@@ -112,7 +113,7 @@ def find_source(run: Path, step: Step | None = None) -> Source:
     Raises CheckpointError if it does not exist; the message lists the available steps.
     """
     step = choose_step(run, step)
-    return Source(run, step, complete_checkpoints(run)[step], load_recipe(run / "recipe.yaml"))
+    return Source(run, step, run / CHECKPOINTS / step_name(step), load_recipe(run / RECIPE))
 
 
 class ChosenWeights(StoredWeights):

@@ -32,6 +32,7 @@ from llmtrain.parallel.network import check_localhost
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.signals import REQUESTS, handled, is_ignored
@@ -277,7 +278,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _opened_at(directory: RunDirectory) -> int | None:
     """Return when a run last began in the directory, in nanoseconds, or None if none has. Rank 0 writes the recipe
     once all ranks have met and handle signals."""
-    recipe = directory.path / "recipe.yaml"
+    recipe = directory.path / RECIPE
     return recipe.stat().st_mtime_ns if recipe.exists() else None
 
 

@@ -22,8 +22,8 @@ from types import TracebackType
 
 from llmtrain.config import Recipe, SuiteSection
 from llmtrain.parallel.world import environment_without_rank
+from llmtrain.run_files import complete_checkpoints, step_name
 from llmtrain.threads import LatestStepWorker
-from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import RUN, StopRequest
@@ -69,7 +69,7 @@ class BackgroundEval:
     ):
         self.section, self.run, self.console, self.stop = section, directory.path, console, stop
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
-        self.newest = max((step for step, _ in list_checkpoints(directory.checkpoints)), default=0)
+        self.newest = max(complete_checkpoints(directory.checkpoints), default=0)
         """Step of the newest checkpoint. A run that goes back to an earlier one, because this one is damaged, sets it."""
         self.start = start_in_background
         self.worker = LatestStepWorker(self._evaluate, "evaluates checkpoints")
@@ -109,7 +109,7 @@ class BackgroundEval:
         return step >= self.total_steps or step // period > before // period
 
     def _evaluate(self, step: int) -> None:
-        log = self.run / "eval" / "log" / f"{self._name}-step-{step:08d}.log"
+        log = self.run / "eval" / "log" / f"{self._name}-{step_name(step)}.log"
         command = [sys.executable, "-m", *self._command("--step", str(step), "--device", self.section.device)]
         try:
             with self._lock:
@@ -126,7 +126,7 @@ class BackgroundEval:
 
     def _report(self, step: int, code: int, log: Path) -> None:
         """Print one line: the scores, or the reason for the failure."""
-        result = self.run / "eval" / f"{self._name}-step-{step:08d}.json"
+        result = self.run / "eval" / f"{self._name}-{step_name(step)}.json"
         try:
             scores = json.loads(result.read_text())["headline"] if code == 0 else ""
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,5 @@
-"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` has the files on disk.
+"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` writes and checks the files,
+`checkpoint_reader` reads tensors from them.
 
 Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
 (anchor, outer momentum, means in flight) are stored once. A checkpoint can be loaded on another mesh; see `reshard`.
@@ -22,6 +23,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
+from llmtrain.run_files import complete_checkpoints, step_name, step_of
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flat_view
 from llmtrain.sync.method import Method
@@ -30,10 +32,7 @@ from llmtrain.train.checkpoint_files import (
     ANCHOR,
     FORMAT,
     CheckpointWriter,
-    folder_name,
-    list_checkpoints,
     read_state,
-    step_of,
 )
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.rank_errors import raise_on_all
@@ -124,7 +123,7 @@ class Checkpointer:
             state["recipe"] = self.recipe.model_dump(mode="json")
         if self.from_weights is not None:
             state["from_weights"] = self.from_weights
-        final, comms = self.directory / folder_name(step), self.mesh.checkpoint_group
+        final, comms = self.directory / step_name(step), self.mesh.checkpoint_group
         mine = {"method": self.method.state_dict(), **progress()}
         # With two sites, the first one has the disk (launch/two_sites.md), so what both have need not cross the link.
         spans_hosts = self.mesh.world.local_size < self.mesh.world.size
@@ -279,12 +278,12 @@ class Checkpointer:
         complete."""
         self._losses = {
             step: self._losses[step] if step in self._losses else read_loss(path)
-            for step, path in list_checkpoints(self.directory)
+            for step, path in complete_checkpoints(self.directory).items()
             if step <= newest
         }
         for step in self.section.expired(self._losses):
             if not any(step in pinned() for pinned in self.pinned_by):
-                expired = self.directory / folder_name(step)
+                expired = self.directory / step_name(step)
                 # Renamed first, so that a half-deleted folder is no checkpoint, and the next start deletes it.
                 with suppress(OSError):
                     expired = expired.rename(expired.with_suffix(".tmp"))

@@ -27,11 +27,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
-from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, read_loss
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
 from llmtrain.files import atomic_write, is_bare_file_name
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.run_files import STATE_FILE, checkpoint_folders, step_name, step_of
 from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.turns import join
@@ -41,7 +41,6 @@ FORMAT = 9
 ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 CHECKSUM_KEY = "sha256"
-NAME = re.compile(r"step-(\d{8})")
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
 TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
@@ -54,33 +53,6 @@ TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 # Torch warns of calls without a process group (`no_dist`), which are intended here.
 warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)
-
-
-def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder in `checkpoints`."""
-    return f"step-{step:08d}"
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def checkpoint_folders(directory: Path) -> list[Path]:
-    """Return every checkpoint in a `checkpoints` folder, oldest first, including those that have lost their
-    state.json."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    return sorted(path for path in paths if NAME.fullmatch(path.name))
-
-
-def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of all complete checkpoints in a `checkpoints` folder, oldest first."""
-    return [(step_of(path), path) for path in checkpoint_folders(directory) if (path / STATE_FILE).exists()]
-
-
-def read_losses(directory: Path) -> dict[int, CheckpointLoss | None]:
-    """Return the validation losses of all complete checkpoints in a `checkpoints` folder, by step."""
-    return {step: read_loss(path) for step, path in list_checkpoints(directory)}
 
 
 def dump_state(state: dict[str, Any]) -> str:
@@ -186,7 +158,7 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             note(f"{path.name}, which is damaged, is now {aside.name}")
-            atomic_write(directory / "latest", folder_name(step) + "\n")
+            atomic_write(directory / "latest", step_name(step) + "\n")
         except OSError as error:
             note(f"{path}, which is damaged, can't be renamed ({error.strerror})")
 

@@ -22,9 +22,9 @@ from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.model import LanguageModel, build, model_config
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.pretrained import KEY, Pretrained, check_architecture, find_pretrained, pretrained_config
+from llmtrain.run_files import checkpoint_folders
 from llmtrain.train.checkpoint_files import (
     Digest,
-    checkpoint_folders,
     digests,
     read_state,
 )

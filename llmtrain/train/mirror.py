@@ -16,22 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.best_checkpoint import STATE_FILE, CheckpointLoss, best_step, loss_of
+from llmtrain.best_checkpoint import CheckpointLoss, best_step, loss_of, read_losses
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, TrainingError, UserError, one_line
 from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.run_files import STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import (
-    NAME,
     Digest,
     find_corruption_on_any_rank,
-    folder_name,
-    list_checkpoints,
-    read_losses,
     read_state,
-    step_of,
 )
 from llmtrain.train.rank_errors import LOOK_SECONDS, run_on_main
 from llmtrain.train.run_dir import RunDirectory, check_same_recipe
@@ -143,10 +139,10 @@ class RemoteRun:
 
     def url_of(self, step: int) -> str:
         """Return a checkpoint's URL, for messages."""
-        return f"{self.url}/checkpoints/{folder_name(step)}"
+        return f"{self.url}/checkpoints/{step_name(step)}"
 
     def _path_of(self, step: int) -> str:
-        return f"{self._root}/checkpoints/{folder_name(step)}"
+        return f"{self._root}/checkpoints/{step_name(step)}"
 
     def _steps(self) -> list[int]:
         """Return the steps of all checkpoints in the mirror, complete or not."""
@@ -156,7 +152,7 @@ class RemoteRun:
         except FileNotFoundError:
             return []
         names = (path.rstrip("/").rpartition("/")[2] for path in paths)
-        return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
 
     def _remove(self, step: int) -> None:
         """Delete a checkpoint, state.json first, so that a partly deleted checkpoint is incomplete."""
@@ -234,11 +230,11 @@ class Mirror:
             found = self._on_main(mesh, lambda step=step: self._download(step))
             if not isinstance(found, str):
                 found = find_corruption_on_any_rank(self._temporary, found, mesh)
-            where = f"{self.url}/checkpoints/{folder_name(step)}"
+            where = f"{self.url}/checkpoints/{step_name(step)}"
             if found is None:
                 self._on_main(mesh, lambda step=step: self._keep(step))
                 self.note(f"fetched {where}")
-                return self.directory.checkpoints / folder_name(step)
+                return self.directory.checkpoints / step_name(step)
             problem = f"{where} is damaged: {found}"
             self.note(f"{problem}; going back to the one before")
             self.newest = max((older for older in there if older < step), default=None)
@@ -305,7 +301,7 @@ class Mirror:
 
     def _copy(self, step: int) -> None:
         began = time.monotonic()
-        self._remote.upload(self.directory.checkpoints / folder_name(step), step, self.directory.metrics)
+        self._remote.upload(self.directory.checkpoints / step_name(step), step, self.directory.metrics)
         self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
 
     def _copy_best(self, newest: int) -> None:
@@ -313,7 +309,7 @@ class Mirror:
         completed during another copy and then replaced by a newer one in the queue."""
         try:
             # Before losses are read, because the best of them must not be deleted until it is copied.
-            self._candidates = {step for step, _ in list_checkpoints(self.directory.checkpoints) if step <= newest}
+            self._candidates = {step for step in complete_checkpoints(self.directory.checkpoints) if step <= newest}
             here = {
                 step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step in self._candidates
             }
@@ -368,7 +364,7 @@ class Mirror:
         return self._remote.download(step, self._temporary)
 
     def _keep(self, step: int) -> None:
-        final = self.directory.checkpoints / folder_name(step)
+        final = self.directory.checkpoints / step_name(step)
         self._remote.download_metrics(self.directory.metrics)
         shutil.rmtree(final, ignore_errors=True)  # a damaged checkpoint
         self._temporary.rename(final)

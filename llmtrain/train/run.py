@@ -24,11 +24,12 @@ from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World
 from llmtrain.plan.mesh_plan import plan_mesh
 from llmtrain.recipe_check import check, check_group, check_vocabulary
+from llmtrain.run_files import step_of
 from llmtrain.suites import check_suite_data
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.build_trainer import build_trainer
-from llmtrain.train.checkpoint_files import latest_valid, set_aside_newer, step_of
+from llmtrain.train.checkpoint_files import latest_valid, set_aside_newer
 from llmtrain.train.devices import (
     collect_garbage_every,
     explain_out_of_memory,

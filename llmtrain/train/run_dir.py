@@ -19,7 +19,8 @@ from llmtrain.data.stream import shuffles_in_blocks
 from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
-from llmtrain.train.checkpoint_files import list_checkpoints, read_state
+from llmtrain.run_files import CHECKPOINTS, RECIPE, complete_checkpoints
+from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced
 
@@ -81,7 +82,7 @@ class RunDirectory:
         self.tokenizer = self.path / TOKENIZER
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / CHECKPOINTS
         self.profile = self.path / "profile"
         self.out_of_memory = self.path / "out_of_memory"
         self.plot = self.path / "loss.png"
@@ -132,7 +133,7 @@ class RunDirectory:
     def check_recipe(self) -> None:
         """Raise RecipeError if the directory belongs to a run of another recipe, or has trained more steps than the recipe
         has."""
-        there = self.path / "recipe.yaml"
+        there = self.path / RECIPE
         if not there.exists():
             return
         before = load_recipe(there)
@@ -158,7 +159,7 @@ class RunDirectory:
 
     def newest_state(self) -> dict[str, Any] | None:
         """Return the state.json of the newest checkpoint that has one that can be read; None if there is none."""
-        for _, path in reversed(list_checkpoints(self.checkpoints)):
+        for path in reversed(complete_checkpoints(self.checkpoints).values()):
             with suppress(CheckpointError):
                 return read_state(path)
         return None
@@ -177,7 +178,7 @@ class RunDirectory:
         `reserve` does."""
         self.reserve()
         with self._os_errors_as_recipe_errors():
-            atomic_write(self.path / "recipe.yaml", resolved_yaml(self.recipe))
+            atomic_write(self.path / RECIPE, resolved_yaml(self.recipe))
             (self.path / "summary.json").unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class RunDirectory:
         """Copy the tokenizer from `folder`, so that export does not need the data. Once the run has a checkpoint, its
         copy is not replaced. Main rank only. Raises RecipeError if the copy can't be written."""
         if self.tokenizer.exists():
-            if list_checkpoints(self.checkpoints) or _have_same_files(self.tokenizer, folder):
+            if complete_checkpoints(self.checkpoints) or _have_same_files(self.tokenizer, folder):
                 return
             shutil.rmtree(self.tokenizer, ignore_errors=True)
         half_copied = self.tokenizer.with_suffix(".tmp")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.train.checkpoint_files import find_corruption, list_checkpoints, read_state
+from llmtrain.run_files import complete_checkpoints
+from llmtrain.train.checkpoint_files import find_corruption, read_state
 from tests.chaos.broken_launch import launch
 from tests.chaos.broken_rank import SECOND_WRITE
 from tests.end_to_end.runs import Runs, family_of, is_gone, ranks_of, wait_until
@@ -77,11 +78,11 @@ class Victim:
 
     def look(self) -> None:
         """No checkpoint that was complete may be lost or damaged."""
-        there = list_checkpoints(self.checkpoints)
-        newest = there[-1][0] if there else -1
+        there = complete_checkpoints(self.checkpoints)
+        newest = max(there, default=-1)
         assert newest >= self._newest, f"step {self._newest} was complete, now {newest} is the newest"
         self._newest = newest
-        for _, path in there:
+        for path in there.values():
             assert (found := find_corruption(path, read_state(path)["files"])) is None, f"{path}: {found}"
 
     def last_step(self) -> int:

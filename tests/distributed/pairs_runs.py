@@ -11,8 +11,9 @@ import torch
 
 from llmtrain.config import CheckpointSection
 from llmtrain.reshard import first
+from llmtrain.run_files import step_name
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import CheckpointWriter, folder_name
+from llmtrain.train.checkpoint_files import CheckpointWriter
 from tests.distributed.real_engine import SEED, Case, Outcome, Run, mesh_of
 
 TIMEOUT = 60.0
@@ -57,7 +58,7 @@ def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Out
     torch.manual_seed(99)
     resumed = Run(case, mesh, after)
     rules = {"sums": first, "norms": first}
-    loaded = _checkpoints(resumed, folder).load(folder / folder_name(after), rules, SEED)
+    loaded = _checkpoints(resumed, folder).load(folder / step_name(after), rules, SEED)
     resumed.sums, resumed.norms = loaded.progress["sums"], loaded.progress["norms"]
     resumed.train(case.steps)
     again = resumed.finish()

@@ -13,9 +13,9 @@ from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import list_checkpoints
 from llmtrain.train.loggers import Console
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
@@ -104,7 +104,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     """On this rank. It stops at its next checkpoint."""
     directory = RunDirectory(part.recipe)
     # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
-    log = part.until if list_checkpoints(directory.checkpoints) else part.recipe.train.total_steps
+    log = part.until if complete_checkpoints(directory.checkpoints) else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
     # One micro-batch a rank, whatever the mesh: it may change with it.
     train = part.recipe.train.model_copy(
@@ -149,7 +149,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
 
 def newest_of(trainer: Trainer) -> Path | None:
     """The run's newest checkpoint, if it has one."""
-    return max((path for _, path in list_checkpoints(trainer.metrics.run_log.directory.checkpoints)), default=None)
+    return max(complete_checkpoints(trainer.metrics.run_log.directory.checkpoints).values(), default=None)
 
 
 def fit(trainer: Trainer) -> str:

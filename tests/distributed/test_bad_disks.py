@@ -23,15 +23,9 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, DataError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.train import checkpoint_files, loggers
-from llmtrain.train.checkpoint_files import (
-    FORMAT,
-    CheckpointWriter,
-    find_corruption,
-    latest_valid,
-    list_checkpoints,
-    read_state,
-)
+from llmtrain.train.checkpoint_files import FORMAT, CheckpointWriter, find_corruption, latest_valid, read_state
 from llmtrain.train.checkpoint_reader import read_metadata
 from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.run import run_training
@@ -110,9 +104,9 @@ def lines_of(run: Path) -> list[dict]:
 
 def steps_of(run: Path) -> list[int]:
     """Of its checkpoints, all of which are whole."""
-    for _, path in list_checkpoints(run / "checkpoints"):
+    for path in complete_checkpoints(run / "checkpoints").values():
         assert find_corruption(path, read_state(path)["files"]) is None
-    return [step for step, _ in list_checkpoints(run / "checkpoints")]
+    return list(complete_checkpoints(run / "checkpoints"))
 
 
 @NEEDS_ROOT
@@ -153,7 +147,7 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
         assert ranks.run(write_unevenly, tmp_path, 10, 1000, world_size=2) == ["", ""]
         first, second = ranks.run(write_unevenly, tmp_path, 20, 200_000, world_size=2)
         assert first == second and "step-00000020 could not be written: " in first
-        assert [path.name for _, path in list_checkpoints(tmp_path)] == ["step-00000010"] and not list(
+        assert [path.name for path in complete_checkpoints(tmp_path).values()] == ["step-00000010"] and not list(
             tmp_path.glob("*.tmp")
         )
         assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "there is room again"

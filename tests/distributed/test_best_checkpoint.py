@@ -15,7 +15,7 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError
 from llmtrain.export.request import choose_step
 from llmtrain.parallel.world import World
-from llmtrain.train.checkpoint_files import list_checkpoints
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
@@ -55,7 +55,7 @@ def losing(losses: dict[int, float], stop_at: int | None = None) -> Callable[[Tr
 
 
 def steps_of(run: Recipe) -> list[int]:
-    return [step for step, _ in list_checkpoints(RunDirectory(run).checkpoints)]
+    return list(complete_checkpoints(RunDirectory(run).checkpoints))
 
 
 def test_the_best_outlives_newer_ones_a_stop_and_a_kill(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.checkpoint_files import list_checkpoints
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
@@ -44,7 +44,7 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def steps_of(run: Path) -> list[int]:
-    return [step for step, _ in list_checkpoints(run / "checkpoints")]
+    return list(complete_checkpoints(run / "checkpoints"))
 
 
 def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | None]:

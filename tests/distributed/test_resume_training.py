@@ -18,7 +18,7 @@ from llmtrain.launch.preflight import check_here
 from llmtrain.parallel.world import World
 from llmtrain.plan.memory import checkpoint_bytes
 from llmtrain.plan.model_size import size_of
-from llmtrain.train.checkpoint_files import list_checkpoints
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
@@ -76,7 +76,7 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
     recipe = recipe_of(folder, "asked", *keys)
     [first, second] = ranks.run(stopped_on_one_rank, recipe, 3, world_size=2, timeout=40)
     assert first == second == ("signal", 6), "the line of step 4 says so, which is read with the next one"
-    [(step, checkpoint)] = list_checkpoints(folder / "runs/asked/checkpoints")
+    [(step, checkpoint)] = complete_checkpoints(folder / "runs/asked/checkpoints").items()
     assert step == 6
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     written = {name: one.size.numel() * one.properties.dtype.itemsize for name, one in stored.items()}
@@ -101,7 +101,7 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
     assert lines[1]["train/loss"] == pytest.approx(lines[0]["eval/loss"], rel=0.02), (
         "both of a model that knows nothing yet"
     )
-    assert [step for step, _ in list_checkpoints(folder / "runs/passed/checkpoints")] == [6, 10, 16]
+    assert list(complete_checkpoints(folder / "runs/passed/checkpoints")) == [6, 10, 16]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(
 
     metrics, checkpoints = folder / "runs" / run / "metrics.jsonl", folder / "runs" / run / "checkpoints"
     whole = last_line()
-    assert [step for step, _ in list_checkpoints(checkpoints)] == [3, 6, 8]
-    shutil.rmtree(dict(list_checkpoints(checkpoints))[8])
+    assert list(complete_checkpoints(checkpoints)) == [3, 6, 8]
+    shutil.rmtree(complete_checkpoints(checkpoints)[8])
     assert last_line() == whole
 
 

@@ -13,7 +13,8 @@ from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError
 from llmtrain.launch.preflight import check_here
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.world import World
-from llmtrain.train.checkpoint_files import list_checkpoints, read_state
+from llmtrain.run_files import complete_checkpoints
+from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
@@ -77,7 +78,7 @@ def test_a_finished_run_continues_for_longer(ranks: RankPool, folder: Path, meth
         assert steps[-1] == SECOND
         for line in lines:
             assert line["train/lr"] == rates[line["step"] > FIRST].at(line["step"])
-    final = list_checkpoints(directory.checkpoints)[-1][1]
+    *_, final = complete_checkpoints(directory.checkpoints).values()
     if method != "synchronous":
         counts = {line["step"]: line["sync/count"] for line in lines}
         assert counts[steps[-1]] > counts[FIRST] >= 1
@@ -98,7 +99,7 @@ def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPo
     recipes = [recipe_of(folder, f"cut-{method}", *keys, f"train.steps={steps}") for steps in (40, 13)]
     assert ranks.run(train, recipes[0], (2, 1), 8, world_size=2) == ["signal", "signal"]
     assert ranks.run(train, recipes[1], (2, 1), None, world_size=2) == ["done", "done"]
-    (begun, _), (end, final) = list_checkpoints(RunDirectory(recipes[0]).checkpoints)
+    (begun, _), (end, final) = complete_checkpoints(RunDirectory(recipes[0]).checkpoints).items()
     assert (begun, end) == (10, 13)
     assert read_state(final)["ranks"][0]["method"]["period"]["warmup"] == 10
     assert replicas_are_equal(final)
@@ -157,7 +158,7 @@ def test_a_stopped_run_may_become_shorter_but_not_end_within_its_round(
         trainer.metrics.stop.requested = True
 
     assert run_training(alone(folder, "shorter", "train.steps=20", *keys), ALONE, stop_at_once) == STOPPED_EARLY
-    [(step, path)] = list_checkpoints(folder / "runs/shorter/checkpoints")
+    [(step, path)] = complete_checkpoints(folder / "runs/shorter/checkpoints").items()
     assert step == 2
     with pytest.raises(RecipeError, match=r"train.steps is 2, but .*shorter has trained 2 steps already"):
         run_training(alone(folder, "shorter", f"train.steps={step}", *keys), ALONE)
@@ -171,7 +172,7 @@ def test_a_finished_run_is_extended_from_the_newest_checkpoint_that_can_be_read(
 ) -> None:
     keys = ("checkpoint.every=2", "checkpoint.keep=3")
     assert run_training(alone(folder, "cut_off", "train.steps=4", *keys), ALONE) == DONE
-    (_, older), (_, newest) = list_checkpoints(folder / "runs/cut_off/checkpoints")[-2:]
+    *_, older, newest = complete_checkpoints(folder / "runs/cut_off/checkpoints").values()
     (newest / "state.json").write_text("{")
     capsys.readouterr()
     assert run_training(alone(folder, "cut_off", "train.steps=6", *keys), ALONE) == DONE

@@ -9,8 +9,8 @@ import pytest
 
 from llmtrain.config import CheckpointSection
 from llmtrain.reshard import first
+from llmtrain.run_files import step_name
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import folder_name
 from tests.distributed.fake_engine import edit
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, LLAMA, SEED, Case, Run, mesh_of
@@ -36,7 +36,7 @@ def losses_with_changes(case: Case, devices: list[str], folder: Path) -> list[fl
         written.wait()
         run.method.close()
         run = Run(replace(case, device=device), mesh_of(1, 1, device), step)
-        _checkpoints(run, folder).load(folder / folder_name(step), {"sums": first}, SEED)
+        _checkpoints(run, folder).load(folder / step_name(step), {"sums": first}, SEED)
         run.sums = sums
     run.train(STEPS)
     return run.finish().losses

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from llmtrain.best_checkpoint import BEST, CheckpointLoss, best_step, complete_checkpoints, loss_of, read_loss
+from llmtrain.best_checkpoint import BEST, CheckpointLoss, best_step, loss_of, read_loss, read_losses
 from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.eval.evaluated_checkpoint import check_model_path
 from llmtrain.export.request import choose_step, parse_step
-from llmtrain.train.checkpoint_files import STATE_FILE, folder_name, list_checkpoints, read_losses, set_aside_newer
+from llmtrain.run_files import STATE_FILE, complete_checkpoints, step_name
+from llmtrain.train.checkpoint_files import set_aside_newer
 
 
 def losses(**of_step: float | None) -> dict[int, CheckpointLoss | None]:
@@ -98,13 +99,13 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
     """The run has gone back to step 200, because 300 and 400 are damaged."""
     folder = tmp_path / "checkpoints"
     for step in (100, 200, 300, 400):
-        (folder / folder_name(step)).mkdir(parents=True)
-        (folder / folder_name(step) / STATE_FILE).write_text(json.dumps(state(step, 500 - step)))
+        (folder / step_name(step)).mkdir(parents=True)
+        (folder / step_name(step) / STATE_FILE).write_text(json.dumps(state(step, 500 - step)))
     (folder / "step-00000400.damaged").mkdir()
     said: list[str] = []
     set_aside_newer(folder, 200, said.append)
     assert said == [f"step-00000{step}, which is damaged, is now step-00000{step}.damaged" for step in (300, 400)]
-    assert [step for step, _ in list_checkpoints(folder)] == [100, 200] == list(complete_checkpoints(tmp_path))
+    assert list(complete_checkpoints(folder)) == [100, 200]
     assert best_step(read_losses(folder)) == 200
     assert (folder / "step-00000400.damaged" / STATE_FILE).exists(), "instead of an older one"
     assert (folder / "latest").read_text() == "step-00000200\n"

@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
+from llmtrain.run_files import STATE_FILE
 from llmtrain.train import checkpoint_files
 from llmtrain.train.checkpoint_files import (
     FORMAT,
-    STATE_FILE,
     CheckpointWriter,
     digests,
     find_corruption,

@@ -17,8 +17,9 @@ from llmtrain.parallel.engine import Block
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.reshard import own_step
+from llmtrain.run_files import STATE_FILE, step_name
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import STATE_FILE, CheckpointWriter, dump_state, folder_name, read_state
+from llmtrain.train.checkpoint_files import CheckpointWriter, dump_state, read_state
 
 ROOT = Path(__file__).parents[2]
 ALONE = SimpleNamespace(rank=0, size=1)
@@ -71,7 +72,7 @@ class Training:
 
     def load(self) -> None:
         self.checkpoints.wait()
-        self.checkpoints.load(self.folder / folder_name(1), {"step": own_step}, seed=0)
+        self.checkpoints.load(self.folder / step_name(1), {"step": own_step}, seed=0)
 
 
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(
@@ -119,7 +120,7 @@ def test_a_checkpoint_that_is_begun_is_kept_when_the_run_ends_by_an_error(
     training.save()
     monkeypatch.setattr(CheckpointWriter, "wait", lambda writer, seconds: go.set() or wait(writer, seconds))
     training.checkpoints.finish_writing()
-    assert (tmp_path / folder_name(1) / STATE_FILE).is_file()
+    assert (tmp_path / step_name(1) / STATE_FILE).is_file()
 
 
 def test_a_checkpoint_that_can_not_be_completed_does_not_hide_the_error(
@@ -132,7 +133,7 @@ def test_a_checkpoint_that_can_not_be_completed_does_not_hide_the_error(
     training = Training(tmp_path)
     training.save()
     training.checkpoints.finish_writing()
-    assert not (tmp_path / folder_name(1)).exists()
+    assert not (tmp_path / step_name(1)).exists()
 
 
 def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +141,11 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch:
     checkpoints = Training(tmp_path).checkpoints
     checkpoints.section = CheckpointSection(keep=1)
     for step in (1, 2):
-        (tmp_path / folder_name(step)).mkdir()
-        (tmp_path / folder_name(step) / STATE_FILE).write_text("{}")
+        (tmp_path / step_name(step)).mkdir()
+        (tmp_path / step_name(step) / STATE_FILE).write_text("{}")
     monkeypatch.setattr("llmtrain.train.checkpoint.shutil.rmtree", lambda path, ignore_errors: None)
     checkpoints._prune(2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.tmp", folder_name(2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.tmp", step_name(2)]
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -166,7 +167,7 @@ def test_a_checkpoint_of_another_version_is_one_line(tmp_path: Path) -> None:
     training.checkpoints.recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml")
     training.save()
     training.load()
-    path = tmp_path / folder_name(1)
+    path = tmp_path / step_name(1)
     state = read_state(path)
     state["recipe"]["sync"]["penalty"] = {"kind": "edit"}
     (path / STATE_FILE).write_text(dump_state(state))

@@ -15,13 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from llmtrain.errors import CheckpointError, TrainingError
-from llmtrain.train.checkpoint_files import (
-    STATE_FILE,
-    checkpoint_folders,
-    dump_state,
-    latest_valid,
-    read_state,
-)
+from llmtrain.run_files import STATE_FILE, checkpoint_folders
+from llmtrain.train.checkpoint_files import dump_state, latest_valid, read_state
 from llmtrain.train.checkpoint_reader import METADATA_FILE, CheckpointReader, read_metadata
 from llmtrain.train.mirror import RemoteRun
 from tests.unit.test_checkpoint_files import ALONE, write

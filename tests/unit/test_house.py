@@ -24,6 +24,7 @@ LAYERS = [
         "errors",
         "files",
         "best_checkpoint",
+        "run_files",
         "config",
         "seeding",
         "lr",

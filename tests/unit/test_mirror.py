@@ -19,8 +19,9 @@ from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.run_files import STATE_FILE, complete_checkpoints
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.checkpoint_files import STATE_FILE, find_corruption, list_checkpoints, read_state
+from llmtrain.train.checkpoint_files import find_corruption, read_state
 from llmtrain.train.mirror import Mirror, RemoteRun
 from llmtrain.train.run_dir import RunDirectory
 from tests.unit.test_checkpoint_files import flip, write
@@ -74,7 +75,7 @@ class Machine:
         self.mirror.upload_async(step)
 
     def steps(self) -> list[int]:
-        return [step for step, _ in list_checkpoints(self.directory.checkpoints)]
+        return list(complete_checkpoints(self.directory.checkpoints))
 
 
 def steps_at(url: str) -> list[int]:

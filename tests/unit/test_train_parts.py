@@ -22,9 +22,10 @@ from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.cards import CARDS
 from llmtrain.quantities import format_si
+from llmtrain.run_files import complete_checkpoints
 from llmtrain.sync.method import Method
 from llmtrain.train import devices, metric_gather, signals
-from llmtrain.train.checkpoint_files import FORMAT, list_checkpoints, read_state
+from llmtrain.train.checkpoint_files import FORMAT, read_state
 from llmtrain.train.devices import enable_determinism, peak_flops
 from llmtrain.train.loggers import JsonlLogger
 from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer
@@ -347,8 +348,8 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         if whole:
             (tmp_path / name / "state.json").write_text("{}")
     (tmp_path / "step-00000040.tmp").mkdir()
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20]
-    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert list(complete_checkpoints(tmp_path)) == [10, 20]
+    assert not complete_checkpoints(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
