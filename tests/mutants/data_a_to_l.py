@@ -16,15 +16,7 @@ TABLES = {
           - self._before, self.current = self._before + size, int
           + self.current = int
     """,
-    "llmtrain/data/dataset.py": r"""
-    seen by unit/test_data_prepare.py, unit/test_data_loader.py
-        shards: a window that begins at a shard's end
-          - side="right"
-          + side="left"
-    seen by unit/test_data_prepare.py, unit/test_data_damage.py
-        shards: checksum of the last part alone
-          - self._crc32 = zlib.crc32(raw, self._crc32)
-          + self._crc32 = zlib.crc32(raw)
+    "llmtrain/data/checksum_scan.py": r"""
     seen by unit/test_data_damage.py
         damage: every rank reads every shard
           - self._shards = shards[share::of]
@@ -34,10 +26,16 @@ TABLES = {
           -         problem
           +     except OSError as error:
           +         problem
-    seen by distributed/test_same_tokens.py
-        same: only token counts are compared
-          - digest.update(tokens.window(int(start), length).astype("<u4").tobytes())
-          + pass
+    """,
+    "llmtrain/data/dataset.py": r"""
+    seen by unit/test_data_prepare.py, unit/test_data_loader.py
+        shards: a window that begins at a shard's end
+          - side="right"
+          + side="left"
+    seen by unit/test_data_prepare.py, unit/test_data_damage.py
+        shards: checksum of the last part alone
+          - self._crc32 = zlib.crc32(raw, self._crc32)
+          + self._crc32 = zlib.crc32(raw)
     seen by unit/test_gaps_data.py
         index: a shard that is too long passes
           - (size := path.stat().st_size) != shard.bytes
@@ -156,6 +154,12 @@ TABLES = {
           - failed.get("is_temporary", False)
           + False
     """,
+    "llmtrain/data/hub.py": r"""
+    seen by unit/test_data_prepare.py
+        prepare: a hub dataset is read on in its newest commit
+          - self.revision = revision or newest
+          + self.revision = newest
+    """,
     "llmtrain/data/loader.py": r"""
     seen by distributed/test_reshape.py
         reshape: samples left by slow replicas are read by nobody
@@ -203,5 +207,9 @@ TABLES = {
         token files: changed files are the same source
           - path.stat().st_size, path.stat().st_mtime_ns) for path in files]
           + 0, 0) for path in files]
+    seen by unit/test_data_stories.py
+        text: a damaged compressed file is a traceback
+          - DAMAGED_GZIP = (EOFError,␣
+          + DAMAGED_GZIP = (
     """,
 }

@@ -163,10 +163,6 @@ TABLES = {
           + if False:
     """,
     "llmtrain/data/sources.py": r"""
-    seen by unit/test_data_prepare.py
-        prepare: a hub dataset is read on in its newest commit
-          - self.revision = start.hub_revision or newest
-          + self.revision = newest
     seen by unit/test_data_sources.py, unit/test_data_prepare.py
         sources: the splits are swapped
           - "validation" if is_held_out else "train"
@@ -177,8 +173,8 @@ TABLES = {
           + split = data.validation if self._key == "data.source" else data.split
     seen by unit/test_data_stories.py
         stories: the notice is a story
-          - islice(_read_txt(path, DataSection(), read), 1, None)
-          + _read_txt(path, DataSection(), read)
+          - islice(read_documents(path, DataSection(), read), 1, None)
+          + read_documents(path, DataSection(), read)
         stories: a folder of the same name is passed over
           -     _refuse_local(STORIES, "this package's text")
           -
@@ -186,11 +182,8 @@ TABLES = {
           - hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
           + str(_stories_file())
         stories: a user's separator cuts them
-          - _read_txt(path, DataSection(), read)
-          + _read_txt(path, data, read)
-        text: a damaged compressed file is a traceback
-          - DAMAGED_GZIP = (EOFError,␣
-          + DAMAGED_GZIP = (
+          - read_documents(path, DataSection(), read)
+          + read_documents(path, data, read)
     seen by unit/test_python_files.py
         python: files held out one by one
           - package in chosen if package else _held_out(text, data.validation_fraction)
@@ -235,6 +228,12 @@ TABLES = {
         lists: each text of a mixture trains a tokenizer
           - if first is None or trained_size(section.tokenizer) is None:
           + if True:
+    """,
+    "llmtrain/data/token_digests.py": r"""
+    seen by distributed/test_same_tokens.py
+        same: only token counts are compared
+          - digest.update(window.astype("<u4").tobytes())
+          + pass
     """,
     "llmtrain/data/token_files.py": r"""
     seen by unit/test_data_ready_made.py

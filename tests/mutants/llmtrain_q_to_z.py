@@ -123,6 +123,12 @@ TABLES = {
           - rule.combine(self, [rank[name] for rank in ranks])
           + rule.combine(self, [rank[name] for rank in ranks[: self.old_shards]])
     """,
+    "llmtrain/run_files.py": r"""
+    seen by unit/test_train_parts.py, unit/test_checkpoint_files.py
+        integrity: half-written folders count as checkpoints
+          - sorted(path.parent for path in directory.glob(f"step-{'[0-9]' * 8}/{STATE_FILE}"))
+          + checkpoint_folders(directory)
+    """,
     "llmtrain/run_list.py": r"""
     seen by unit/test_run_list.py
         runs: a run that is locked has stopped
