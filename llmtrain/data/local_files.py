@@ -71,7 +71,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
-def read_documents(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
+def documents_of_file(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     """Yield the documents of a file that a reader exists for, and count the bytes read. Raises DataError if it is damaged."""
     yield from _reader(path)(path, data, read)
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from llmtrain.config import DataSection
 from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.hub import HUB, HubDataset
-from llmtrain.data.local_files import read_documents, source_files, stamps
+from llmtrain.data.local_files import documents_of_file, source_files, stamps
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError
 from llmtrain.files import local_path
@@ -159,10 +159,10 @@ def _read(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[tuple[
 def _read_files(data: DataSection, key: SourceKey, read: BytesRead) -> Iterator[str]:
     if data.source == STORIES and key == "data.source":
         for path in read.files([_stories_file()]):
-            yield from islice(read_documents(path, DataSection(), read), 1, None)
+            yield from islice(documents_of_file(path, DataSection(), read), 1, None)
     else:
         for path in read.files(source_files(data, key)):
-            yield from read_documents(path, data, read)
+            yield from documents_of_file(path, data, read)
 
 
 def _held_out(text: str, fraction: float) -> bool:

@@ -173,8 +173,8 @@ TABLES = {
           + split = data.validation if self._key == "data.source" else data.split
     seen by unit/test_data_stories.py
         stories: the notice is a story
-          - islice(read_documents(path, DataSection(), read), 1, None)
-          + read_documents(path, DataSection(), read)
+          - islice(documents_of_file(path, DataSection(), read), 1, None)
+          + documents_of_file(path, DataSection(), read)
         stories: a folder of the same name is passed over
           -     _refuse_local(STORIES, "this package's text")
           -
@@ -182,8 +182,8 @@ TABLES = {
           - hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
           + str(_stories_file())
         stories: a user's separator cuts them
-          - read_documents(path, DataSection(), read)
-          + read_documents(path, data, read)
+          - documents_of_file(path, DataSection(), read)
+          + documents_of_file(path, data, read)
     seen by unit/test_python_files.py
         python: files held out one by one
           - package in chosen if package else _held_out(text, data.validation_fraction)
