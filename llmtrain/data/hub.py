@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from llmtrain.config import DataSection
+from llmtrain.config.data import HUB
 from llmtrain.data.rows import text_of_row
 from llmtrain.errors import DataError, UnavailableError, first_line
 from llmtrain.waiting import announced
 
-HUB = "hf:"
-"""Beginning of a `data.source` that names a dataset on the hub."""
 TIMEOUT = 5.0
 """Seconds to wait for each of the hub's several addresses."""
 

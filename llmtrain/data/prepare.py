@@ -22,9 +22,9 @@ from pathlib import Path
 from filelock import Timeout
 
 from llmtrain.config import DataSection
+from llmtrain.config.data import HUB
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
-from llmtrain.data.hub import HUB
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured

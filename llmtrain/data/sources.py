@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from llmtrain.config import DataSection
+from llmtrain.config.data import HUB
 from llmtrain.data.bytes_read import BytesRead
-from llmtrain.data.hub import HUB, HubDataset
+from llmtrain.data.hub import HubDataset
 from llmtrain.data.local_files import documents_of_file, source_files, stamps
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
 from llmtrain.errors import DataError

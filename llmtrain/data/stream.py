@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.config import DataSection
+from llmtrain.config.data import HUB
 from llmtrain.data.dataset import (
     INDEX,
     OPEN_SHARDS,
@@ -30,7 +31,6 @@ from llmtrain.data.dataset import (
     check_shard,
     read_index,
 )
-from llmtrain.data.hub import HUB
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from llmtrain.config import DataSection
-from llmtrain.config.data import LISTS
+from llmtrain.config.data import HUB, LISTS
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
-from llmtrain.data.hub import HUB
 from llmtrain.data.mixture import BLOCK, shares_of
 from llmtrain.data.python_files import PYTHON, STDLIB
 from llmtrain.data.ready_made import find_ready_made

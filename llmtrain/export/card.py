@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 import llmtrain
 from llmtrain.config import DataSection
-from llmtrain.data.hub import HUB
+from llmtrain.config.data import HUB
 from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
 from llmtrain.export.separators import describe_separators

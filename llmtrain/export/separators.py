@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from llmtrain.config import DataSection
+from llmtrain.config.data import HUB
 from llmtrain.data.dataset import read_index
-from llmtrain.data.hub import HUB
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.python_files import PYTHON, STDLIB
 from llmtrain.data.sources import STORIES

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmtrain.config import DataSection, Recipe
-from llmtrain.data.hub import HUB
+from llmtrain.config.data import HUB
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 
