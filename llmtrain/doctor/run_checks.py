@@ -40,10 +40,10 @@ from llmtrain.doctor.network_use import network_use
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.machine_check import check_machine
-from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.mesh import local_device, open_mesh
 from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
+from llmtrain.parallel.ranks import replica_backend
 from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
 from llmtrain.parallel.roll_call import format_ranks, gather_over_store
 from llmtrain.parallel.world import World, node_name

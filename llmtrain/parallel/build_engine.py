@@ -1,4 +1,4 @@
-"""Construction of the engine, and choice of the backend between replicas, from a recipe's sections."""
+"""Construction of the engine from a recipe's sections."""
 
 from __future__ import annotations
 
@@ -35,9 +35,3 @@ def build_engine(
     from llmtrain.parallel.zero import ZeroEngine  # DeepSpeed takes seconds to import
 
     return ZeroEngine(model, mesh, parallel, optim, seed, read, gradient_wire, changes_in_forward, lengths_vary)
-
-
-def replica_backend(parallel: ParallelSection) -> str:
-    """Return the backend for traffic between replicas. With `zero_offload`, "auto" becomes gloo, because the master weights
-    are sent from CPU memory."""
-    return "gloo" if parallel.zero_offload and parallel.replica_backend == "auto" else parallel.replica_backend

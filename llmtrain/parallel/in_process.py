@@ -22,6 +22,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.parallel.mesh import Mesh, local_device
 from llmtrain.parallel.network import Networks, using_interface
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World, node_name
@@ -34,8 +35,8 @@ ALONE = World(0, 1, 0, 1)
 """This process as a rank: the only one."""
 
 
-class InProcess:
-    """The replicas of this process, each on a thread of its own."""
+class InProcess(Ranks):
+    """The ranks of a run in one process: its replicas, each on a thread of its own."""
 
     def __init__(
         self,
@@ -67,13 +68,15 @@ class InProcess:
             dist.destroy_process_group()
 
     def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
-        """Return what `rendezvous` would return for this process alone. `memory` returns the bytes that a rank may use."""
+        """Return what the function `rendezvous` would return for this process alone."""
         rank_info = RankInfo(node_name(), socket.gethostname(), None, memory(ALONE))
         return Rendezvous(None, [rank_info], self.networks)
 
     @contextmanager
-    def open_mesh(self, world: World) -> Iterator[Mesh]:
-        """Provide the mesh as the replica with rank `world.rank` sees it. Called on the replica's own thread."""
+    def open_mesh(self, world: World, peers: Rendezvous | None = None, shards: int = 1) -> Iterator[Mesh]:
+        """Provide the mesh as the replica with rank `world.rank` sees it. Called on the replica's own thread, which needs
+        no `peers`."""
+        assert shards == 1, shards
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         clock = self.clocks[world.rank]

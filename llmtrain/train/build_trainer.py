@@ -10,7 +10,7 @@ import torch
 from llmtrain.attention import CAUSAL_FAMILIES
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.data.loader import PrefetchLoader
+from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.lr import LRSchedule
 from llmtrain.model import LanguageModel, build, count_parameters, flops_per_token, model_config, placeholders
 from llmtrain.parallel.build_engine import build_engine
@@ -23,12 +23,7 @@ from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.devices import (
-    avoid_cudnn_attention,
-    enable_determinism,
-    keep_freed_memory,
-    peak_flops,
-)
+from llmtrain.train.devices import avoid_cudnn_attention, enable_determinism, keep_freed_memory, peak_flops
 from llmtrain.train.initial_weights import InitialWeights
 from llmtrain.train.loggers import Console, mesh_line, model_line
 from llmtrain.train.metric_gather import MetricReducer
@@ -63,16 +58,13 @@ def build_trainer(
     The model starts from `weights`, or from random ones. `mesh_reason`, why the mesh has this shape, is shown to the user.
     `train_text` is the training text if it may grow while the run reads it.
     """
-    own = {"": prepared}
-    if recipe.data.is_list:
-        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
-    texts = RunTexts.open(recipe, mesh, own, prepare_sets(recipe, prepared, show_progress=False), train_text)
+    texts = _open_texts(recipe, mesh, prepared, train_text)
     scan = texts.scan()
     _configure_process(recipe, mesh)
-    model = _build_model(recipe, mesh, prepared)
-    loader = texts.loader()
+    model, loader = _build_model(recipe, mesh, prepared), texts.loader()
     parameters, flops = count_parameters(model), flops_per_token(model, loader.attended_length)
     engine = _build_engine(recipe, mesh, model, prepared, weights)
+    timeout = recipe.run.timeout_seconds
     method = build_method(
         recipe.sync,
         engine,
@@ -82,33 +74,21 @@ def build_trainer(
         seed=recipe.run.seed,
         compiled=recipe.parallel.compile,
         store=mesh.store,
-        timeout_seconds=recipe.run.timeout_seconds,
+        timeout_seconds=timeout,
         clock=mesh.clock or time.monotonic,
         end_early=end_early,
     )
-    shards, connections = mesh.shard_comms.size, len(mesh.replica_comms.groups)
-    console.print(mesh_line(mesh.replicas, shards, mesh.device.type, mesh_reason, connections))
-    samples = texts.samples(loader)
-    console.print(
-        model_line(recipe, parameters, len(engine.blocks), None if samples is None else sum(samples.values()))
-    )
-    for line in texts.describe(loader):
+    for line in _start_lines(
+        recipe, mesh, mesh_reason, parameters, len(engine.blocks), texts, loader, directory, weights
+    ):
         console.print(line)
-    console.print(f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues")
-    if weights is not None:
-        console.print(weights.describe())
-    for line in _start_warnings(recipe, mesh, texts) if mesh.is_main else ():
-        console.print(f"warning: {line}")
-    peak = peak_flops(mesh.device)
-    if peak is None and mesh.device.type == "cuda":
-        name = torch.cuda.get_device_name(mesh.device)
-        console.print(f"no MFU (share of the card's peak speed) is shown: the peak of {name} is not known")
-    section, timeout = recipe.checkpoint, recipe.run.timeout_seconds
-    checkpointer = Checkpointer(directory.checkpoints, mesh, engine, method, section, timeout, recipe, console.print)
+    checkpointer = Checkpointer(
+        directory.checkpoints, mesh, engine, method, recipe.checkpoint, timeout, recipe, console.print
+    )
     checkpointer.from_weights = None if weights is None else weights.recorded
-    reducer = MetricReducer(mesh, flops, peak)
     io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
     run_log = RunLog(recipe, directory, console, io_errors, mesh.is_main)
+    reducer = MetricReducer(mesh, flops, peak_flops(mesh.device))
     sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
     trainer = Trainer(
         recipe,
@@ -123,6 +103,15 @@ def build_trainer(
     if mesh.clock is not None:
         _run_clock(trainer, mesh.clock)
     return trainer
+
+
+def _open_texts(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, train_text: TrainText | None) -> RunTexts:
+    """Return the texts that this rank reads. A collective of all ranks."""
+    own = {"": prepared}
+    if recipe.data.is_list:
+        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    sets = prepare_sets(recipe, prepared, show_progress=False)
+    return RunTexts.open(recipe, mesh, own, sets, train_text)
 
 
 def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
@@ -176,6 +165,32 @@ def _build_engine(
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
         lengths_vary=recipe.data.packing != "packed",
     )
+
+
+def _start_lines(
+    recipe: Recipe,
+    mesh: Mesh,
+    mesh_reason: str,
+    parameters: int,
+    blocks: int,
+    texts: RunTexts,
+    loader: Loader,
+    directory: RunDirectory,
+    weights: InitialWeights | None,
+) -> Iterator[str]:
+    """Yield the console's lines about a run that is about to start."""
+    connections, samples = len(mesh.replica_comms.groups), texts.samples(loader)
+    yield mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason, connections)
+    yield model_line(recipe, parameters, blocks, None if samples is None else sum(samples.values()))
+    yield from texts.describe(loader)
+    yield f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues"
+    if weights is not None:
+        yield weights.describe()
+    for line in _start_warnings(recipe, mesh, texts) if mesh.is_main else ():
+        yield f"warning: {line}"
+    if mesh.device.type == "cuda" and peak_flops(mesh.device) is None:
+        name = torch.cuda.get_device_name(mesh.device)
+        yield f"no MFU (share of the card's peak speed) is shown: the peak of {name} is not known"
 
 
 def _start_warnings(recipe: Recipe, mesh: Mesh, texts: RunTexts) -> Iterator[str]:

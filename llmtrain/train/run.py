@@ -1,24 +1,24 @@
-"""A run of one rank, from start to end: it meets the other ranks, prepares, builds the trainer, trains and reports."""
+"""A run of one rank, from start to end. Read `_run_rank`: it is the outline, and the functions below it are in its order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from llmtrain.config import Recipe, TraceSection
+from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, one_line
 from llmtrain.machine_check import check_machine
-from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.comms import MESSAGE_LENGTH, is_lost_peer
 from llmtrain.parallel.device_time import clock_of
 from llmtrain.parallel.in_process import InProcess
-from llmtrain.parallel.mesh import Mesh, open_mesh
+from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.network import Networks
-from llmtrain.parallel.rendezvous import rendezvous
+from llmtrain.parallel.ranks import Processes, Ranks
 from llmtrain.parallel.shared_flag import shared_flag
 from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World
@@ -44,9 +44,36 @@ from llmtrain.train.mirror import Mirror
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest, stop_requests
-from llmtrain.train.summary import print_report, summary_of, write_summary
-from llmtrain.train.train_text import open_train_text
+from llmtrain.train.summary import print_report, write_error_summary, write_summary
+from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run as one rank has it open."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    console: Console
+    mirror: Mirror
+    prepared: TokenDataset
+    """This rank's training text, prepared for the first step. Of a list of texts, the first."""
+    train_text: TrainText | None
+    """The training text if it may grow while the run reads it."""
+    mesh: Mesh
+    mesh_reason: str
+    """Why the mesh has its shape."""
+    stop: StopRequest
+    end_early: Callable[[], bool]
+    """Function that returns whether the current round must end now."""
+    suites: BackgroundEval
+    at_end: ExitStack
+    """Calls to make when the mesh is closed, so that no rank waits for this one any more."""
+
+    def explain_out_of_memory(self) -> AbstractContextManager[None]:
+        """Say what has taken the memory if the enclosed code runs out of it."""
+        return explain_out_of_memory(self.mesh.world.rank, self.mesh.device, self.directory.out_of_memory)
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -59,110 +86,84 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check(recipe, world.size)
     check_machine(recipe)
     check_suite_data(recipe.eval.suite)
-    if not recipe.parallel.in_process:
-        return _run_rank(recipe, world, alter)
+    ranks = _ranks_of(recipe, world)
+    return ranks.run(lambda rank: _run_rank(recipe, ranks, rank, alter))
+
+
+def _ranks_of(recipe: Recipe, world: World) -> Ranks:
+    """Return the run's ranks: the processes among which this one is `world` or, with `parallel.in_process`, threads of this one."""
+    parallel, timeout = recipe.parallel, recipe.run.timeout_seconds
+    if not parallel.in_process:
+        return Processes(world, parallel, timeout)
     share_freed_memory()
-    parallel = recipe.parallel
-    networks, section = Networks.from_recipe(parallel), parallel.virtual_clock
-    clocks = section and [VirtualClock(section, recipe.run.seed, replica) for replica in range(parallel.replicas)]
-    process = InProcess(parallel.replicas, recipe.run.timeout_seconds, networks, clocks or ())
-    return process.run(lambda replica: _run_rank(recipe, replica, alter, process))
+    clock = parallel.virtual_clock
+    clocks = [VirtualClock(clock, recipe.run.seed, replica) for replica in range(parallel.replicas)] if clock else []
+    return InProcess(parallel.replicas, timeout, Networks.from_recipe(parallel), clocks)
 
 
-def _run_rank(recipe: Recipe, world: World, alter: Callable[[Trainer], None], process: InProcess | None = None) -> int:
-    """Train on one rank. The rank is this process or, if `process` is given, the calling thread of it. Returns the exit
-    code."""
-    console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
-    mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
-    timeout = recipe.run.timeout_seconds
-    with console.progress("waiting for the other ranks"):
-        if process is not None:
-            peers = process.rendezvous(memory_of_rank)
-        else:
-            peers = rendezvous(world, recipe.parallel, lambda: memory_of_rank(world), timeout)
-    memory = [rank_info.memory for rank_info in peers.ranks]
-    replicas, shards, reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
-    check_group(recipe, replicas)
-    prepared = _prepare_own(recipe, world, shards)
-    check_vocabulary(recipe, prepared.vocab_size)
-    if process is not None:
-        opened_mesh = process.open_mesh(world)
-    else:
-        backend, connections = replica_backend(recipe.parallel), recipe.parallel.connections
-        opened_mesh = open_mesh(world, replicas, shards, backend, timeout, peers, connections)
-    with (
-        closing(directory),
-        stop_requests() as stop,
-        ExitStack() as at_end,
-        BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
-        opened_mesh as mesh,
-        _shared_stop(recipe, mesh, stop) as end_early,
-        open_train_text(recipe, mesh, prepared) as text,
-    ):
-        if mesh.broadcast_from_main(lambda: _is_finished(directory)):
-            console.print(directory.completed_message())
+def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Trainer], None]) -> int:
+    """Train as the rank `world`, which is this process or, with `parallel.in_process`, this thread. Return the exit code.
+
+    Until `_train`, the start may be refused: for damaged weights, a checkpoint of another recipe, another text. So until then
+    nothing of the run is changed. Its directory is only locked, and gets a tokenizer and the checkpoints that it has lost.
+    """
+    with _open(recipe, ranks, world) as run:
+        if run.mesh.broadcast_from_main(lambda: _is_finished(run.directory)):
+            run.console.print(run.directory.completed_message())
             return DONE
-        mirror.open(mesh)
-        mesh.broadcast_from_main(lambda: _make_ready(directory, prepared))
-        resume_from = _newest_anywhere(directory, mirror, mesh, console)
-        weights = open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
-        with (
-            console.progress("building the model"),
-            explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory),
-        ):
-            trainer = build_trainer(recipe, mesh, prepared, directory, console, reason, stop, end_early, weights, text)
-        del weights  # closes its files
-        at_end.callback(trainer.metrics.run_log.wait)
-        suites.newest = 0 if resume_from is None else step_of(resume_from)
-        trainer.checkpointer.on_saved += [suites.after_checkpoint, mirror.upload_async]
-        trainer.checkpointer.pinned_by += [suites.worker.pending_steps, mirror.pinned_steps]
-        is_loaded = resume_from is None  # until the checkpoint is loaded, the trainer's state is not the run's
-        try:
-            with explain_out_of_memory(world.rank, mesh.device, directory.out_of_memory):
-                alter(trainer)
-                if resume_from is not None:
-                    trainer.load(resume_from)
-                    is_loaded = True
-                # Only now is the run directory changed, so that a start that is refused (for damaged weights, a checkpoint or
-                # the text) changes nothing.
-                mesh.broadcast_from_main(directory.open)
-                if resume_from is not None and mesh.is_main:
-                    set_aside_newer(directory.checkpoints, step_of(resume_from), console.print)
-                mirror.claim(mesh)
-                mirror.upload_if_newer(resume_from)
-                with (
-                    _traced(recipe.log.trace, directory.trace_of(world.rank), mesh.device, trainer.state.step),
-                    profile_steps(recipe.log.profile, world.rank, directory.profile, console.print) as profile,
-                    collect_garbage_every(recipe.train.gc_every) as collect_garbage,
-                ):
-                    trainer.after_step += [profile, collect_garbage]
-                    ended = trainer.fit()
-            _finish_mirror(mirror, mesh, console, ended)
-            write_summary(trainer, ended, mirror.newest)
-        except (RuntimeError, DataError) as error:
-            trainer.method.close()
-            trainer.checkpointer.finish_writing()
-            if mesh.is_main and is_loaded:
-                with suppress(OSError, RuntimeError):  # a full disk or a broken GPU may have ended the run
-                    failed = summary_of(trainer, "error", mirror.newest)
-                    directory.write_summary({**failed, "error": one_line(error, MESSAGE_LENGTH)})
-            if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
-                raise
-            raise _lost_peer(error, mesh, trainer.state.step) from error
+        run.mirror.open(run.mesh)
+        run.mesh.broadcast_from_main(lambda: _reserve(run.directory, run.prepared))
+        checkpoint = _newest_checkpoint(run)
+        trainer = _build(run, checkpoint)
+        _load(run, trainer, checkpoint, alter)
+        ended = _train(run, trainer, checkpoint)
         if ended != "done":
-            step, plot = trainer.state.global_step, directory.plot
-            console.print(f"stopped at step {step}; start the same command again to continue · losses: {plot}")
+            step, plot = trainer.state.global_step, run.directory.plot
+            run.console.print(f"stopped at step {step}; start the same command again to continue · losses: {plot}")
             return STOPPED_EARLY
         print_report(trainer)
     return DONE
 
 
-def _lost_peer(error: Exception, mesh: Mesh, step: int) -> TrainingError:
-    """Return the error that says in which step this rank lost a peer, and how to continue."""
-    return TrainingError(
-        f"rank {mesh.world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
-        f"{step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last checkpoint"
-    )
+@contextmanager
+def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
+    """Meet the other ranks, choose the mesh and prepare the text. Then open what training uses.
+
+    On exit, it is closed in reverse order: the mesh, then the evaluations and loggers, for which no other rank waits, and last
+    the lock on the directory.
+    """
+    console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
+    with console.progress("waiting for the other ranks"):
+        peers = ranks.rendezvous(memory_of_rank)
+    memory = [rank_info.memory for rank_info in peers.ranks]
+    replicas, shards, mesh_reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
+    check_group(recipe, replicas)
+    prepared = _prepare_own(recipe, world, shards)
+    check_vocabulary(recipe, prepared.vocab_size)
+    mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
+    with (
+        closing(directory),
+        stop_requests() as stop,
+        ExitStack() as at_end,
+        BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
+        ranks.open_mesh(world, peers, shards) as mesh,
+        _shared_stop(recipe, mesh, stop) as end_early,
+        open_train_text(recipe, mesh, prepared) as train_text,
+    ):
+        yield OpenRun(
+            recipe=recipe,
+            directory=directory,
+            console=console,
+            mirror=mirror,
+            prepared=prepared,
+            train_text=train_text,
+            mesh=mesh,
+            mesh_reason=mesh_reason,
+            stop=stop,
+            end_early=end_early,
+            suites=suites,
+            at_end=at_end,
+        )
 
 
 def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
@@ -185,13 +186,6 @@ def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractConte
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
 
 
-def _traced(section: TraceSection | None, path: Path, device: torch.device, step: int) -> AbstractContextManager[None]:
-    """Record what the section asks for, in a run that is at `step`."""
-    if section is None:
-        return nullcontext()
-    return open_trace(path, section.first, section.first + section.steps - 1, clock_of(device), resumed_at=step)
-
-
 def _is_finished(directory: RunDirectory) -> bool:
     """Return whether the run is already complete. Raises RecipeError if the directory belongs to another
     recipe. Main rank only."""
@@ -199,33 +193,128 @@ def _is_finished(directory: RunDirectory) -> bool:
     return directory.finished() is not None
 
 
-def _make_ready(directory: RunDirectory, prepared: TokenDataset) -> None:
+def _reserve(directory: RunDirectory, prepared: TokenDataset) -> None:
     """Lock the run directory and copy the tokenizer into it. Main rank only."""
     directory.reserve()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
-def _newest_anywhere(directory: RunDirectory, mirror: Mirror, mesh: Mesh, console: Console) -> Path | None:
+def _newest_checkpoint(run: OpenRun) -> Path | None:
     """Return the newest valid checkpoint of the run directory and the mirror, from which it is fetched; None if there is none.
     A collective of all ranks."""
     here, problem = None, None
     try:
-        here = latest_valid(directory.checkpoints, mesh, console.print)
+        here = latest_valid(run.directory.checkpoints, run.mesh, run.console.print)
     except CheckpointError as error:
         problem = error
-    there = mirror.fetch(mesh, newer_than=-1 if here is None else step_of(here))
+    there = run.mirror.fetch(run.mesh, newer_than=-1 if here is None else step_of(here))
     if there is None and problem is not None:
         raise problem
     return there or here
 
 
-def _finish_mirror(mirror: Mirror, mesh: Mesh, console: Console, ended: str) -> None:
+def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
+    """Build the trainer, with the recipe's initial weights unless the run continues from a checkpoint. Let the mirror and the
+    background evaluation follow its checkpoints. A collective of all ranks."""
+    weights = open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
+    with run.console.progress("building the model"), run.explain_out_of_memory():
+        trainer = build_trainer(
+            run.recipe,
+            run.mesh,
+            run.prepared,
+            run.directory,
+            run.console,
+            run.mesh_reason,
+            run.stop,
+            end_early=run.end_early,
+            weights=weights,
+            train_text=run.train_text,
+        )
+    run.at_end.callback(trainer.metrics.run_log.wait)
+    run.suites.newest = 0 if checkpoint is None else step_of(checkpoint)
+    trainer.checkpointer.on_saved += [run.suites.after_checkpoint, run.mirror.upload_async]
+    trainer.checkpointer.pinned_by += [run.suites.worker.pending_steps, run.mirror.pinned_steps]
+    return trainer
+
+
+def _load(run: OpenRun, trainer: Trainer, checkpoint: Path | None, alter: Callable[[Trainer], None]) -> None:
+    """Let `alter` change the trainer, and load the checkpoint, if there is one. A collective of all ranks. An error is not written
+    to the summary, because until then the trainer has not the run's state."""
+    with _handle_errors(run, trainer):
+        alter(trainer)
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+
+
+def _train(run: OpenRun, trainer: Trainer, checkpoint: Path | None) -> str:
+    """Claim the run directory, train and write the summary. Return how the run has ended, "done" or "signal". A collective of all
+    ranks."""
+    recipe, directory, rank = run.recipe, run.directory, run.mesh.world.rank
+    with _handle_errors(run, trainer, in_summary=True):
+        _claim(run, checkpoint)
+        with (
+            _traced(run, trainer.state.step),
+            profile_steps(recipe.log.profile, rank, directory.profile, run.console.print) as profile,
+            collect_garbage_every(recipe.train.gc_every) as collect_garbage,
+        ):
+            trainer.after_step += [profile, collect_garbage]
+            ended = trainer.fit()
+        _finish_mirror(run, ended)
+        write_summary(trainer, ended, run.mirror.newest)
+    return ended
+
+
+def _claim(run: OpenRun, checkpoint: Path | None) -> None:
+    """Write the recipe to the run directory and the mirror, which are then those of a run that continues from `checkpoint`. A
+    collective of all ranks."""
+    run.mesh.broadcast_from_main(run.directory.open)
+    if checkpoint is not None and run.mesh.is_main:
+        set_aside_newer(run.directory.checkpoints, step_of(checkpoint), run.console.print)
+    run.mirror.claim(run.mesh)
+    run.mirror.upload_if_newer(checkpoint)
+
+
+def _traced(run: OpenRun, step: int) -> AbstractContextManager[None]:
+    """Record what `log.trace` asks for, in a run that is at `step`."""
+    section = run.recipe.log.trace
+    if section is None:
+        return nullcontext()
+    path, clock = run.directory.trace_of(run.mesh.world.rank), clock_of(run.mesh.device)
+    return open_trace(path, section.first, section.first + section.steps - 1, clock, resumed_at=step)
+
+
+def _finish_mirror(run: OpenRun, ended: str) -> None:
     """Wait for the last copy to the mirror. If that fails, raise TrainingError on every rank of a complete run, but only
     print the problem for a stopped one, which can copy it later."""
-    if (problem := mirror.finish(mesh, is_stopped=ended != "done")) is None:
+    if (problem := run.mirror.finish(run.mesh, is_stopped=ended != "done")) is None:
         return
     if ended == "done":
         error = TrainingError(problem)
         error.is_shared = True
         raise error
-    console.print(problem)
+    run.console.print(problem)
+
+
+@contextmanager
+def _handle_errors(run: OpenRun, trainer: Trainer, in_summary: bool = False) -> Iterator[None]:
+    """If the enclosed code fails, end the trainer's messages and checkpoints, and write the error to summary.json if it belongs
+    `in_summary`. Explain the loss of a peer and a lack of memory."""
+    try:
+        with run.explain_out_of_memory():
+            yield
+    except (RuntimeError, DataError) as error:
+        trainer.method.close()
+        trainer.checkpointer.finish_writing()
+        if in_summary and run.mesh.is_main:
+            write_error_summary(trainer, error, run.mirror.newest)
+        if isinstance(error, TrainingError | DataError) or not is_lost_peer(error):
+            raise
+        raise _lost_peer(error, run.mesh, trainer.state.step) from error
+
+
+def _lost_peer(error: Exception, mesh: Mesh, step: int) -> TrainingError:
+    """Return the error that says in which step this rank lost a peer, and how to continue."""
+    return TrainingError(
+        f"rank {mesh.world.rank} (replica {mesh.replica_comms.rank}, shard {mesh.shard_comms.rank}) lost a peer in step "
+        f"{step}: {one_line(error, MESSAGE_LENGTH)}; start the same command again to continue from the last checkpoint"
+    )

@@ -10,6 +10,7 @@ from typing import Any
 from llmtrain.best_checkpoint import best_step, read_losses
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
+from llmtrain.parallel.comms import MESSAGE_LENGTH
 from llmtrain.plan.model_size import size_of
 from llmtrain.quantities import GIB, format_si
 from llmtrain.run_plots import draw_run
@@ -88,6 +89,13 @@ def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
             ) from error
 
     raise_on_all(mesh, write if mesh.is_main else lambda: None)
+
+
+def write_error_summary(trainer: Trainer, error: Exception, mirrored: int | None) -> None:
+    """Write summary.json of a run that `error` has ended, if it can be written. Main rank only."""
+    with suppress(OSError, RuntimeError):  # a full disk or a broken GPU may have ended the run
+        summary = {**summary_of(trainer, "error", mirrored), "error": one_line(error, MESSAGE_LENGTH)}
+        trainer.metrics.run_log.directory.write_summary(summary)
 
 
 def print_report(trainer: Trainer) -> None:

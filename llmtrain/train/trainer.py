@@ -105,7 +105,7 @@ class Trainer:
                 self.metrics.log_sample(self.state, text)
 
     def finish(self) -> None:
-        """Synchronize the last, possibly shorter, round, then log and validate. Afterwards all replicas are equal."""
+        """Synchronize the last round, which may be shorter. Then log and validate. Afterwards all replicas are equal."""
         if self.metrics.has_unlogged_steps:  # else the run was resumed at its end
             with self.metrics.training_time():
                 self.method.finish()
@@ -113,8 +113,8 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start writing a checkpoint of the global step, unless it has one. Checks the pending log line and the steps since then
-        first, which ends the run if the state is bad, so that no bad state is kept."""
+        """Start a checkpoint of the global step, unless that step is saved already. First check the steps since the last log line, so
+        that a run with a bad state ends before it is saved."""
         if self.state.global_step != self.state.last_saved:
             self.metrics.wait()
             self.metrics.check_interval(self.state)
@@ -125,25 +125,27 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
-        self.known_texts = loaded.progress.get("texts", {})
+        progress, length, console = loaded.progress, loaded.length, self.metrics.run_log.console
+        self.known_texts = progress.get("texts", {})
         self.texts.check_continued(self.known_texts)
-        self.state.load_state_dict(loaded.progress, loaded.step)
-        self.metrics.load_state_dict(loaded.progress, self.state)
-        of_loader, length, console = loaded.progress["loader"], loaded.length, self.metrics.run_log.console
+        self.state.load_state_dict(progress, loaded.step)
+        self.metrics.load_state_dict(progress, self.state)
+        loader_state = progress["loader"]
         if length is not None:  # the recipe has another number of steps than the checkpoint's
-            of_loader = self.loader.grown(of_loader, length.samples_before)
+            loader_state = self.loader.grown(loader_state, length.samples_before)
             self.method.total_steps_changed(loaded.step)
-        self.loader.load_state_dict(of_loader)
+        self.loader.load_state_dict(loader_state)
         console.print(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
         if length is not None and (jump := length.rate_jump()):
             console.print(f"warning: {jump}")
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""
-        of_data = {"loader": self.loader.state_dict(), "texts": {**self.known_texts, **self.texts.state_dict()}}
-        return {**self.state.state_dict(), **self.metrics.state_dict(), **of_data}
+        texts = {**self.known_texts, **self.texts.state_dict()}
+        own = {"loader": self.loader.state_dict(), "texts": texts}
+        return {**self.state.state_dict(), **self.metrics.state_dict(), **own}
 
     def reshard_rules(self) -> Rules:
         """Return the rules by which `state_dict` is resharded."""
-        of_data = {"loader": self.loader.reshard_rule(), "texts": self.texts.reshard_rule()}
-        return {**rules_of(TrainState), **METRICS_RULES, **of_data}
+        own = {"loader": self.loader.reshard_rule(), "texts": self.texts.reshard_rule()}
+        return {**rules_of(TrainState), **METRICS_RULES, **own}

@@ -15,6 +15,7 @@ from typing import Any
 
 from llmtrain.errors import exit_with_status
 from llmtrain.launch.forked_rank import become_a_program
+from llmtrain.parallel.ranks import Processes
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train import checkpoint_files, run
@@ -46,7 +47,7 @@ OF_TRAINER: dict[str, Callable[[Trainer, Callable[[], None]], None]] = {
 }
 OF_MODULE = {
     "while data is prepared": (run, "prepare_for"),
-    "while groups are made": (run, "open_mesh"),
+    "while groups are made": (Processes, "open_mesh"),
     "while a checkpoint is written": (checkpoint_files.dcp, "save"),
     "while a checkpoint is sealed": (checkpoint_files.CheckpointWriter, "_commit"),
 }

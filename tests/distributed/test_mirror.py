@@ -96,7 +96,7 @@ def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder
 def test_a_start_that_fails_before_training_leaves_the_mirror_to_a_corrected_recipe(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RecipeError("the model can't be built")
 
     monkeypatch.setattr("llmtrain.train.run.build_trainer", fail)

@@ -14,8 +14,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import CheckpointSection, ParallelSection, SyncSection
-from llmtrain.parallel.build_engine import replica_backend
 from llmtrain.parallel.comms import ALL_GATHER, Comms
+from llmtrain.parallel.ranks import replica_backend
 from llmtrain.train.checkpoint import Checkpointer
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankFailure, RankPool

@@ -31,25 +31,25 @@ TABLES = {
     "llmtrain/train/run.py": r"""
     seen by end_to_end/test_training.py::test_a_run_starts_from_another_and_later_needs_it_no_more
         weights: a resumed run reads them again
-          - open_initial_weights(recipe, mesh, prepared) if resume_from is None else None
-          + open_initial_weights(recipe, mesh, prepared)
+          - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
+          + open_initial_weights(run.recipe, run.mesh, run.prepared)
     seen by distributed/test_mirror.py
         run: its mirror belongs to nobody
-          - mirror.claim(mesh)
+          - run.mirror.claim(run.mesh)
           + pass
     seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
         resume: a refused start has overwritten the recipe
-          -                 alter(trainer)
+          -         alter(trainer)
           -
-          +                 mesh.broadcast_from_main(directory.open)
-          +                 alter(trainer)
+          +         _claim(run, checkpoint)
+          +         alter(trainer)
           +
         resume: a peer lost before the checkpoint is read leaves a summary of no steps
-          - if mesh.is_main and is_loaded:
-          + if mesh.is_main:
+          - if in_summary and run.mesh.is_main:
+          + if run.mesh.is_main:
     seen by distributed/test_bad_disks.py
         run: ends before its loggers have
-          -         at_end.callback(trainer.metrics.run_log.wait)
+          -     run.at_end.callback(trainer.metrics.run_log.wait)
           -
     seen by end_to_end/test_training.py
         run directory: damaged weights leave a run behind
@@ -196,7 +196,7 @@ TABLES = {
     "llmtrain/train/trainer.py": r"""
     seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
         trainer: the loader's position is not restored
-          - self.loader.load_state_dict(of_loader)
+          - self.loader.load_state_dict(loader_state)
           + pass
     seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: no synchronization at the end

@@ -1,0 +1,59 @@
+"""Ranks of a run: how they start, meet and form a mesh. Here each is a process; those of `in_process` are threads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from llmtrain.config import ParallelSection
+from llmtrain.parallel.mesh import Mesh, open_mesh
+from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
+from llmtrain.parallel.world import World
+
+T = TypeVar("T")
+
+
+class Ranks(ABC):
+    """The ranks of a run, as one process sees them."""
+
+    @abstractmethod
+    def run(self, train: Callable[[World], T]) -> T:
+        """Call `train` with each rank that this process has. Return the result of the first one."""
+
+    @abstractmethod
+    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
+        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use."""
+
+    @abstractmethod
+    def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
+        """Provide the mesh as the rank `world` sees it. `peers` is the result of `rendezvous`, and `shards` the number of
+        ranks of each replica. A collective of all ranks."""
+
+
+class Processes(Ranks):
+    """The ranks of a run in which every rank is a process."""
+
+    def __init__(self, world: World, parallel: ParallelSection, timeout_seconds: float):
+        """Prepare for the rank `world`, which this process is. Every wait for other ranks fails after `timeout_seconds`."""
+        self.world, self.parallel, self.timeout_seconds = world, parallel, timeout_seconds
+
+    def run(self, train: Callable[[World], T]) -> T:
+        """Call `train` with this process's rank, and return its result."""
+        return train(self.world)
+
+    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
+        """Connect to the other ranks, as the function `rendezvous` does."""
+        return rendezvous(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds)
+
+    def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
+        """Provide the mesh of all processes, as the function `open_mesh` does."""
+        backend, connections = replica_backend(self.parallel), self.parallel.connections
+        return open_mesh(world, world.size // shards, shards, backend, self.timeout_seconds, peers, connections)
+
+
+def replica_backend(parallel: ParallelSection) -> str:
+    """Return the backend for traffic between replicas. With `zero_offload`, "auto" becomes gloo, because the master weights
+    are sent from CPU memory."""
+    return "gloo" if parallel.zero_offload and parallel.replica_backend == "auto" else parallel.replica_backend
