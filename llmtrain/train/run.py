@@ -69,7 +69,7 @@ class OpenRun:
     """Function that returns whether the current round must end now."""
     suites: BackgroundEval
     at_end: ExitStack
-    """Calls to make when the mesh is closed, so that no rank waits for this one any more."""
+    """Stack of what is called when the mesh is closed and no rank waits for this one any more."""
 
     def explain_out_of_memory(self) -> AbstractContextManager[None]:
         """Say what has taken the memory if the enclosed code runs out of it."""
@@ -104,8 +104,8 @@ def _ranks_of(recipe: Recipe, world: World) -> Ranks:
 def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Trainer], None]) -> int:
     """Train as the rank `world`, which is this process or, with `parallel.in_process`, this thread. Return the exit code.
 
-    Until `_train`, the start may be refused: for damaged weights, a checkpoint of another recipe, another text. So until then
-    nothing of the run is changed. Its directory is only locked, and gets a tokenizer and the checkpoints that it has lost.
+    Until `_train`, the start may be refused, for damaged weights, a checkpoint of another recipe or another text. So until then the
+    run is not changed. Its directory is locked, gets the tokenizer, and gets back from the mirror what it has lost.
     """
     with _open(recipe, ranks, world) as run:
         if run.mesh.broadcast_from_main(lambda: _is_finished(run.directory)):
@@ -129,8 +129,8 @@ def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Train
 def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
     """Meet the other ranks, choose the mesh and prepare the text. Then open what training uses.
 
-    On exit, it is closed in reverse order: the mesh, then the evaluations and loggers, for which no other rank waits, and last
-    the lock on the directory.
+    On exit, it is closed in reverse order: first the mesh, so that no rank waits for the last evaluation and the loggers of the
+    main rank, and last the lock on the directory.
     """
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     with console.progress("waiting for the other ranks"):
@@ -238,8 +238,8 @@ def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
 
 
 def _load(run: OpenRun, trainer: Trainer, checkpoint: Path | None, alter: Callable[[Trainer], None]) -> None:
-    """Let `alter` change the trainer, and load the checkpoint, if there is one. A collective of all ranks. An error is not written
-    to the summary, because until then the trainer has not the run's state."""
+    """Let `alter` change the trainer, and load the checkpoint, if there is one. Errors are not written to the summary, because the
+    trainer does not have the run's state yet. A collective of all ranks."""
     with _handle_errors(run, trainer):
         alter(trainer)
         if checkpoint is not None:
@@ -247,8 +247,8 @@ def _load(run: OpenRun, trainer: Trainer, checkpoint: Path | None, alter: Callab
 
 
 def _train(run: OpenRun, trainer: Trainer, checkpoint: Path | None) -> str:
-    """Claim the run directory, train and write the summary. Return how the run has ended, "done" or "signal". A collective of all
-    ranks."""
+    """Claim the run directory, which from here on may be changed. Train and write the summary. Return how the run has ended, "done"
+    or "signal". A collective of all ranks."""
     recipe, directory, rank = run.recipe, run.directory, run.mesh.world.rank
     with _handle_errors(run, trainer, in_summary=True):
         _claim(run, checkpoint)

@@ -184,6 +184,21 @@ def test_a_checkpoint_of_another_recipe_is_not_continued(
     assert str(refused.value).startswith(f"{tmp_path}/a/checkpoints/step-00000004 holds a run of another recipe (")
 
 
+def test_a_start_that_fails_before_training_leaves_no_run(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    recipe, trainers = recipe_of(tmp_path, "failed", "parallel.replicas=1", "parallel.shards=1"), []
+
+    def fail(trainer: Trainer) -> None:
+        trainers.append(trainer)
+        trainer.method.close = lambda: trainers.remove(trainer)
+        raise RuntimeError("before the first step")
+
+    with pytest.raises(RuntimeError, match="before the first step"):
+        run_training(recipe, World(0, 1, 0, 1), fail)
+    files = {path.name for path in (tmp_path / "runs/failed").iterdir()}
+    assert files <= {".lock", ".lock.holder", "tokenizer"} and not trainers
+
+
 def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
     write_texts(tmp_path)
     keys = ("parallel.replicas=1", "parallel.shards=1", "checkpoint.every=4")

@@ -47,6 +47,13 @@ TABLES = {
         resume: a peer lost before the checkpoint is read leaves a summary of no steps
           - if in_summary and run.mesh.is_main:
           + if run.mesh.is_main:
+    seen by distributed/test_resume_training.py::test_a_start_that_fails_before_training_leaves_no_run
+        run: a start that fails before training leaves a summary
+          - with _handle_errors(run, trainer):
+          + with _handle_errors(run, trainer, in_summary=True):
+        run: after an error, the method's messages stay in flight
+          -         trainer.method.close()
+          -
     seen by distributed/test_bad_disks.py
         run: ends before its loggers have
           -     run.at_end.callback(trainer.metrics.run_log.wait)
