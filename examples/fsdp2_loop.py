@@ -22,7 +22,10 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 
 def main(steps: int = 40, replicas: int = 2) -> nn.Module:
     """Train this process's shard of one of `replicas` replicas, and return the model."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # Messages between replicas are in flight while FSDP2 gathers. NCCL may deadlock unless all GPUs start both in one order.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not dist.is_initialized():

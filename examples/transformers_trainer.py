@@ -3,6 +3,9 @@
 The model learns to predict the next byte of this file. Run it with
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py
+
+On machines with GPUs, add --virtual-local-rank, with which each process sees one GPU only: Trainer uses all that it sees. Between
+hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface.
 """
 
 import os
@@ -29,6 +32,10 @@ class LocalUpdatesCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end loads a replica's own checkpoint before the last synchronization")
+        if args.n_gpu > 1:  # Trainer then divides batches among all GPUs, in every process
+            raise ValueError(
+                f"this process sees {args.n_gpu} GPUs, expected one; start torchrun with --virtual-local-rank"
+            )
         # The second .optimizer is torch's own, inside Accelerate's wrapper.
         self.updates = LocalUpdates(given["model"], given["optimizer"].optimizer, **self.choices)
 
@@ -38,8 +45,9 @@ class LocalUpdatesCallback(TrainerCallback):
 
 def main(output_dir: str = "runs/trainer", steps: int = 40) -> nn.Module:
     """Train a replica in this process, and return the model."""
+    on_gpu = torch.cuda.is_available()
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo")
     # With torchrun's variables, Trainer would average gradients over all processes in every step.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
@@ -53,7 +61,7 @@ def main(output_dir: str = "runs/trainer", steps: int = 40) -> nn.Module:
         output_dir=output_dir,
         max_steps=steps,
         per_device_train_batch_size=8,
-        use_cpu=True,
+        use_cpu=not on_gpu,
         report_to="none",
         save_strategy="no",
     )

@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import PositiveFloat, ValidationError
 
 from llmtrain.config import LRScheduleSection, Recipe
+from llmtrain.config.section import Count
+from llmtrain.errors import RecipeError
+
+RATE_TOLERANCE = 0.01
+"""Share of the peak by which two learning rates that count as equal may differ."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,17 @@ class LRSchedule:
     def of(cls, recipe: Recipe) -> LRSchedule:
         """Return the schedule that a recipe describes."""
         return cls(recipe.optim.lr, recipe.train.total_steps, recipe.schedule)
+
+    @classmethod
+    def create(cls, *, peak: float, total_steps: int, **shape: Any) -> LRSchedule:
+        """Return a schedule of plain values. `shape` are keys of a recipe's `schedule` section, such as `kind="linear"`,
+        `warmup_steps=100` or `final_ratio=0`. Raises RecipeError for a key or value that does not exist."""
+        try:
+            values = _PlainValues(peak=peak, total_steps=total_steps, **shape)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise RecipeError(f"LRSchedule: {problem['loc'][0]} is {problem['input']!r}; {problem['msg']}") from None
+        return cls(values.peak, values.total_steps, LRScheduleSection(**shape))
 
     @property
     def warmup_steps(self) -> int:
@@ -54,3 +73,18 @@ class LRSchedule:
         progress = (step - schedule.warmup_steps) / max(1, self.total_steps - schedule.warmup_steps)
         remaining = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
+
+    def has_rate(self, step: int, rate: float) -> bool:
+        """Return whether `rate` is the learning rate of step `step`, or lies between those of the steps beside it, because
+        schedulers differ in whether they count from 0 or 1."""
+        at_0 = 0.0 if self.warmup_steps else self.peak
+        nearby = [self.at(step - 1) if step > 1 else at_0, self.at(step), self.at(step + 1)]
+        margin = RATE_TOLERANCE * self.peak
+        return min(nearby) - margin <= rate <= max(nearby) + margin
+
+
+class _PlainValues(LRScheduleSection):
+    """Keys of `LRSchedule.create`."""
+
+    peak: PositiveFloat
+    total_steps: Count

@@ -21,10 +21,13 @@ from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.loop_checks import (
     check_choices,
+    check_device,
     check_equal_rates,
     check_equal_start,
     check_rank_order,
     check_wrapping,
+    find_other_rate,
+    follows_rates,
     needs_equal_rates,
 )
 from llmtrain.sync.methods import METHODS
@@ -65,9 +68,9 @@ class LocalUpdates:
         `replicas` is the process group of the ranks with the same shard, one per replica (default: all ranks, for unsharded
         replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules
         that are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow
-        the learning rate need `lr`. The wait-avoiding schedule needs `store`. Its waits end after `timeout_seconds`; those of
-        the groups end after their own timeouts. Raises RecipeError for choices that cannot be combined, that such a loop
-        cannot support, or that lack an argument.
+        the learning rate need `lr`, and warn once if the optimizer has another rate. The wait-avoiding schedule needs `store`.
+        Its waits end after `timeout_seconds`; those of the groups end after their own timeouts. Raises RecipeError for choices
+        that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
@@ -76,6 +79,7 @@ class LocalUpdates:
         check_wrapping(model, replicas)
         self.replica = ModuleReplica(model, layers_of(model) if layers is None else layers, optimizer)
         device = self.replica.blocks[0].shards[0].device
+        check_device(device)
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         self._shards = Comms(shards, device, "shard")
@@ -84,6 +88,8 @@ class LocalUpdates:
             check_rank_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         rates = lr or LRSchedule(float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant"))
+        self._followed = lr if follows_rates(self.sync) else None
+        """Schedule with which the optimizer's learning rate is compared, until it differs; None if no choice follows it."""
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,
@@ -182,6 +188,9 @@ class LocalUpdates:
         if self.step == 1:
             check_equal_start(self._replicas, self._shards, self.replica)
         rate = float(optimizer.param_groups[0]["lr"])
+        if self._followed is not None and (text := find_other_rate(self._followed, self.step, optimizer)) is not None:
+            self._followed = None
+            self._warn(text)
         if self.step & (self.step - 1) == 0 and needs_equal_rates(
             self.sync
         ):  # at steps 1, 2, 4, 8, ...: it costs a message
@@ -202,8 +211,12 @@ class LocalUpdates:
         with torch.no_grad():
             self._method.end_step(self.step)
         for text in self._method.take_warnings():
-            if self._replicas.rank == 0:
-                warnings.warn(f"step {self.step}: {text}", stacklevel=2)
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        """Print a warning about this step, if this is the first replica."""
+        if self._replicas.rank == 0:
+            warnings.warn(f"step {self.step}: {text}", stacklevel=3)
 
     def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace each gradient with its mean over the replicas. A replica that has not used a parameter, and so has no

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from llmtrain.config import AutoOuterSection, SyncSection
 from llmtrain.errors import RecipeError
@@ -59,8 +59,10 @@ def check_choices(
             f"sync.schedule={sync.schedule.kind} changes parameters in the forward pass, when FSDP2 may have gathered them already; "
             "use schedule='blocking'"
         )
-    if lr is None and (sync.period.follows_lr or sync.warmup_until_lr is not None):
-        raise RecipeError(f"method {sync.method} follows the learning rate: give lr, a llmtrain.lr.LRSchedule")
+    if lr is None and follows_rates(sync):
+        raise RecipeError(
+            f"method {sync.method} follows the learning rate: give lr=llmtrain.lr.LRSchedule.create(peak=..., total_steps=...)"
+        )
     if store is None and sync.schedule.needs_threads:
         raise RecipeError(
             f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
@@ -84,6 +86,25 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) ->
         )
 
 
+def follows_rates(sync: SyncSection) -> bool:
+    """Return whether the learning rate decides when replicas synchronize."""
+    return sync.period.follows_lr or sync.warmup_until_lr is not None
+
+
+def find_other_rate(rates: LRSchedule, step: int, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return a message if no parameter group of the optimizer has the schedule's learning rate in this step, or None. In the
+    schedule's warm-up, which no round follows, any rate is right."""
+    if step <= rates.warmup_steps:
+        return None
+    groups = optimizer.param_groups
+    if any(rates.has_rate(step, float(group["lr"])) for group in groups):
+        return None
+    return (
+        f"the optimizer's learning rate is {float(groups[0]['lr']):g}, but lr, which decides when replicas synchronize, has "
+        f"{rates.at(step):g}; give both the same schedule"
+    )
+
+
 def needs_equal_rates(sync: SyncSection) -> bool:
     """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own."""
     follows_rates = getattr(sync.outer, "normalize", "none") != "none" or getattr(sync.schedule, "gap_penalty", False)
@@ -103,8 +124,24 @@ def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:
         )
 
 
+def check_device(device: torch.device) -> None:
+    """Raise RecipeError if a replica is on another GPU than the one that this process uses by default, which NCCL and CUDA's
+    streams and events would then use."""
+    if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+        raise RecipeError(
+            f"the parameters are on {device}, but this process's current device is cuda:{current}; call "
+            f"torch.cuda.set_device({device.index}) before init_process_group"
+        )
+
+
 def check_wrapping(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Raise RecipeError if the module itself averages gradients over the replicas, in every step."""
+    """Raise RecipeError if the module divides batches among several GPUs of this process, or if it averages gradients over the
+    replicas itself, in every step."""
+    if isinstance(model, DataParallel):
+        raise RecipeError(
+            "torch.nn.DataParallel uses all GPUs that a process sees, so that processes share them; leave it out, and give each process "
+            "one GPU"
+        )
     if not dist.is_initialized():
         return
     ours = set(dist.get_process_group_ranks(dist.group.WORLD if replicas is None else replicas))

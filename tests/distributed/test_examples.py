@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -46,6 +48,15 @@ def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
 
 def test_the_example_of_transformers_trainer(ranks: RankPool, tmp_path: Path) -> None:
     assert_equal_replicas(ranks.run(run_trainer, str(tmp_path), world_size=2))
+
+
+def test_a_trainer_that_would_use_several_gpus_is_refused() -> None:
+    callback = transformers_trainer.LocalUpdatesCallback(method="diloco")
+    arguments = SimpleNamespace(load_best_model_at_end=False, n_gpu=8)
+    with pytest.raises(
+        ValueError, match=r"^this process sees 8 GPUs, expected one; start torchrun with --virtual-local"
+    ):
+        callback.on_train_begin(arguments, None, None)
 
 
 def test_the_page_shows_the_examples() -> None:

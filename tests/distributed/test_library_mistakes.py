@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from llmtrain.errors import RecipeError
-from llmtrain.sync import LocalUpdates
+from llmtrain.lr import LRSchedule
+from llmtrain.sync import LocalUpdates, local_updates
+from llmtrain.sync.loop_checks import check_device
 from tests.distributed.pool import RankPool
 from tests.distributed.test_local_updates import LR, Layered, backward
 
@@ -159,6 +162,11 @@ def wrap_in_ddp() -> None:
     LocalUpdates(model, sgd(model), "diloco", **CHOICES)
 
 
+def wrap_in_data_parallel() -> None:
+    model = DataParallel(Layered())
+    LocalUpdates(model, sgd(model), "diloco", **CHOICES)
+
+
 def shard_over_replicas_too() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     model = nn.Linear(4, 2)
@@ -190,6 +198,7 @@ MISTAKES = {
     train_in_evaluation_mode: "the last round was not synchronized, because not all blocks ran in a training forward",
     give_shards_of_an_unsharded_module: "shards has 2 ranks, but the module is not sharded with FSDP2",
     wrap_in_ddp: "the module averages the replicas' gradients in every backward pass; leave out DistributedDataParallel",
+    wrap_in_data_parallel: "torch.nn.DataParallel uses all GPUs that a process sees",
     shard_over_replicas_too: "the module averages the replicas' gradients in every backward pass",
     train_at_own_rates: "replicas have different learning rates in step 4 (0.05, 0.025), but these outer steps depend on them",
     load_another_state: "the state is of another loop: method is local_sgd there, and diloco here",
@@ -214,3 +223,39 @@ def test_one_of_several_processes_without_a_group_is_refused(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RecipeError, match=r"call torch\.distributed\.init_process_group before LocalUpdates"):
         LocalUpdates(Layered(), sgd(Layered()), "diloco")
+
+
+def test_a_replica_on_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_device(torch.device("cuda", 0))
+    check_device(torch.device("cpu"))
+    with pytest.raises(
+        RecipeError, match=r"^the parameters are on cuda:1, .* call torch\.cuda\.set_device\(1\) before"
+    ):
+        check_device(torch.device("cuda", 1))
+    asked: list[torch.device] = []
+    monkeypatch.setattr(local_updates, "check_device", asked.append)
+    LocalUpdates(model := Layered(), sgd(model), "diloco")
+    assert asked == [torch.device("cpu")]
+
+
+def warnings_at_a_rate(share: float, method: str) -> list[str]:
+    """Returns this rank's warnings in a loop whose schedule has a constant rate, and whose optimizer a share of that."""
+    model, rates = Layered(), LRSchedule.create(peak=LR, total_steps=8, kind="constant", warmup_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), share * LR)
+    updates = LocalUpdates(
+        model, optimizer, method, lr=rates, period={"every": 2} if method == "diloco" else {"alpha": LR}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1, 6):
+            step(model, optimizer, number)
+    updates.finish()
+    return [str(one.message) for one in caught]
+
+
+def test_a_schedule_that_the_optimizer_does_not_have_is_warned_of_once(ranks: RankPool) -> None:
+    [first, other] = ranks.run(warnings_at_a_rate, 0.5, "qsr", world_size=2)
+    assert [one[:57] for one in first] == ["step 3: the optimizer's learning rate is 0.025, but lr, w"] and other == []
+    assert ranks.run(warnings_at_a_rate, 1.0, "qsr", world_size=2) == [[], []]
+    assert ranks.run(warnings_at_a_rate, 0.5, "diloco", world_size=2) == [[], []], "nothing follows it"

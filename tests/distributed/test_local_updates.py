@@ -228,6 +228,7 @@ WRONG = [
     ("a_edit", {}, "rounds of seconds end a run, which needs llmtrain's own loop"),
     ("qsr", {"period": {"alpha": 0.1}}, "follows the learning rate: give lr"),
     ("wagma", {}, "sync.schedule=wait_avoiding needs store"),
+    ("diloco", {"outer": "auto"}, "sync.outer=auto follows from the number of rounds"),
     ("synchronous", {"wire": "int8"}, "sync.wire is int8, but with sync.period=every_step only gradients travel"),
     (
         "edit",

@@ -1,8 +1,13 @@
-"""`LocalUpdates` on GPUs, in groups of one's own."""
+"""`LocalUpdates` on GPUs: in groups of one's own, and in the examples."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from examples import fsdp2_loop, plain_loop, transformers_trainer
 from llmtrain.sync import LocalUpdates
 from tests.distributed.pool import RankPool
+from tests.distributed.test_examples import parameters_of
+from tests.emulated_gpu.as_cuda import COUNT
 
 pytestmark = pytest.mark.deep
 
@@ -48,3 +56,26 @@ def test_shards_that_only_nccl_joins(gpu_ranks: RankPool) -> None:
     found = gpu_ranks.run(train_over_gloo_and_nccl, 4)
     for one, other in ((0, 2), (1, 3)):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[one], found[other], strict=True))
+
+
+def train_example(main: Callable[[], nn.Module], seen: dict[str, str]) -> tuple[list[str], list[torch.Tensor]]:
+    """The devices of the parameters at the end, and the parameters. `seen` says how many GPUs this process has."""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank()), **seen}):
+        model = main()
+    parameters = parameters_of(model)
+    torch.cuda.set_device(0)
+    return sorted({str(one.device) for one in parameters}), [one.cpu() for one in parameters]
+
+
+def test_examples_on_gpus(gpu_ranks: RankPool, tmp_path: Path) -> None:
+    plain, sharded = partial(plain_loop.main, 25), partial(fsdp2_loop.main, 8)
+    trainer = partial(transformers_trainer.main, str(tmp_path), 18)
+    for main, seen, size, devices in (
+        (plain, {}, 2, ["cuda:0", "cuda:1"]),
+        (sharded, {}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (trainer, {COUNT: "1"}, 2, ["cuda:0", "cuda:0"]),  # as with torchrun --virtual-local-rank
+    ):
+        found = gpu_ranks.run(train_example, main, seen, world_size=size)
+        assert [where for where, _ in found] == [[device] for device in devices]
+        for (_, one), (_, other) in zip(found[: size // 2], found[size // 2 :], strict=True):
+            assert all(map(torch.equal, one, other))

@@ -121,6 +121,15 @@ TABLES = {
         library: parameters may move before a state is loaded
           - if not self._has_stepped:
           + if self.step == 1:
+        library: a replica may be on another GPU than the process
+          -         check_device(device)
+          -
+        library: another learning rate is warned of in every step
+          -             self._followed = None
+          -
+        library: learning rates are compared where nothing follows them
+          - lr if follows_rates(self.sync) else None
+          + lr
     """,
     "llmtrain/sync/loop_checks.py": r"""
     seen by distributed/test_library_mistakes.py
@@ -130,6 +139,19 @@ TABLES = {
         a loop of one's own: FSDP2 may average gradients over the replicas
           - if placement.is_replicate()]
           + if not placement]
+        library: every process may use all GPUs
+          - if isinstance(model, DataParallel):
+          + if False:
+        library: any GPU is the current one
+          - if device.type == "cuda" and device.index !=
+          + if device.type == "gpu" and device.index !=
+    seen by unit/test_lr.py
+        library: only the first parameter group's learning rate counts
+          - for group in groups):
+          + for group in groups[:1]):
+        library: rates of the warm-up are compared, too
+          - if step <= rates.warmup_steps:
+          + if step < 1:
     """,
     "llmtrain/sync/memory_averager.py": r"""
     seen by distributed/test_virtual_clock.py
