@@ -129,6 +129,11 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
     advice = " on this machine; give --gpu or --tflops" if is_too_long else ""
     table.add_row("run", *(f"{format_duration(one.run)}{advice}" for one in paces), style="bold")
     table.add_row("of it computing", *(f"{one.computing:.1%}" for one in paces))
+    table.add_section()
+    total = recipe.train.total_steps
+    for name, every in (("checkpoints", recipe.checkpoint.every), ("log lines", recipe.log.every)):
+        steps = min(every or total, total)
+        table.add_row(f"between {name}", *(format_duration(steps * (one.step + one.waiting)) for one in paces))
     return _titled(f"Estimated time with {hardware.device}, by replicas x shards", table)
 
 

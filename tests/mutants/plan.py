@@ -175,6 +175,12 @@ TABLES = {
         show: offloaded memory is free on a CPU
           - memory.total(hardware.on_gpu)
           + memory.device_total
+        show: no step waits between two checkpoints
+          - format_duration(steps * (one.step + one.waiting))
+          + format_duration(steps * one.step)
+        show: a run has a checkpoint after its end
+          - steps = min(every or total, total)
+          + steps = every or total
     """,
     "llmtrain/plan/time_estimate.py": r"""
     seen by unit/test_plan_show.py

@@ -261,6 +261,20 @@ def test_time_by_hand() -> None:
     assert muon.step - found.step == pytest.approx(products / 1e10)
 
 
+def test_time_between_checkpoints_and_log_lines() -> None:
+    keys = ["parallel.replicas=4", "parallel.shards=1", "train.steps=50", "sync.warmup_steps=10", "log.every=5"]
+
+    def seconds(name: str, *more: str) -> float:
+        number, unit = row(shown(STDLIB, *keys, *more), name)
+        return float(number) * {"seconds": 1, "minutes": 60}[unit]
+
+    run = seconds("run")
+    assert seconds("between checkpoints", "checkpoint.every=25") == pytest.approx(run / 2, rel=0.05)
+    assert seconds("between log lines") == pytest.approx(run / 10, rel=0.05)
+    assert seconds("between checkpoints", "checkpoint.every=1000") == run, "the only one is at the end"
+    assert seconds("between checkpoints", "checkpoint.every=null") == run
+
+
 @pytest.mark.parametrize(("batch", "taken"), [("keep", 0.75), ("drop", 1.0)])
 def test_pulls_compute_nothing(batch: str, taken: float) -> None:
     """Half of the local steps are pulls, and 50 of 100 steps are local."""

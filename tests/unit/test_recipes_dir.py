@@ -11,9 +11,11 @@ import yaml
 
 from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
 from llmtrain.plan import recipe_warnings
+from llmtrain.plan.hardware import hardware_of
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
+from llmtrain.plan.time_estimate import estimate_time
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
@@ -212,6 +214,18 @@ def test_the_header_of_offloaded_zero_states_the_estimated_memory(recipes: dict[
     shards, node, gpu = map(int, stated.groups())
     needed = estimate(recipe, size_of(recipe), 8, shards)
     assert (node, gpu) == (round(shards * needed.host_total / 2**30), round(needed.device_total / 2**30))
+
+
+@pytest.mark.parametrize("name", ["1b", "3b", "7b"])
+def test_large_recipes_have_a_checkpoint_an_hour_on_16_gpus(recipes: dict[str, Recipe], name: str) -> None:
+    header = (ROOT / f"base/llama_{name}_fineweb_edu.yaml").read_text()
+    stated = re.search(r"every (\d+) steps, .*every (\d+) minutes .*on 16 H100 .*\n.*; every (\d+) on 64", header)
+    recipe = recipes[f"edit_{name}"]
+    every, size, rates = recipe.checkpoint.every, size_of(recipe), hardware_of(recipe, "H100", None, 1.0).rates
+    steps = [estimate_time(recipe, size, replicas, 8, rates).step for replicas in (2, 8)]
+    assert [int(number) for number in stated.groups()] == [every, *(round(every * step / 60) for step in steps)]
+    assert every * steps[0] < 3600
+    assert recipe.eval.every % every == 0, "each validated step has a checkpoint, which may be the best"
 
 
 def test_no_other_header_states_an_estimate() -> None:
