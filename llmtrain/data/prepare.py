@@ -65,9 +65,7 @@ def prepare(
     rest while a run reads the folder. That process passes `on_progress`, which is called with the number of training tokens and of
     documents skipped so far.
     """
-    # one more than the run reads, because the last token is only a label
-    whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
-    limits: dict[Split, int] = {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+    limits = tokens_to_prepare(data, train_tokens, eval_tokens)
     needed = {**limits, "train": min(limits["train"], FIRST_BLOCK + 1)} if first_block_only else limits
     directory = cache_path(data)
     try:
@@ -91,6 +89,18 @@ def prepare(
             cached = open_dataset(directory, limits)
             _check_documents(cached, data)
     return cached
+
+
+def tokens_to_prepare(data: DataSection, train_tokens: int, eval_tokens: int) -> dict[Split, int]:
+    """Return the number of tokens of each split to prepare for a run that reads so many; `sys.maxsize` means all of the source."""
+    # one more than the run reads, because the last token is only a label
+    whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
+    return {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
+
+
+def token_dtype(vocabulary: int) -> str:
+    """Return the type in which shards store the tokens of a vocabulary of this size."""
+    return "<u2" if vocabulary <= 1 << 16 else "<u4"
 
 
 def _check_tokenizer(directory: Path) -> None:
@@ -209,7 +219,7 @@ def _create(directory: Path, data: DataSection) -> None:
             tokenizer=data.tokenizer,
             vocab_size=size,
             eos_id=tokenizer.eos_token_id,
-            dtype="<u2" if size <= 1 << 16 else "<u4",
+            dtype=token_dtype(size),
             splits=dict.fromkeys(SPLITS, empty),
         )
         if (files := find_ready_made(data)) is not None:

@@ -103,11 +103,11 @@ def open_files() -> Finding:
     return ok(what)
 
 
-def disk(key: str, folder: str, needed: int | None) -> Finding:
+def disk(key: str, folder: str, needed: int | None, use: str = "the run writes about", advice: str = "") -> Finding:
     """Return a finding on the free space for a recipe's `folder`, which need not exist yet.
 
-    `needed` is the number of bytes the run writes, or None if unknown. A read-only folder is a problem, and too little
-    space a warning.
+    `needed` is the number of bytes that it must have free, or None if unknown, and `use` says what for. A read-only folder is a
+    problem, and too little space a warning with `advice` at its end.
     """
     there = nearest_existing(Path(os.path.expanduser(folder)).absolute())
     if not os.access(there, os.W_OK):
@@ -116,9 +116,9 @@ def disk(key: str, folder: str, needed: int | None) -> Finding:
     what = f"{key}={folder}: {free / GIB:.1f} GiB free"
     if needed is None:
         return ok(what)
-    what += f", the run writes about {needed / GIB:.1f} GiB"
+    what += f", {use} {needed / GIB:.1f} GiB"
     if free < needed:
-        return warning(what, f"free some room or change {key}; what is there from earlier runs is counted again")
+        return warning(what, f"free some room or change {key}{advice}")
     return ok(what)
 
 

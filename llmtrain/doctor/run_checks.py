@@ -37,6 +37,7 @@ from llmtrain.doctor.network_speed import (
     slow_start,
 )
 from llmtrain.doctor.network_use import network_use
+from llmtrain.doctor.token_space import missing_token_bytes
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.machine_check import check_machine
@@ -174,7 +175,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
     findings = [ok(f"mesh: {replicas} replicas x {shards} shards ({reason})")]
     if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         findings.append(problem("this GPU does not compute in bf16", "set parallel.precision=fp32"))
-    size = written = None
+    size = written = tokens = None
     try:
         size = size_of(recipe)
     except ModelError as error:
@@ -188,8 +189,10 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
         written = recipe.checkpoint.max_on_disk(recipe.train.total_steps) * checkpoint_bytes(recipe, size, replicas)
-    findings.append(disk("run.out_dir", recipe.run.out_dir, written))
-    findings.append(disk("data.cache_dir", recipe.data.cache_dir, None))
+        tokens = missing_token_bytes(recipe, size.vocabulary, nodes, shards)
+    again = "; what is there from earlier runs is counted again"
+    findings.append(disk("run.out_dir", recipe.run.out_dir, written, advice=again))
+    findings.append(disk("data.cache_dir", recipe.data.cache_dir, tokens, "the run adds tokens of up to"))
     return findings, Plan(replicas, shards, size)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import check_set
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.documents import document_samples
-from llmtrain.data.mixture import BLOCK, most_of, shares_of
+from llmtrain.data.mixture import most_of, shares_of
 from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.ready_made import check_separators
 from llmtrain.data.stream import shuffles_in_blocks
@@ -25,15 +25,10 @@ def prepare_texts(
     Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
     be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
     """
-    data, train = recipe.data, recipe.train
-    texts, sequences = texts_of(data, replicas), train.total_steps * train.global_batch
-    check_token_files(data, texts)
-    shares = shares_of([entry.weight for entry in data.sources]) if data.sources else [BLOCK] * len(texts)
+    texts = texts_of(recipe.data, replicas)
+    check_token_files(recipe.data, texts)
     prepared: dict[str, TokenDataset] = {}
-    for (name, section), share in zip(texts.items(), shares, strict=True):
-        # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
-        read = most_of(share, sequences) if data.sources else sequences
-        tokens = read * train.sequence_length + 1
+    for (name, section), tokens in zip(texts.items(), tokens_of(recipe, texts), strict=True):
         own = with_tokenizer_of(prepared.values(), section)
         prepared[name] = prepare(
             own,
@@ -43,6 +38,17 @@ def prepare_texts(
             first_block_only=to_begin and shuffles_in_blocks(own),
         )
     return prepared
+
+
+def tokens_of(recipe: Recipe, texts: Mapping[str, DataSection]) -> list[int]:
+    """Return the number of training tokens that a run reads of each of `texts`, including the last label."""
+    data, train = recipe.data, recipe.train
+    sequences = train.total_steps * train.global_batch
+    # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
+    reads = [sequences] * len(texts)
+    if data.sources:
+        reads = [most_of(share, sequences) for share in shares_of([entry.weight for entry in data.sources])]
+    return [read * train.sequence_length + 1 for read in reads]
 
 
 def prepare_for(

@@ -57,4 +57,19 @@ TABLES = {
           - MUST_AGREE = ("llmtrain", "torch", "recipe")
           + MUST_AGREE = ("llmtrain", "recipe")
     """,
+    "llmtrain/doctor/token_space.py": r"""
+    seen by unit/test_doctor_tokens.py
+        doctor: tokens that are prepared are counted again
+          - needed[split] - there.get(split, 0)
+          + needed[split]
+        doctor: a node holds the texts of all replicas
+          - for rank, name in enumerate(nodes) if name == node}
+          + for rank, name in enumerate(nodes)}
+        doctor: the node that prepares least counts
+          - max(counts) *
+          + min(counts) *
+        doctor: a dataset that has ended lacks tokens
+          - float("inf") if entry.exhausted else entry.tokens
+          + entry.tokens
+    """,
 }

@@ -1,0 +1,51 @@
+"""Disk space that the tokens of hub datasets take. Each host with a `data.cache_dir` of its own needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from llmtrain.config import DataSection, Recipe
+from llmtrain.config.data import HUB
+from llmtrain.data.dataset import read_index
+from llmtrain.data.prepare import cache_path, token_dtype, tokens_to_prepare
+from llmtrain.data.sources import SPLITS, Split
+from llmtrain.data.text_list import texts_of
+from llmtrain.errors import UserError
+from llmtrain.train.prepare_data import tokens_of
+
+
+def missing_token_bytes(recipe: Recipe, vocabulary: int, nodes: Sequence[str], shards: int) -> int | None:
+    """Return the bytes of tokens that a run adds to `data.cache_dir` for its hub datasets on one node, at most; None if it has no
+    hub dataset. Files on disk are not counted, because only reading them tells how many tokens they have.
+
+    `nodes` lists the node name of each process. With `data.per_replica`, the node that prepares most counts.
+    """
+    if recipe.parallel.in_process:
+        replicas = [set(range(recipe.parallel.ranks_per_process))]
+    else:
+        replicas = [{rank // shards for rank, name in enumerate(nodes) if name == node} for node in set(nodes)]
+    counts = [tokens for own in replicas if (tokens := _missing_tokens(recipe, sorted(own))) is not None]
+    return max(counts) * np.dtype(token_dtype(vocabulary)).itemsize if counts else None
+
+
+def _missing_tokens(recipe: Recipe, replicas: Iterable[int]) -> int | None:
+    """Return the number of tokens that a node with these replicas adds for its hub datasets, or None if it has none."""
+    texts = texts_of(recipe.data, replicas)
+    counts = []
+    for section, tokens in zip(texts.values(), tokens_of(recipe, texts), strict=True):
+        if section.source.startswith(HUB):
+            there = _prepared_tokens(section)
+            needed = tokens_to_prepare(section, tokens, recipe.eval.tokens + 1)
+            counts.append(sum(max(0, needed[split] - there.get(split, 0)) for split in SPLITS))
+    return sum(counts) if counts else None
+
+
+def _prepared_tokens(section: DataSection) -> dict[Split, float]:
+    """Return the number of tokens of each split that are prepared; a split whose source has ended lacks none."""
+    with suppress(UserError):
+        splits = read_index(cache_path(section)).splits
+        return {split: float("inf") if entry.exhausted else entry.tokens for split, entry in splits.items()}
+    return {}
