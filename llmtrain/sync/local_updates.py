@@ -21,7 +21,7 @@ from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.loop_checks import (
     check_choices,
-    check_device,
+    check_current_device,
     check_equal_rates,
     check_equal_start,
     check_rank_order,
@@ -79,7 +79,7 @@ class LocalUpdates:
         check_wrapping(model, replicas)
         self.replica = ModuleReplica(model, layers_of(model) if layers is None else layers, optimizer)
         device = self.replica.blocks[0].shards[0].device
-        check_device(device)
+        check_current_device(device)
         self.sync.schedule.check(self.sync, len(self.replica.blocks))
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         self._shards = Comms(shards, device, "shard")

@@ -124,7 +124,7 @@ def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:
         )
 
 
-def check_device(device: torch.device) -> None:
+def check_current_device(device: torch.device) -> None:
     """Raise RecipeError if a replica is on another GPU than the one that this process uses by default, which NCCL and CUDA's
     streams and events would then use."""
     if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):

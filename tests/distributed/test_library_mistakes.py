@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates, local_updates
-from llmtrain.sync.loop_checks import check_device
+from llmtrain.sync.loop_checks import check_current_device
 from tests.distributed.pool import RankPool
 from tests.distributed.test_local_updates import LR, Layered, backward
 
@@ -227,14 +227,14 @@ def test_one_of_several_processes_without_a_group_is_refused(monkeypatch: pytest
 
 def test_a_replica_on_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    check_device(torch.device("cuda", 0))
-    check_device(torch.device("cpu"))
+    check_current_device(torch.device("cuda", 0))
+    check_current_device(torch.device("cpu"))
     with pytest.raises(
         RecipeError, match=r"^the parameters are on cuda:1, .* call torch\.cuda\.set_device\(1\) before"
     ):
-        check_device(torch.device("cuda", 1))
+        check_current_device(torch.device("cuda", 1))
     asked: list[torch.device] = []
-    monkeypatch.setattr(local_updates, "check_device", asked.append)
+    monkeypatch.setattr(local_updates, "check_current_device", asked.append)
     LocalUpdates(model := Layered(), sgd(model), "diloco")
     assert asked == [torch.device("cpu")]
 

@@ -59,7 +59,7 @@ TABLES = {
     "llmtrain/data/prepare.py": r"""
     seen by unit/test_data_prepare.py
         prepare: two bytes for every vocabulary
-          - "<u2" if size <= 1 << 16 else "<u4"
+          - "<u2" if vocabulary <= 1 << 16 else "<u4"
           + "<u2"
         prepare: a lost tokenizer is not missed
           - if not config.is_file():

@@ -122,7 +122,7 @@ TABLES = {
           - if not self._has_stepped:
           + if self.step == 1:
         library: a replica may be on another GPU than the process
-          -         check_device(device)
+          -         check_current_device(device)
           -
         library: another learning rate is warned of in every step
           -             self._followed = None

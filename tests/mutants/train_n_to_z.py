@@ -13,7 +13,7 @@ TABLES = {
     "llmtrain/train/prepare_data.py": r"""
     seen by unit/test_wrong_tokens.py
         mixture: token files are taken for tokens of the tokenizer that is trained
-          -     check_token_files(data, texts)
+          -     check_token_files(recipe.data, texts)
           -
     seen by unit/test_text_list.py
         mixture: what is kept of the second text is looked for under another tokenizer
