@@ -19,7 +19,8 @@ from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
+from llmtrain.parallel.sharded import local
+from llmtrain.parallel.torch_engine import TorchEngine, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
 
 
@@ -138,11 +139,3 @@ def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def release_gathered(module: torch.nn.Module) -> None:
-    """Release the parameters that FSDP2 keeps gathered in a module, so that the next forward gathers them anew. Without FSDP2
-    there are none."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock
 from llmtrain.parallel.engine import Block, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.torch_engine import TorchEngine, local, views_of
+from llmtrain.parallel.sharded import local
+from llmtrain.parallel.torch_engine import TorchEngine, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
 
 

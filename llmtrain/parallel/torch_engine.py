@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
@@ -192,11 +191,6 @@ class TorchEngine(Engine):
                 for master, part in zip(masters, views_of(mean, masters), strict=True):
                     master.grad = part
             self._averaging.clear()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, sharing its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def views_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from llmtrain.config import LRScheduleSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.torch_engine import local
+from llmtrain.parallel.sharded import local
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.loop_checks import (

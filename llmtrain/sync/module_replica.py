@@ -11,9 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.engine import Block, Replica
-from llmtrain.parallel.fsdp import release_gathered
 from llmtrain.parallel.optimizers import moments_of
-from llmtrain.parallel.torch_engine import local
+from llmtrain.parallel.sharded import local, release_gathered
 from llmtrain.sync.anchors import INTEGERS
 
 

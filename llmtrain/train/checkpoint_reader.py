@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from llmtrain.errors import CheckpointError, one_line
 from llmtrain.files import is_bare_file_name
-from llmtrain.parallel.torch_engine import local
+from llmtrain.parallel.sharded import local
 from llmtrain.train.checkpoint_files import raise_if_transient
 
 PART = 1 << 22

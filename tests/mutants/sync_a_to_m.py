@@ -94,6 +94,11 @@ TABLES = {
           +                 raise
     """,
     "llmtrain/sync/local_updates.py": r"""
+    seen by unit/test_house.py
+        library: a loop of one's own imports transformers
+          - from llmtrain.parallel.sharded import local
+          + from llmtrain.parallel.torch_engine import TorchEngine
+          + from llmtrain.parallel.sharded import local
     seen by distributed/test_local_updates.py
         a loop of one's own: a gradient that a replica lacks is left out
           - if not is_used:

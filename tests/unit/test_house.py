@@ -326,3 +326,22 @@ def test_help_does_not_import_torch() -> None:
     assert "train" in shown.stdout
     modules = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if line.startswith("import time:")}
     assert "typer" in modules and not modules & {"torch", "transformers", "datasets", "deepspeed", "numpy"}
+
+
+LIBRARY = """
+import pkgutil, sys
+import llmtrain.sync
+for module in pkgutil.walk_packages(llmtrain.sync.__path__, "llmtrain.sync."):
+    __import__(module.name)
+llmtrain.sync.LocalUpdates
+print(*sys.modules)
+"""
+
+
+@pytest.mark.fresh
+def test_own_loops_import_no_transformers() -> None:
+    ran = subprocess.run([sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = set(ran.stdout.split())
+    assert {"llmtrain.sync.local_updates", "llmtrain.sync.methods.edit", "torch"} <= modules
+    unneeded = modules & {"transformers", "datasets", "deepspeed", "accelerate", "omegaconf", "pandas", "jinja2"}
+    assert not unneeded

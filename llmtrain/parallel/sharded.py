@@ -1,0 +1,20 @@
+"""This rank's part of what FSDP2 has sharded. It needs torch alone: your own training loop may have no model of transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def release_gathered(module: torch.nn.Module) -> None:
+    """Release the parameters that FSDP2 keeps gathered in a module, so that the next forward gathers them anew. Without FSDP2
+    there are none."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
