@@ -12,9 +12,13 @@ from llmtrain.errors import RecipeError
 
 def check_machine(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe needs NCCL and this machine has no GPU, if NCCL would need two networks in one process,
-    or if the recipe needs wandb and it is not installed."""
+    or if the recipe needs DeepSpeed or wandb and it is not installed."""
     if not recipe.parallel.in_process:
         _check_backend(recipe.parallel)
+    if recipe.parallel.engine == "zero" and importlib.util.find_spec("deepspeed") is None:
+        raise RecipeError(
+            "parallel.engine is zero, but DeepSpeed is not installed; pip install -c constraints.txt -e '.[zero]', or engine=fsdp2"
+        )
     _check_log(recipe)
 
 

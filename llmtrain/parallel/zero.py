@@ -45,7 +45,8 @@ try:
     from deepspeed.utils import safe_get_local_fp32_param
 except ImportError as error:
     raise RecipeError(
-        f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); pip install deepspeed"
+        f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); install it with: "
+        "pip install -c constraints.txt -e '.[zero]'"
     ) from error
 # DeepSpeed's engine imports this later, and 500 modules with it. Here, it is imported once for all ranks that are forked.
 with suppress(ImportError):

@@ -157,6 +157,12 @@ TABLES = {
           - nearby = [self.at(step - 1) if step > 1 else at_0, self.at(step), self.at(step + 1)]
           + nearby = [self.at(step)]
     """,
+    "llmtrain/machine_check.py": r"""
+    seen by unit/test_preflight.py
+        machine: a recipe for ZeRO starts without DeepSpeed
+          -  and importlib.util.find_spec("deepspeed") is None
+          +  and False
+    """,
     "llmtrain/model.py": r"""
     seen by unit/test_plan_activations.py
         model: every layer makes a mask of documents of its own

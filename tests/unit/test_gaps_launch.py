@@ -317,5 +317,7 @@ def test_an_exchange_of_objects_that_fails_says_what_it_was_for(
 def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, "llmtrain.parallel.zero", raising=False)
-    with pytest.raises(RecipeError, match=r"^parallel.engine=zero needs DeepSpeed, .*; pip install deepspeed$"):
+    with pytest.raises(
+        RecipeError, match=r"^parallel.engine=zero needs DeepSpeed, .*: pip install -c constraints.txt -e '.\[zero\]'$"
+    ):
         importlib.import_module("llmtrain.parallel.zero")

@@ -147,6 +147,10 @@ def test_a_mesh_that_depends_on_a_clusters_nodes_is_not_refused(
             r"^parallel\.replica_backend is nccl, which needs GPUs, and there is none here; use",
         ),
         ("log.wandb={project: p}", r"^log\.wandb is given, but wandb is not installed; pip install wandb, or"),
+        (
+            "parallel.engine=zero",
+            r"^parallel\.engine is zero, but DeepSpeed is not installed; pip install -c constraints.txt -e '.\[zero\]', or",
+        ),
     ],
 )
 def test_gpus_and_packages_are_those_of_the_machine_that_trains(
@@ -154,7 +158,7 @@ def test_gpus_and_packages_are_those_of_the_machine_that_trains(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *of: None if name == "wandb" else find_spec(name, *of)
+        importlib.util, "find_spec", lambda name, *of: None if name in {"deepspeed", "wandb"} else find_spec(name, *of)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = load_recipe(RECIPE, [*keys, given])

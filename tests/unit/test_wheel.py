@@ -8,9 +8,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LISTS_SUITES = """
@@ -75,6 +78,24 @@ def test_a_wheel_holds_suites_tasks_templates_recipes_and_stories(site: Path) ->
     assert {"LICENSE", "CDLA-Sharing-1.0.txt"} <= licenses
     listed = run(site, "-c", LISTS_SUITES, folder=site)
     assert listed.stdout.split() == ["edit_paper", "offline", "small", "tinystories"], listed.stderr
+
+
+def lines_of(path: Path) -> set[str]:
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {line for line in lines if line}
+
+
+@pytest.mark.fresh
+def test_an_installation_has_deepspeed_only_with_the_extra_zero(site: Path) -> None:
+    """`make`, the Dockerfile and launch/skypilot.yaml install requirements.txt, and so both."""
+    [installation] = site.glob("*.dist-info")
+    needs = [Requirement(line) for line in Distribution.at(installation).requires or ()]
+    plain = {str(need) for need in needs if need.marker is None}
+    zero = {f"{need.name}{need.specifier}" for need in needs if need.marker and need.marker.evaluate({"extra": "zero"})}
+    assert zero == {"deepspeed>=0.19"}
+    assert plain | zero == lines_of(ROOT / "requirements.txt") and not plain & zero
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines_of(ROOT / "constraints.txt")}
+    assert {canonicalize_name(Requirement(line).name) for line in plain | zero} <= pinned
 
 
 @pytest.mark.deep
