@@ -291,7 +291,7 @@ def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
     """Return the seconds of `steps` steps, which all ranks begin together."""
     import torch
 
-    mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
+    mesh.all_ranks.all_reduce(torch.zeros(1))
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

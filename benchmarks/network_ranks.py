@@ -57,7 +57,9 @@ class PacedStandIn(StandIn):
         for block in reversed(self.blocks):
             pace.run((1 - FORWARD) * seconds)
             if self.average_gradients:
-                averaging.append(self.replica.all_reduce(torch.zeros_like(block.shards[0]), "gradients", self.wire))
+                averaging.append(
+                    self.replica.start_all_reduce(torch.zeros_like(block.shards[0]), "gradients", self.wire)
+                )
             block.shards[0][:UPDATED].add_(self._updates[step % len(self._updates)], alpha=lr)
         pace.pause()
         for pending in averaging:

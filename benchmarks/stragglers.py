@@ -135,7 +135,7 @@ class StandIn:
             time.sleep(self.seconds(step) / len(self.blocks))
         updates = [self._updates[(step + index) % 8] for index in range(len(self.blocks))]
         if self.average_gradients:
-            sums = [self.replica.all_reduce(update / self.replica.size) for update in updates]
+            sums = [self.replica.start_all_reduce(update / self.replica.size) for update in updates]
             updates = [pending.wait() for pending in sums]
         for block, update in zip(self.blocks, updates, strict=True):
             block.shards[0].add_(update, alpha=lr)

@@ -214,11 +214,11 @@ def _alone(mesh: Mesh, sent: float) -> float:
         return 0.0
     share = 2 * (mesh.replicas - 1) / mesh.replicas
     values = torch.ones(max(1, round(sent / share / 4)), device=mesh.replica_comms.device)
-    mesh.all_ranks.all_reduce(torch.zeros(1)).wait()
+    mesh.all_ranks.all_reduce(torch.zeros(1))
     if values.is_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()
-    mesh.replica_comms.all_reduce(values).wait()
+    mesh.replica_comms.all_reduce(values)
     if values.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started

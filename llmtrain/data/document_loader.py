@@ -111,7 +111,7 @@ class DocumentLoader(Loader):
         """Return this rank's micro-batches for the next step: int64 [micro_batch, T + 1] each, where T is the number of tokens
         of the micro-batch's longest document, rounded up to a multiple of LENGTH_STEP. Padding is IGNORE_INDEX."""
         everyone = np.array(self._samples(0, self.global_batch))
-        self.replica_tokens = int(self.samples.lengths(everyone).sum()) / self.shape.replicas
+        self.mean_replica_tokens = int(self.samples.lengths(everyone).sum()) / self.shape.replicas
         return super().next()
 
     def state_dict(self) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Loader:
         this one."""
         if self.num_samples < self.global_batch:
             raise DataError(f"training data: {self._shortage()}")
-        self.replica_tokens = self.global_batch * self.sequence_length / shape.replicas
+        self.mean_replica_tokens = self.global_batch * self.sequence_length / shape.replicas
         """Tokens of the last step's global batch, divided by the number of replicas."""
         self._in_blocks = in_blocks
         self.order = self._new_order()
@@ -204,7 +204,7 @@ class PrefetchLoader:
         self._results: SimpleQueue[list[torch.Tensor] | BaseException] = SimpleQueue()
         self._is_reading = False  # True from a request until its result is received
         self._state = loader.state_dict()  # excludes the batches read ahead
-        self.replica_tokens = loader.replica_tokens
+        self.mean_replica_tokens = loader.mean_replica_tokens
         """Tokens of the last global batch of which `next` has returned a part, divided by the number of replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
@@ -216,7 +216,7 @@ class PrefetchLoader:
         if not self._is_reading:
             self._request()
         batches = self._receive()
-        self._state, self.replica_tokens = self.loader.state_dict(), self.loader.replica_tokens
+        self._state, self.mean_replica_tokens = self.loader.state_dict(), self.loader.mean_replica_tokens
         self._request()
         return batches
 

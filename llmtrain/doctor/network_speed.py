@@ -352,10 +352,10 @@ def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:
 
 def _timed(comms: Comms, mesh: Mesh, values: int) -> float:
     tensor = torch.zeros(values, device=comms.device)
-    mesh.all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement").wait()
+    mesh.all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement")
     began = time.perf_counter()
     # In as many messages as there are connections, as the messages of several blocks.
-    for pending in [comms.all_reduce(part, "measuring") for part in tensor.chunk(len(comms.groups))]:
+    for pending in [comms.start_all_reduce(part, "measuring") for part in tensor.chunk(len(comms.groups))]:
         pending.wait()
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)

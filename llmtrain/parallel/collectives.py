@@ -58,7 +58,7 @@ class PendingCollective:
                 self._work.wait()
         except RuntimeError as error:
             raise self._comms.failure(self._what, error) from error
-        self._comms.end(self._work)
+        self._comms.end_work(self._work)
         self._work = None
 
 
@@ -67,7 +67,7 @@ class SplitAllReduce(PendingCollective):
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor):
         super().__init__(comms, what, None, tensor)
-        self._parts = [comms.start_all_reduce(part, what) for part in tensor.view(-1).chunk(len(comms.groups))]
+        self._parts = [comms.start_plain_all_reduce(part, what) for part in tensor.view(-1).chunk(len(comms.groups))]
 
     @property
     def is_done(self) -> bool:

@@ -81,6 +81,8 @@ class Traffic:
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
+    Methods that only start a collective are named `start_...`, and what they return has a `wait`. The others wait for it.
+
     The argument `device` is the device that trains, kept as `training_device`; waiting is measured on it. The attribute `device`
     is where tensors to send must be: the CPU with gloo, which gathers only there, otherwise the training device. `axis` is the
     axis's name in error messages ("replica", "shard"). `interface` is the network interface for groups along this axis, or None
@@ -126,17 +128,17 @@ class Comms:
         if self.size == 1 or self.device.type != "cuda":
             return
         uncounted, zeros = self.with_own_traffic(), torch.zeros(self.size, device=self.device)
-        uncounted.all_reduce(zeros[:1], "connecting").wait()
-        uncounted.start_all_gather(zeros[:1], "connecting").wait()
+        uncounted.all_reduce(zeros[:1], "connecting")
+        uncounted.all_gather(zeros[:1], "connecting")
         uncounted.start_all_to_all(zeros.split(1), [1] * self.size, "connecting").wait()
         torch.cuda.synchronize(self.device)
 
-    def all_reduce(
+    def start_all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None, keeps_error: bool = False
     ) -> PendingCollective:
         """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they are, and the
         sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has memory of its own, and
-        `keeps_error` says whether what the format left out is asked for. A sparse format always keeps it."""
+        with `keeps_error` the caller can ask for what the format left out. A sparse format always keeps it."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):
@@ -145,12 +147,12 @@ class Comms:
             return QuantizedAllReduce(self, what, tensor, wire, keeps_error)
         if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:
             return SplitAllReduce(self, what, tensor)
-        return self.start_all_reduce(tensor, what)
+        return self.start_plain_all_reduce(tensor, what)
 
-    def start_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
+    def start_plain_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
         """Start summing `tensor` over the axis, in place, as it is and on one connection."""
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
-        return PendingCollective(self, what, self.begin(what, sent, dist.all_reduce, tensor), tensor)
+        return PendingCollective(self, what, self.start_work(what, sent, dist.all_reduce, tensor), tensor)
 
     def start_all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> PendingCollective:
         """Start an all-gather of every rank's `tensor` (equal shapes) in rank order. The result is [size, *shape]."""
@@ -159,7 +161,8 @@ class Comms:
             gathered[0] = tensor
             return PendingCollective(self, what, None, gathered)
         sent = (self.size - 1) * tensor.numel() * tensor.element_size()
-        work = self.begin(what, sent, ALL_GATHER, gathered.view(-1), tensor.reshape(-1))  # flat, as gloo wants both
+        flat = gathered.view(-1), tensor.reshape(-1)  # as gloo wants both
+        work = self.start_work(what, sent, ALL_GATHER, *flat)
         return PendingCollective(self, what, work, gathered)
 
     def start_all_to_all(self, parts: Sequence[torch.Tensor], received: Sequence[int], what: str) -> PendingCollective:
@@ -174,7 +177,12 @@ class Comms:
         splits = [[width * values for values in received], [width * part.numel() for part in parts]]
         sent = sum(splits[1]) - splits[1][self.rank]
         buffers = [tensor.view(torch.uint8) for tensor in (result, message)]
-        return PendingCollective(self, what, self.begin(what, sent, dist.all_to_all_single, *buffers, *splits), result)
+        work = self.start_work(what, sent, dist.all_to_all_single, *buffers, *splits)
+        return PendingCollective(self, what, work, result)
+
+    def all_reduce(self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None) -> torch.Tensor:
+        """Return the sum of `tensor` over the axis. It replaces `tensor` as in `start_all_reduce`."""
+        return self.start_all_reduce(tensor, what, wire).wait()
 
     def all_gather(self, tensor: torch.Tensor, what: str = "all-gather") -> torch.Tensor:
         """Return every rank's `tensor`, stacked in rank order: [size, *shape]."""
@@ -201,7 +209,7 @@ class Comms:
         except RuntimeError as error:
             raise self.failure(what, error) from error
 
-    def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
+    def start_work(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> dist.Work:
         """Start a torch.distributed collective over this axis, with `tensors` as its arguments, and count the `sent` bytes that
         this rank sends."""
         arrived = self.note_message(what, sent)
@@ -233,7 +241,7 @@ class Comms:
         """Return the number of the first group among those with the fewest collectives in flight."""
         return min(range(len(self.groups)), key=lambda number: len(self._in_flight[number]))
 
-    def end(self, work: dist.Work) -> None:
+    def end_work(self, work: dist.Work) -> None:
         """Note that this rank has waited for a collective."""
         for works in self._in_flight:
             works[:] = (other for other in works if other is not work)

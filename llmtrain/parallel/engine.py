@@ -70,8 +70,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) 
     else:  # torch would round the norm to the gradients' dtype
         norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in gradients]
         squared = torch.stack(norms).double().square().sum()
-    squares = shard.all_reduce(squared, "summing gradient norms")
-    return squares.wait().sqrt().to(wide)
+    return shard.all_reduce(squared, "summing gradient norms").sqrt().to(wide)
 
 
 class Replica(ABC):
@@ -119,11 +118,11 @@ class Engine(Replica):
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+        self, micro_batches: Sequence[MicroBatch], mean_replica_tokens: float | None = None
     ) -> torch.Tensor:
         """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, a scalar on the device.
 
-        For the gradients, the replica's summed loss is divided by `replica_tokens`: the tokens of the global batch
+        For the gradients, the replica's summed loss is divided by `mean_replica_tokens`: the tokens of the global batch
         divided by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over
         all tokens of the global batch, however unequally these are distributed over the ranks. None means that all ranks
         have as many tokens as this one, and that none is padding.

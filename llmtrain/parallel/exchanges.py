@@ -45,13 +45,13 @@ class CollectiveExchange:
         """Send row r of `parts`, [ranks, bytes], to each rank r. Return the work that fills `received`."""
         self.received = _buffer(self._comms, self._part_bytes)
         sent = (self._comms.size - 1) * parts.shape[1]
-        return self._comms.begin(self._what, sent, dist.all_to_all_single, self.received, parts)
+        return self._comms.start_work(self._what, sent, dist.all_to_all_single, self.received, parts)
 
     def send_to_all(self, part: torch.Tensor) -> dist.Work:
         """Send the flat bytes `part` to all ranks. Return the work that fills `received`."""
         self.received = _buffer(self._comms, self._part_bytes)
         sent = (self._comms.size - 1) * len(part)
-        return self._comms.begin(self._what, sent, ALL_GATHER, self.received.view(-1), part)
+        return self._comms.start_work(self._what, sent, ALL_GATHER, self.received.view(-1), part)
 
 
 class PeerExchange:

@@ -189,7 +189,7 @@ class MemoryComms(Comms):
         other.clock = None
         return other
 
-    def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> MemoryWork:
+    def start_work(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> MemoryWork:
         self.traffic.bytes += sent
         result, *rest = (tensor.detach() for tensor in tensors)
         signature = (what, collective.__name__, tuple(result.shape), result.dtype)

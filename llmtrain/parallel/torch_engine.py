@@ -1,8 +1,9 @@
 """Base of the engines in which torch computes the gradients and a torch optimizer, or one with its interface, uses them.
 
-The loss is divided by the replica's tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group.
-The result is the replica's gradient, with or without other replicas. In a synchronous step, a block's gradient is averaged
-over the replicas as soon as backward has completed it and those of all later blocks.
+The loss is divided by the mean tokens per replica, which are the same on all ranks even if replicas have unequally many
+(`Engine.forward_backward`), and gradients are *summed* over the shard group. The result is the replica's gradient, with or
+without other replicas. In a synchronous step, a block's gradient is averaged over the replicas as soon as backward has
+completed it and those of all later blocks.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class TorchEngine(Engine):
         self._hooks.append(hook)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
+        self, micro_batches: Sequence[MicroBatch], mean_replica_tokens: float | None = None
     ) -> torch.Tensor:
-        if replica_tokens is None:
-            replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
+        if mean_replica_tokens is None:
+            mean_replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             self._is_last = number == len(micro_batches)
@@ -83,7 +84,7 @@ class TorchEngine(Engine):
             self._in_forward = True
             loss = self.model(*inputs_and_labels(batch))
             self._in_forward = False
-            (loss / replica_tokens).backward()
+            (loss / mean_replica_tokens).backward()
             total = total + loss.detach()
         return total
 
@@ -178,7 +179,7 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def _start_averaging(self, index: int) -> None:
         message = torch.cat([gradient.reshape(-1) for gradient in self._take_gradients(index)])
-        pending = self.mesh.replica_comms.all_reduce(message, "averaging gradients", self._gradient_wire)
+        pending = self.mesh.replica_comms.start_all_reduce(message, "averaging gradients", self._gradient_wire)
         self._averaging.append(pending)
 
     def _finish_averaging(self) -> None:

@@ -123,7 +123,7 @@ class BlockSync:
             message.add_(self.errors[index], alpha=self.feedback_decay)
             self.errors[index].zero_()
         what = f"synchronizing {self.replica.blocks[index].name}"
-        pending = self.replica_comms.all_reduce(message, what, self.wire, bool(self.errors))
+        pending = self.replica_comms.start_all_reduce(message, what, self.wire, bool(self.errors))
         return PendingReduction(pending, self.errors[index] if self.errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:

@@ -189,7 +189,9 @@ class GroupAverager:
             message = [copy_of(part, part) for part in self._posted[version]]
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
         group = self.group_of(iteration)
-        in_flight = [group.all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message]
+        in_flight = [
+            group.start_all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message
+        ]
         for pending in in_flight:
             pending.start_second_phase()
         sums = [

@@ -236,7 +236,7 @@ class LocalUpdates:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad.detach())
             mean = gradient / self._replicas.size
-            gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire).wait())
+            gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire))
 
 
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:

@@ -86,7 +86,7 @@ class MomentAverages:
         if not parts:
             return None
         message = torch.cat(parts).div_(self.replica_comms.size)
-        return self.replica_comms.all_reduce(message, f"averaging moments of {self.replica.blocks[index].name}")
+        return self.replica_comms.start_all_reduce(message, f"averaging moments of {self.replica.blocks[index].name}")
 
     def _install(self, index: int, order: int, mean: torch.Tensor) -> None:
         moments = self.replica.moments(index, order)

@@ -64,7 +64,7 @@ class Weighing:
         if self.reduction is not None:
             device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU
             tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
-            whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
+            whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
             row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
         elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
             return replica_comms.start_all_gather(row, "meeting for a synchronization")
@@ -107,7 +107,7 @@ class Weighing:
         this rank's part of the mean. A collective of the shard group."""
         # All replicas must find the same factor, although GPUs may sum in different orders. The sum is therefore in float64,
         # and the caller rounds the factor.
-        whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient").wait()
+        whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient")
         return self.reduction.factor(whole, length)
 
 

@@ -262,7 +262,7 @@ class Metrics:
     def count_tokens(self, state: TrainState) -> None:
         """Count the training tokens of all replicas. A collective of all ranks."""
         mine = torch.tensor(float(state.predicted_tokens), dtype=torch.float64)
-        self.tokens = int(self.mesh.all_ranks.all_reduce(mine, "counting tokens").wait())
+        self.tokens = int(self.mesh.all_ranks.all_reduce(mine, "counting tokens"))
 
     @property
     def exposed_seconds(self) -> float:

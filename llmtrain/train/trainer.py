@@ -82,7 +82,7 @@ class Trainer:
             tokens: Number = 0
             if plan.computes_gradient:
                 with span("gradient"):
-                    loss = self.engine.forward_backward(micro_batches, self.loader.replica_tokens)
+                    loss = self.engine.forward_backward(micro_batches, self.loader.mean_replica_tokens)
                     grad_norm = self.engine.step(plan.lr)
                 if self.recipe.optim.nonfinite == "rollback" and self.engine.skipped:
                     self.method.roll_back()

@@ -80,7 +80,7 @@ def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tenso
     for index, block in enumerate(engine.blocks):
         if given is None:
             what = f"averaging {block.name} for validation"
-            mean = replica.all_reduce(flat_view(block) / replica.size, what).wait()
+            mean = replica.all_reduce(flat_view(block) / replica.size, what)
         unflatten_into(mean if given is None else given[index].to(mesh.device), block)
         engine.parameters_changed(block)
     mesh.all_ranks.traffic.bytes += replica.traffic.bytes
@@ -119,7 +119,7 @@ def validate_each(
                 summed[number] += summed_loss(input_ids, labels)
                 advance()
     totals = torch.stack([summed.cpu(), counted], dim=1)
-    found = mesh.all_ranks.all_reduce(totals, "summing validation losses").wait().tolist()
+    found = mesh.all_ranks.all_reduce(totals, "summing validation losses").tolist()
     return [Validation(loss / tokens, int(tokens)) for loss, tokens in found]
 
 

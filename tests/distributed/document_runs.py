@@ -51,7 +51,7 @@ class DocumentRun(Run):
     def _train_step(self) -> None:
         batches = self.loader.next()
         plan = self.method.begin_step(self.step, self.case.rates.at(self.step))
-        loss = self.engine.forward_backward(batches, self.loader.replica_tokens)
+        loss = self.engine.forward_backward(batches, self.loader.mean_replica_tokens)
         self.norms.append(float(self.engine.step(plan.lr)))
         self.method.end_step(self.step, count_tokens(batches))
         self.sums.append([float(loss), count_tokens(batches)])

@@ -163,7 +163,7 @@ class Run:
     def losses(self) -> list[float]:
         """Of each step in which somebody computed a gradient. A collective of all ranks; none in each step, in which replicas
         that only pull would wait for those that ZeRO-3 makes wait for their next forward pass."""
-        sums = self.mesh.all_ranks.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).wait().tolist()
+        sums = self.mesh.all_ranks.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).tolist()
         return [loss / tokens for loss, tokens in sums if tokens]
 
     def finish(self) -> Outcome:

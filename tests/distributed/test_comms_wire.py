@@ -62,12 +62,12 @@ class Watched(ThreadComms):
 
     sent = 0.0
 
-    def begin(self, what, counted, collective, *tensors):
+    def start_work(self, what, counted, collective, *tensors):
         _, mine = tensors  # what comes in, what goes out
         assert mine.dtype == torch.uint8
         parts = {dist.all_to_all_single: self.size, ALL_GATHER: 1}[collective]
         self.sent += (self.size - 1) * mine.numel() / parts
-        return super().begin(what, counted, collective, *tensors)
+        return super().start_work(what, counted, collective, *tensors)
 
 
 class KeepsTarget(ThreadComms):
@@ -75,9 +75,9 @@ class KeepsTarget(ThreadComms):
 
     target: torch.Tensor
 
-    def begin(self, what, counted, collective, *tensors):
+    def start_work(self, what, counted, collective, *tensors):
         self.target = tensors[0]
-        return super().begin(what, counted, collective, *tensors)
+        return super().start_work(what, counted, collective, *tensors)
 
 
 def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
@@ -86,7 +86,7 @@ def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
     for case in cases:
         tensor = torch.from_numpy(case.message(comms.rank))
         counted, sent = comms.traffic.bytes, comms.sent
-        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=True)
+        pending = comms.start_all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=True)
         result, lost = pending.wait().numpy(), pending.quantization_error().numpy()
         outcomes.append(Outcome(result, lost, comms.traffic.bytes - counted, comms.sent - sent))
     return outcomes
@@ -108,13 +108,13 @@ def sums(request) -> tuple[int, dict[Case, list[Outcome]]]:
 class Noted(ThreadComms):
     """A Comms that remembers its collectives."""
 
-    def begin(self, what, counted, collective, *tensors):
+    def start_work(self, what, counted, collective, *tensors):
         self.begun = [*getattr(self, "begun", []), collective]
-        return super().begin(what, counted, collective, *tensors)
+        return super().start_work(what, counted, collective, *tensors)
 
 
 def begun_by_a_sum(comms: Noted) -> list:
-    comms.all_reduce(torch.linspace(-comms.rank, 1, 700), "a sum", WireFormat("int8")).wait()
+    comms.all_reduce(torch.linspace(-comms.rank, 1, 700), "a sum", WireFormat("int8"))
     return comms.begun
 
 
@@ -218,7 +218,7 @@ def test_one_broken_rank_breaks_the_block_on_every_rank_and_no_other(kind, world
 def sum_too_large(comms: Comms, kind: str) -> np.ndarray:
     tensor = torch.ones(300)
     tensor[130] = 2e38
-    return comms.all_reduce(tensor, "test", WireFormat(kind)).wait().numpy()
+    return comms.all_reduce(tensor, "test", WireFormat(kind)).numpy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,7 +247,9 @@ def act(comms: Comms, script: str) -> tuple[dict[str, np.ndarray], dict[str, np.
         case = (ROUNDED | OTHERS)[name]
         tensor = torch.from_numpy(case.message(comms.rank))
         if verb in ("begin", "plain"):
-            pending[name] = comms.all_reduce(tensor, name, WireFormat(case.kind) if verb == "begin" else None, True)
+            pending[name] = comms.start_all_reduce(
+                tensor, name, WireFormat(case.kind) if verb == "begin" else None, True
+            )
             assert verb == "plain" or not pending[name].is_done
         elif verb == "gather":
             pending[name] = comms.start_all_gather(tensor, name)
@@ -277,7 +279,7 @@ def test_several_under_way_are_what_each_is_alone(script, world):
 def reduce_part_of_a_buffer(comms: Comms, kind: str) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
     """The buffer after a reduction of its middle, as two dimensions; the sum's shape, and the sum."""
     buffer = torch.arange(1000, dtype=torch.float64)
-    total = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind)).wait()
+    total = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind))
     return buffer.numpy(), tuple(total.shape), total.numpy().ravel()
 
 
@@ -300,7 +302,7 @@ def bytes_held(pending: Any) -> int:
 
 def memory_in_flight(comms: Comms, wire: WireFormat | SparseFormat, keeps_error: bool) -> list[int]:
     """Bytes held after each call: the start, the second phase, the wait, and the error's return."""
-    pending = comms.all_reduce(torch.ones(4 * 4096), "test", wire, keeps_error)
+    pending = comms.start_all_reduce(torch.ones(4 * 4096), "test", wire, keeps_error)
     held = [bytes_held(pending)]
     for call in (pending.start_second_phase, pending.wait, pending.quantization_error):
         call()
@@ -326,8 +328,8 @@ def test_a_message_in_flight_holds_what_was_received_and_its_errors(wire, keeps_
 
 
 def reduce_nothing(comms: Comms, kind: str) -> tuple[tuple[int, ...], float, float]:
-    empty, sent = comms.all_reduce(torch.empty(0, 3), "test", WireFormat(kind)).wait(), comms.traffic.bytes
-    return tuple(empty.shape), sent, float(comms.all_reduce(torch.ones(1), "test", WireFormat(kind)).wait())
+    empty, sent = comms.all_reduce(torch.empty(0, 3), "test", WireFormat(kind)), comms.traffic.bytes
+    return tuple(empty.shape), sent, float(comms.all_reduce(torch.ones(1), "test", WireFormat(kind)))
 
 
 def test_an_empty_tensor_sends_nothing_and_is_in_nobodys_way():
@@ -340,7 +342,7 @@ def test_one_rank_rounds_nothing_and_sends_nothing(kind):
     case = Case(kind, 700, "float32")
     for comms in (ThreadComms(Threads(1), [0], 0), Comms(None)):
         tensor = torch.from_numpy(case.message(0))
-        pending = comms.all_reduce(tensor, "test", WireFormat(kind))
+        pending = comms.start_all_reduce(tensor, "test", WireFormat(kind))
         pending.start_second_phase()
         assert pending.is_done and pending.wait() is tensor
         assert_equal_bits([case.message(0), tensor.numpy()])
@@ -357,7 +359,7 @@ def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[in
     for k in range(1, max(ROUNDS) + 1):
         tensor = message + lost
         sent = tensor.clone()
-        pending = comms.all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=error_feedback)
+        pending = comms.start_all_reduce(tensor, "test", WireFormat(case.kind), keeps_error=error_feedback)
         total += pending.wait()
         if error_feedback:
             lost = pending.quantization_error()

@@ -85,11 +85,11 @@ def _sums(several: bool, wire: str) -> tuple[list[torch.Tensor], float, list[int
     with pytest.MonkeyPatch.context() as patched:
         for name in ("all_reduce", "irecv", "isend"):
             patched.setattr(dist, name, noted(getattr(dist, name)))
-        pending = [comms.all_reduce(block, wire=FORMATS[wire]) for block in blocks]
+        pending = [comms.start_all_reduce(block, wire=FORMATS[wire]) for block in blocks]
         for one in pending:
             one.start_second_phase()
         sums = [one.wait() for one in pending]
-        comms.all_reduce(torch.zeros(1)).wait()
+        comms.all_reduce(torch.zeros(1))
     return sums, comms.traffic.bytes, used
 
 
@@ -119,12 +119,12 @@ def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, li
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "all_reduce", noted)
         patched.setattr(comms_module, "HOP_BYTES", parts_above)
-        pending = comms.all_reduce(message)
+        pending = comms.start_all_reduce(message)
         total = pending.wait()
         assert total is message and pending.is_done
         parts, sent = list(sizes), comms.traffic.bytes
         sizes.clear()
-        for later in [comms.all_reduce(torch.zeros(1)) for _ in range(3)]:
+        for later in [comms.start_all_reduce(torch.zeros(1)) for _ in range(3)]:
             later.wait()
     return total, sent, parts
 

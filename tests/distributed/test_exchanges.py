@@ -30,10 +30,10 @@ def _messages_of_a_sum(wire: str) -> tuple[list[str], torch.Tensor, torch.Tensor
     with pytest.MonkeyPatch.context() as patched:
         for name in ("irecv", "isend"):
             patched.setattr(dist, name, noted(name, getattr(dist, name)))
-        ours = comms.all_reduce(message.clone(), wire=FORMATS[wire]).wait()
+        ours = comms.all_reduce(message.clone(), wire=FORMATS[wire])
     with_collectives = Comms(dist.group.WORLD)
     with_collectives.is_gloo = False
-    return begun, ours, with_collectives.all_reduce(message.clone(), wire=FORMATS[wire]).wait()
+    return begun, ours, with_collectives.all_reduce(message.clone(), wire=FORMATS[wire])
 
 
 @pytest.mark.parametrize("wire", FORMATS)
@@ -50,7 +50,7 @@ def _sum_without_a_peer(timeout: str) -> str:
     if comms.rank == 1:
         return ""
     with pytest.raises(TrainingError) as late:
-        comms.all_reduce(torch.ones(300), timeout, FORMATS["int8"]).wait()
+        comms.all_reduce(torch.ones(300), timeout, FORMATS["int8"])
     return str(late.value)
 
 
@@ -69,10 +69,10 @@ def _traced_sums() -> tuple[bool, list[str], int]:
         return lambda: arrived.append(name)
 
     values = torch.randn(1000, generator=torch.Generator().manual_seed(comms.rank))
-    plain = comms.all_reduce(values.clone(), "a sum", FORMATS["int8"]).wait()
+    plain = comms.all_reduce(values.clone(), "a sum", FORMATS["int8"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace, "message", message)
-        traced = comms.all_reduce(values.clone(), "a sum", FORMATS["int8"]).wait()
+        traced = comms.all_reduce(values.clone(), "a sum", FORMATS["int8"])
     return torch.equal(plain, traced), names, len(arrived)
 
 
@@ -82,8 +82,8 @@ def test_a_trace_knows_when_messages_have_arrived(ranks: RankPool) -> None:
 
 def _sums_after_one_that_was_given_up() -> bool:
     """Return whether a second communicator of a group sums correctly after the first one has left an exchange unfinished."""
-    given_up = Comms(dist.group.WORLD).all_reduce(torch.ones(300), "given up", FORMATS["int8"])
-    total = Comms(dist.group.WORLD).all_reduce(torch.full((300,), 2.0), "a sum", FORMATS["int8"]).wait()
+    given_up = Comms(dist.group.WORLD).start_all_reduce(torch.ones(300), "given up", FORMATS["int8"])
+    total = Comms(dist.group.WORLD).all_reduce(torch.full((300,), 2.0), "a sum", FORMATS["int8"])
     return given_up is not None and torch.equal(total, torch.full((300,), 4.0))
 
 

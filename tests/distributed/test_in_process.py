@@ -141,7 +141,7 @@ def differ_in_a_collective() -> str:
 
     def of_replica(rank: int) -> None:
         with process.open_mesh(World(rank, 2, rank, 2)) as mesh:
-            mesh.replica_comms.all_reduce(torch.zeros(3 + rank), "averaging").wait()
+            mesh.replica_comms.all_reduce(torch.zeros(3 + rank), "averaging")
 
     try:
         process.turns.run(of_replica)

@@ -39,13 +39,13 @@ def test_replicas_compute_the_norm_of_a_mean_only_if_it_may_be_clipped(
     clip: float, wire: str, measured: bool, late: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
-    original = ThreadComms.all_reduce
+    original = ThreadComms.start_all_reduce
 
     def noted(self: ThreadComms, tensor: Any, what: str, *args: Any) -> Any:
         asked.add(what)
         return original(self, tensor, what, *args)
 
-    monkeypatch.setattr(ThreadComms, "all_reduce", noted)
+    monkeypatch.setattr(ThreadComms, "start_all_reduce", noted)
     schedule = {"schedule": late} if late else {}
     simulate(Scenario(edit(every=3, penalty={"clip": clip}, wire=wire, **schedule), 2, 2, steps=7))
     assert "weighing pseudo-gradients" in asked

@@ -85,7 +85,7 @@ def test_zeros_stay_zeros_and_a_broken_chunk_is_broken() -> None:
 
 def summed_with_errors(comms: Comms, wire: SparseFormat) -> tuple[torch.Tensor, torch.Tensor, float]:
     """The sum of the ranks' messages, what this rank's left out, and the bytes that it sent."""
-    pending = comms.all_reduce(values_of(4200) * (comms.rank + 1), "sparse", wire)
+    pending = comms.start_all_reduce(values_of(4200) * (comms.rank + 1), "sparse", wire)
     pending.start_second_phase()
     return pending.wait().clone(), pending.quantization_error(), comms.traffic.bytes
 

@@ -58,9 +58,9 @@ def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.Mo
     engine.step(1)
 
     published, started, seen = [], [], []
-    reduce = one.all_reduce
+    reduce = one.start_all_reduce
     monkeypatch.setattr(engine, "parameters_changed", lambda block: published.append(block.name))
-    monkeypatch.setattr(one, "all_reduce", lambda *args: started.append(args) or reduce(*args))
+    monkeypatch.setattr(one, "start_all_reduce", lambda *args: started.append(args) or reduce(*args))
     engine.register_block_hook(lambda index: seen.append((list(published), len(started))))
     method.end_step(1)
     assert (published, started) == ([], [])
@@ -87,7 +87,7 @@ class Counted(PendingCollective):
 class Counting(Comms):
     """One replica whose reductions are counted."""
 
-    def all_reduce(self, tensor: torch.Tensor, *args: Any) -> Counted:
+    def start_all_reduce(self, tensor: torch.Tensor, *args: Any) -> Counted:
         Counted.under_way[0] += 1
         return Counted(self, "", None, tensor)
 

@@ -43,12 +43,13 @@ def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     for size in SIZES:
         for dtype in DTYPES:
             mine = message(comms.rank, size, dtype)
-            begin(f"sum of {size} {dtype}", lambda mine=mine: comms.all_reduce(mine.clone(), "sum"))
+            begin(f"sum of {size} {dtype}", lambda mine=mine: comms.start_all_reduce(mine.clone(), "sum"))
             begin(f"all of {size} {dtype}", lambda mine=mine: comms.start_all_gather(mine, "all"))
         for kind in KINDS:
             mine = message(comms.rank, size, torch.float64)
             begin(
-                f"{kind} of {size}", lambda mine=mine, kind=kind: comms.all_reduce(mine, kind, WireFormat(kind), True)
+                f"{kind} of {size}",
+                lambda mine=mine, kind=kind: comms.start_all_reduce(mine, kind, WireFormat(kind), True),
             )
     for reduction in reversed(pending.values()):
         reduction.start_second_phase()
@@ -107,7 +108,7 @@ def without_peer(comms: Comms, exchanges: int) -> tuple[str, bool]:
             comms.open_exchange("the message", sent.shape[1]).send_parts(sent).wait()
         return "", False
     try:
-        comms.all_reduce(torch.ones(300), "the message", WireFormat("int8")).wait()
+        comms.all_reduce(torch.ones(300), "the message", WireFormat("int8"))
     except TrainingError as error:
         return str(error), is_lost_peer(error.__cause__)
     return "summed without rank 1", False
@@ -128,7 +129,7 @@ def test_a_peer_that_leaves_is_an_error_that_names_the_message(ranks: RankPool, 
 def in_halves(comms: Comms, size: int) -> tuple[int, torch.Tensor]:
     """Ranks 0 and 2, and ranks 1 and 3, as with two shards: this one's place among its own, and their sum on int8."""
     mine = comms.among([[0, 2], [1, 3]], comms.rank, "half", 20)
-    return mine.rank, mine.all_reduce(message(comms.rank, size, torch.float64), "test", WireFormat("int8")).wait()
+    return mine.rank, mine.all_reduce(message(comms.rank, size, torch.float64), "test", WireFormat("int8"))
 
 
 def test_a_group_of_some_ranks_sums_its_own(ranks: RankPool) -> None:
@@ -144,8 +145,8 @@ def test_a_result_is_written_when_it_is_waited_for() -> None:
     """Until then there is nothing that could be taken for one, also where all ranks have sent."""
 
     def look(comms: Comms) -> list[torch.Tensor]:
-        first = comms.all_reduce(torch.ones(3), "first")
-        comms.all_reduce(torch.ones(3), "second").wait()
+        first = comms.start_all_reduce(torch.ones(3), "first")
+        comms.all_reduce(torch.ones(3), "second")
         assert first.is_done
         before = first.result.clone()
         return [before, first.wait().clone(), first.wait()]
@@ -158,8 +159,14 @@ def test_a_result_is_written_when_it_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (lambda comms: comms.all_reduce(torch.ones(3), "a"), lambda comms: comms.all_reduce(torch.ones(3), "b")),
-        (lambda comms: comms.all_reduce(torch.ones(3), "a"), lambda comms: comms.start_all_gather(torch.ones(3), "a")),
+        (
+            lambda comms: comms.start_all_reduce(torch.ones(3), "a"),
+            lambda comms: comms.start_all_reduce(torch.ones(3), "b"),
+        ),
+        (
+            lambda comms: comms.start_all_reduce(torch.ones(3), "a"),
+            lambda comms: comms.start_all_gather(torch.ones(3), "a"),
+        ),
         (
             lambda comms: comms.start_all_gather(torch.ones(3), "a"),
             lambda comms: comms.start_all_gather(torch.ones(4), "a"),
@@ -185,7 +192,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_the_one_that_is_heard() -> No
         if comms.rank == 2:
             raise ValueError("its own fault")
         try:
-            comms.all_reduce(torch.ones(1), "what never comes").wait()
+            comms.all_reduce(torch.ones(1), "what never comes")
         except TrainingError as error:
             ended.append(str(error))
             raise
@@ -203,7 +210,7 @@ def test_ranks_that_wait_for_each_other_say_for_what() -> None:
     def cross(rank: int) -> None:
         replica, shard = threads.axes(rank, 2, 2)
         for comms in (replica, shard) if rank in (0, 3) else (shard, replica):
-            comms.all_reduce(torch.ones(1), f"along {comms.axis}").wait()
+            comms.all_reduce(torch.ones(1), f"along {comms.axis}")
 
     with pytest.raises(TrainingError, match="no rank can go on") as raised:
         threads.run(cross)
@@ -219,7 +226,7 @@ def test_free_ranks_wait_no_longer_than_their_patience(monkeypatch: pytest.Monke
 
     def wait_in_vain(rank: int) -> None:
         if rank == 0:
-            ThreadComms(threads, [0, 1], 0).all_reduce(torch.ones(1), "what never comes").wait()
+            ThreadComms(threads, [0, 1], 0).all_reduce(torch.ones(1), "what never comes")
 
     with pytest.raises(TrainingError, match="waited 0 s in vain for 'what never comes'"):
         threads.run(wait_in_vain)
@@ -231,7 +238,7 @@ def test_free_ranks_end_when_one_has_raised() -> None:
     def fail(rank: int) -> None:
         if rank == 1:
             raise ValueError("its own fault")
-        ThreadComms(threads, [0, 1], 0).all_reduce(torch.ones(1), "what never comes").wait()
+        ThreadComms(threads, [0, 1], 0).all_reduce(torch.ones(1), "what never comes")
 
     with pytest.raises(ValueError, match="its own fault"):
         threads.run(fail)
@@ -248,7 +255,7 @@ def test_a_run_is_the_same_every_time() -> None:
             replica, shard = threads.axes(rank, 2, 2)
             for comms in (replica, shard, shard, replica):
                 seen.append(rank)
-                comms.all_reduce(torch.ones(1), "turn").wait()
+                comms.all_reduce(torch.ones(1), "turn")
 
         threads.run(take_turns)
         return seen

@@ -74,10 +74,10 @@ def test_one_replica_is_late_in_every_step() -> None:
 def meet(mesh: Mesh) -> tuple[float, float]:
     own = (3.0, 5.0)[mesh.replica_comms.rank]
     mesh.clock.wait_until(own)
-    mesh.replica_comms.with_own_traffic().all_reduce(torch.ones(2)).wait()
-    mesh.all_ranks.all_reduce(torch.ones(2)).wait()
+    mesh.replica_comms.with_own_traffic().all_reduce(torch.ones(2))
+    mesh.all_ranks.all_reduce(torch.ones(2))
     before = mesh.virtual_seconds
-    pending = mesh.replica_comms.all_reduce(torch.ones(2))
+    pending = mesh.replica_comms.start_all_reduce(torch.ones(2))
     mesh.clock.wait_until(own + 1.5)
     pending.wait()
     return before, mesh.virtual_seconds
@@ -221,7 +221,7 @@ def test_within_a_round_all_replicas_continue_at_the_same_time() -> None:
 def reduce_as_processes(wire: str | None) -> tuple[torch.Tensor, float]:
     comms = Comms(dist.group.WORLD)
     part = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
-    total = comms.all_reduce(part, wire=WireFormat(wire) if wire else None).wait()
+    total = comms.all_reduce(part, wire=WireFormat(wire) if wire else None)
     return total, comms.traffic.bytes
 
 

@@ -217,7 +217,7 @@ class ThreadComms(Comms):
         self._group = threads.group(axis, number, ranks)
         self._begun = self._made = 0
 
-    def begin(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> Work:
+    def start_work(self, what: str, sent: float, collective: Callable[..., dist.Work], *tensors: Any) -> Work:
         self.traffic.bytes += sent
         mine, outputs, receive = INTO[collective](self.rank, self.size, *tensors)
         self._begun += 1

@@ -122,9 +122,9 @@ class Watched:
     def __init__(self, comms: Comms, tell: Callable[[torch.Tensor], None]):
         self._comms, self._tell = comms, tell
 
-    def all_reduce(self, tensor: torch.Tensor, *args: Any) -> PendingCollective:
+    def start_all_reduce(self, tensor: torch.Tensor, *args: Any) -> PendingCollective:
         self._tell(tensor.clone())
-        return self._comms.all_reduce(tensor, *args)
+        return self._comms.start_all_reduce(tensor, *args)
 
 
 def watch(worker: GroupAverager, contributed: dict[int, int]) -> None:

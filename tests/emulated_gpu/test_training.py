@@ -151,13 +151,13 @@ def test_a_wait_left_out_is_seen(gpu_ranks: RankPool, careless: str) -> None:
 
 def collectives_of_a_mesh() -> tuple[list[tuple[str, str]], float]:
     """Return axis and name of each collective that begins while a mesh is built, and the bytes counted for them."""
-    begun, begin = [], Comms.begin
+    begun, begin = [], Comms.start_work
 
     def noted(self: Comms, what: str, sent: float, collective: Any, *tensors: Any) -> Any:
         begun.append((self.axis, collective.__name__))
         return begin(self, what, sent, collective, *tensors)
 
-    with mock.patch.object(Comms, "begin", noted):
+    with mock.patch.object(Comms, "start_work", noted):
         mesh = mesh_of(2, 2, "cuda", "nccl")
     return begun, sum(comms.traffic.bytes for comms in (mesh.shard_comms, mesh.replica_comms, mesh.all_ranks))
 

@@ -31,14 +31,14 @@ def reduce_after_a_delay() -> tuple[float, float, float, float, float]:
     done."""
     group = dist.new_group([0], backend="nccl", timeout=timedelta(seconds=60))
     comms, device = Comms(group, torch.device("cuda")), torch.device("cuda")
-    comms.begin("warming up", 0, dist.all_reduce, torch.zeros(1, device=device)).wait()
+    comms.start_work("warming up", 0, dist.all_reduce, torch.zeros(1, device=device)).wait()
     tensor = torch.zeros(1 << 20, device=device)
     torch.cuda.synchronize()
     called: list[float] = []
     began = time.perf_counter()
     occupy_stream(10 * CYCLES)
     tensor += 3
-    work = comms.begin("reducing", 0, dist.all_reduce, tensor)
+    work = comms.start_work("reducing", 0, dist.all_reduce, tensor)
     work.get_future().add_done_callback(lambda future: called.append(time.perf_counter() - began))
     result = PendingCollective(comms, "reducing", work, tensor).wait()
     waited = time.perf_counter() - began
@@ -78,13 +78,13 @@ def wait_for_a_late_message(folder: Path) -> LateMessage:
     device = torch.device("cuda")
     comms, side = Comms(dist.new_group([0], backend="nccl", timeout=timedelta(seconds=60)), device), torch.cuda.Stream()
     tensor, path = torch.ones(1 << 20, device=device), folder / "rank.jsonl"
-    comms.begin("warming up", 0, dist.all_reduce, tensor).wait()
+    comms.start_work("warming up", 0, dist.all_reduce, tensor).wait()
     began, sent = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with open_trace(path, first=1, last=1, clock=clock_of(device)), step_span(1):
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             began.record()
-            work = comms.begin("busy", 0, busy_all_reduce, tensor)
+            work = comms.start_work("busy", 0, busy_all_reduce, tensor)
             sent.record()
         started = time.perf_counter()
         PendingCollective(comms, "reducing", work, tensor).wait()

@@ -111,7 +111,7 @@ TABLES = {
     "llmtrain/parallel/engine.py": r"""
     seen by distributed/test_plain_loop.py, distributed/test_engine.py
         engine: gradient norm of the local shard
-          - return squares.wait().sqrt().to(wide)
+          - return shard.all_reduce(squared, "summing gradient norms").sqrt().to(wide)
           + return torch.stack(norms).norm().to(wide)
     seen by distributed/test_engine.py
         engine: bf16 gradients have a norm in bf16

@@ -130,10 +130,10 @@ TABLES = {
     "llmtrain/sync/weighing.py": r"""
     seen by SCENARIOS
         blocking: norms of the local shard alone
-          - shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients").wait()
+          - shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
           + torch.stack([tokens, *squares])
         blocking: clipped by the local shard's norm
-          - whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient").wait()
+          - whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient")
           + whole = squared
         blocking: weights of the replicas reversed
           - found.weights[replica_comms.rank]

@@ -220,7 +220,7 @@ TABLES = {
           + if False:
     seen by end_to_end/test_documents.py
         documents: the trainer does not say how many tokens the batch has
-          - forward_backward(micro_batches, self.loader.replica_tokens)
+          - forward_backward(micro_batches, self.loader.mean_replica_tokens)
           + forward_backward(micro_batches)
     """,
     "llmtrain/train/validation.py": r"""

@@ -100,7 +100,7 @@ class GlooWork(NcclWork):
 
 def send(comms: Comms, work: Callable[[], NcclWork], what: str = "synchronizing layer 0") -> PendingCollective:
     tensor = torch.zeros(1)
-    return PendingCollective(comms, what, comms.begin(what, 4.0, lambda *_, **__: work(), tensor), tensor)
+    return PendingCollective(comms, what, comms.start_work(what, 4.0, lambda *_, **__: work(), tensor), tensor)
 
 
 def over_gloo() -> Comms:

@@ -311,8 +311,11 @@ class Axis:
         self.axis, self.size, self.device, self._calls, self._seconds = name, size, "cpu", calls, seconds
         self.groups = [name]
 
-    def all_reduce(self, tensor: Any, what: str) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: self._calls.append(f"{self.axis}: {what}"))
+    def start_all_reduce(self, tensor: Any, what: str) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: self.all_reduce(tensor, what))
+
+    def all_reduce(self, tensor: Any, what: str) -> None:
+        self._calls.append(f"{self.axis}: {what}")
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         self._calls.append(f"{self.axis}: {what}")

@@ -285,7 +285,7 @@ def test_a_collective_that_can_not_begin_says_what_it_was_for(monkeypatch: pytes
 
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     with pytest.raises(TrainingError) as failed:
-        Comms(None, axis="replica").begin("averaging block 2", 0.0, refuse)
+        Comms(None, axis="replica").start_work("averaging block 2", 0.0, refuse)
     assert str(failed.value) == (
         f"averaging block 2 over the replica axis failed on rank 3 (replica 0 of 1) on {socket.gethostname()}: "
         "Connection closed by peer [192.0.2.1]:4711 and more; a peer died or took longer than run.timeout_seconds"

@@ -235,6 +235,18 @@ def test_no_private_names_of_others() -> None:
     assert found and not at_fault(found)
 
 
+def test_a_collective_that_is_only_started_says_so_in_its_name() -> None:
+    tree = parsed(ROOT / "llmtrain/parallel/comms.py")
+    [comms] = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Comms")
+    methods = [node for node in comms.body if isinstance(node, ast.FunctionDef)]
+    pending = {
+        node.name for node in methods if node.returns and ast.unparse(node.returns).endswith(("Collective", "Work"))
+    }
+    assert "start_all_reduce" in pending and pending == {
+        node.name for node in methods if node.name.startswith("start_")
+    }
+
+
 def test_no_class_public_function_or_module_has_the_name_of_another() -> None:
     classes = (
         (node.name, path) for path in PACKAGE for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
