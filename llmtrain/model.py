@@ -154,7 +154,7 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:
     """Build the model with its weights on the meta device and real buffers. See `LanguageModel` for the arguments.
 
-    Raises ModelError for a model that can't be built, changes its logits or can't separate documents.
+    Raises ModelError for a model that can't be built, has experts, changes its logits or can't separate documents.
     """
     from accelerate import init_empty_weights
 
@@ -173,15 +173,33 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
         )
     attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL_FAMILIES else {}
     try:
+        _check_dense(config)
         with init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
+    except ModelError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         # An assertion of torch says that pad_token_id is in the vocabulary.
         raise ModelError(f"model: transformers can't build {config.model_type!r}: {first_line(error)}") from error
     model = LanguageModel(causal_lm, loss_chunk, separator)
     if config.tie_word_embeddings:
         causal_lm.tie_weights()
     return model
+
+
+def _check_dense(config: PretrainedConfig) -> None:
+    """Raise ModelError for a mixture of experts, because this package's loss has no term that balances experts."""
+    if "expert" not in str(config.to_dict()):
+        return
+    # `init_empty_weights` allocates each weight for a moment, and all experts of a layer are one weight.
+    with torch.device("meta"):
+        modules = AutoModelForCausalLM.from_config(config).modules()
+    kinds = (type(module).__name__ for module in modules)
+    experts = next((kind for kind in kinds if "Experts" in kind or "MoE" in kind), None)
+    if experts is not None:
+        raise ModelError(
+            f"model: {config.model_type} is a mixture of experts ({experts}), and only dense models can be trained; choose one"
+        )
 
 
 def blocks_of(model: LanguageModel) -> list[ModelBlock]:

@@ -38,7 +38,8 @@ class ModelSection(Section):
     """Causal language model of transformers, trained from random initialization or from existing weights."""
 
     type: str = "llama"
-    """`model_type` of a transformers causal language model (`llama`, `gpt_neo`, ...)."""
+    """`model_type` of a causal language model of transformers that is decoder-only and dense (`llama`, `gpt_neo`, ...). A mixture of
+    experts is refused."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the model's transformers config (`hidden_size`, `num_hidden_layers`, ...), with the names of transformers 5.
     The base of rotary positions is `rope_parameters: {rope_type: default, rope_theta: 10000.0}`."""

@@ -168,6 +168,11 @@ TABLES = {
         model: every layer makes a mask of documents of its own
           - if mask is not None and mask.dtype == torch.bool:
           + if False:
+    seen by unit/test_pretrained.py::test_experts_are_refused_also_with_weights
+        model: experts are trained without their loss
+          - _check_dense(config)
+          -         with init
+          + with init
     seen by unit/test_model.py
         model: GPT-2's projections start as large as other matrices
           - deviation = std_of_projections if is_projection else std
@@ -178,6 +183,15 @@ TABLES = {
         model: the last name of a shared weight counts
           - wanted.setdefault(id(one[3]), one)
           + wanted[id(one[3])] = one
+        model: a key about experts makes a mixture of a dense model
+          - if experts is not None:
+          + if True:
+        model: only classes named like Mixtral's are experts
+          - if "Experts" in kind or "MoE" in kind
+          + if "Experts" in kind
+        model: experts are looked for in memory
+          - with torch.device("meta"):
+          + with torch.device("cpu"):
         model: packed documents of Bloom see each other
           - if separator is not None and not is_masked:
           + if False:

@@ -167,7 +167,7 @@ def test_flops_leave_out_embedding_look_ups():
         (ModelSection(type="gemma2", config=LLAMA), "final_logit_softcapping"),
         (ModelSection(type="no_such_model"), "no_such_model"),
         (ModelSection(from_config="/no/such/folder"), "model.from_config"),
-        (ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2}), "no initialization is known"),
+        (ModelSection(type="doge", config=LLAMA), "no initialization is known"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line(section, message):
@@ -282,8 +282,44 @@ def test_a_parameter_outside_of_all_blocks_is_refused():
         blocks_of(model)
 
 
+EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "experts"),
+    [
+        ("mixtral", {**EXPERTS, "num_local_experts": 4}, "MixtralExperts"),
+        ("qwen3_moe", {**EXPERTS, "num_experts": 4}, "Qwen3MoeExperts"),
+        ("doge", {**EXPERTS, "num_experts": 16, "is_moe": True}, "DogeCDMoE"),
+        ("deepseek_v3", {}, "DeepseekV3MoE"),
+    ],
+)
+def test_experts_are_refused_before_memory_is_allocated(kind, config, experts, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("a weight would be allocated")
+
+    monkeypatch.setattr("accelerate.init_empty_weights", fail)
+    with pytest.raises(ModelError) as refused:
+        build(model_config(ModelSection(type=kind, config=config), 97), 64)
+    assert str(refused.value) == (
+        f"model: {kind} is a mixture of experts ({experts}), and only dense models can be trained; choose one"
+    )
+
+
+@pytest.mark.parametrize(("kind", "key"), [("doge", "is_moe"), ("qwen2_moe", "num_experts")])
+def test_a_dense_model_of_a_type_that_can_have_experts_is_built(kind, key):
+    config = model_config(ModelSection(type=kind, config={**EXPERTS, key: 0 if key == "num_experts" else False}), 97)
+    assert len(blocks_of(build(config, 64))) == 5
+
+
+def test_an_error_within_transformers_is_one_line():
+    """DBRX's config lacks a value that its layers read."""
+    with pytest.raises(ModelError, match=r"transformers can't build 'dbrx': .*rope_theta"):
+        build(model_config(ModelSection(type="dbrx"), 97), 64)
+
+
 def test_a_run_that_continues_needs_no_initial_values():
-    section = ModelSection(type="mixtral", config={**LLAMA, "num_key_value_heads": 2})
+    section = ModelSection(type="doge", config=LLAMA)
     model = build(model_config(section, 97), 64)
     for block in blocks_of(model):
         initialize(model, block, 0, torch.device("cpu"), torch.float32, placeholders(model))

@@ -31,6 +31,7 @@ SMALL += ["model.config.num_attention_heads=2", "train.sequence_length=32", "tra
 SMALL += ["train.micro_batch=2", "train.steps=20", "sync.warmup_steps=2", "sync.period.every=1", "eval.tokens=64"]
 SMALL += ["eval.sample_prompt=null", "schedule.warmup_steps=2"]
 WAGMA = ["sync.method=wagma", "train.global_batch=48", "train.micro_batch=1"]
+UNKNOWN = ["model.type=doge"]
 MIXTRAL = ["model.type=mixtral", "model.config.num_key_value_heads=2", "model.config.num_local_experts=2"]
 
 
@@ -53,7 +54,8 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     ("wrong", "fragment"),
     [
         (["model.type=bert", "model.config.is_decoder=true"], "BertModel has no list of 2 layers"),
-        (MIXTRAL, "no initialization is known"),
+        (UNKNOWN, "no initialization is known"),
+        (MIXTRAL, "mixtral is a mixture of experts (MixtralExperts), and only dense models can be trained"),
         (["data.tokenizer=train:abc"], "train:SIZE with a whole number"),
         (["data.tokenizer=train:0"], "train:SIZE with a whole number"),
         (["train.global_batch=30"], "global_batch is 30, not a multiple"),
@@ -113,6 +115,8 @@ def test_a_recipe_for_a_cluster_is_checked_without_this_machines_memory_and_file
     large = ["model.config.hidden_size=65536", "model.config.num_hidden_layers=99", "data.source=/no/text"]
     assert check_elsewhere(load_recipe(RECIPE, [*keys, *large, "parallel.shards=4"]), 8) == []
     with pytest.raises(ValueError, match="no initialization is known"):
+        check_elsewhere(load_recipe(RECIPE, [*keys, *UNKNOWN]), 8)
+    with pytest.raises(ValueError, match="mixtral is a mixture of experts"):
         check_elsewhere(load_recipe(RECIPE, [*keys, *MIXTRAL]), 8)
 
 

@@ -174,6 +174,17 @@ def test_another_type_is_refused(folder: Path) -> None:
     assert "is a llama model, but the recipe's is gpt_neo; leave out model.type" in refusal(recipe)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_are_refused_also_with_weights(tmp_path: Path, kind: str) -> None:
+    """The weights of gpt_oss have the names of the model's parameters, so they would be read."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 257}
+    recipe = recipe_of(save(tmp_path / "weights", AutoConfig.for_model(kind, **sizes)), "sync.warmup_steps=2")
+    expected = f"model: {kind} is a mixture of experts"
+    assert refusal(recipe).startswith(expected)
+    with pytest.raises(UserError, match=expected):
+        check_here(recipe, Nodes(1), 1)
+
+
 @pytest.mark.parametrize(
     ("damage", "fragment"),
     [
