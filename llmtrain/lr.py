@@ -21,7 +21,7 @@ RATE_TOLERANCE = 0.01
 class LRSchedule:
     """Learning rates of a run: linear warm-up to `peak`, then the schedule's shape.
 
-    The cosine and linear shapes end at `final_ratio * peak` in the last step.
+    All shapes but `constant` and `step` end at `final_ratio * peak` in the last step.
     """
 
     peak: float
@@ -49,6 +49,16 @@ class LRSchedule:
         """Return the number of steps of the linear warm-up; the last one has the peak."""
         return self.schedule.warmup_steps
 
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of steps, at the end of the run, of the decay of `wsd`: at least 1."""
+        return max(1, round(self.schedule.decay_fraction * self.total_steps))
+
+    @property
+    def last_peak_step(self) -> int:
+        """Return the last step before the decay of `wsd`."""
+        return self.total_steps - self.decay_steps
+
     def first_step_below(self, share: float) -> int:
         """Return the first step after the warm-up whose learning rate is at most `share` of the peak.
 
@@ -70,8 +80,16 @@ class LRSchedule:
         if schedule.kind == "step":
             drops = sum(step > share * self.total_steps for share in schedule.decay_at)
             return self.peak * schedule.decay_factor**drops
-        progress = (step - schedule.warmup_steps) / max(1, self.total_steps - schedule.warmup_steps)
-        remaining = 1 - progress if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        start = self.last_peak_step if schedule.kind == "wsd" else schedule.warmup_steps
+        if step <= start:
+            return self.peak
+        progress = (step - start) / (self.total_steps - start)
+        if schedule.kind == "cosine":
+            remaining = 0.5 * (1 + math.cos(math.pi * progress))
+        elif schedule.kind == "wsd" and schedule.decay_shape == "1-sqrt":
+            remaining = 1 - math.sqrt(progress)
+        else:
+            remaining = 1 - progress
         return self.peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
 
     def has_rate(self, step: int, rate: float) -> bool:

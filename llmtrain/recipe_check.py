@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
+from llmtrain.lr import LRSchedule
 from llmtrain.recipe_messages import closest
 from llmtrain.step_counts import warmup_steps
 from llmtrain.suites import check_suite
@@ -223,6 +224,12 @@ def _check_length(recipe: Recipe) -> None:
         raise RecipeError(
             f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but the run has {total} steps; "
             f"lower it or train longer"
+        )
+    decay = LRSchedule.of(recipe).decay_steps
+    if recipe.schedule.kind == "wsd" and recipe.schedule.warmup_steps + decay > total:
+        raise RecipeError(
+            f"schedule.warmup_steps={recipe.schedule.warmup_steps} and schedule.decay_fraction={recipe.schedule.decay_fraction:g} "
+            f"({decay} steps) are more than the run's {total} steps; lower one of them or train longer"
         )
     if recipe.eval.tokens < train.sequence_length:
         raise RecipeError(

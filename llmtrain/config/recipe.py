@@ -133,16 +133,22 @@ class OptimSection(Section):
 class LRScheduleSection(Section):
     """Learning-rate schedule: linear warm-up, then the given shape."""
 
-    kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
-    """Shape after the warm-up. With `step`, the peak is multiplied by `decay_factor` once for each passed point of `decay_at`."""
+    kind: Literal["cosine", "linear", "constant", "step", "wsd"] = "cosine"
+    """Shape after the warm-up. With `step`, the peak is multiplied by `decay_factor` once for each passed point of `decay_at`. With
+    `wsd` (warmup-stable-decay, arXiv 2404.06395), the peak is kept until a decay at the end of the run."""
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up from 0."""
     final_ratio: Fraction = 0.1
-    """Final learning rate, as a fraction of the peak (cosine and linear)."""
+    """Final learning rate, as a fraction of the peak (cosine, linear and wsd)."""
     decay_at: tuple[Fraction, ...] = (0.5, 0.75)
     """Fractions of the run after which the learning rate drops (step)."""
     decay_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Factor of each drop (step)."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Fraction of the run's steps that the decay takes (wsd)."""
+    decay_shape: Literal["linear", "1-sqrt"] = "linear"
+    """Shape of the decay (wsd): `linear`, or `1-sqrt`, which falls faster at first and led to lower losses in arXiv 2405.18392.
+    (That of arXiv 2404.06395 is exponential.)"""
 
 
 class CpuMeshSection(Section):

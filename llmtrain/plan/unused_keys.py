@@ -57,7 +57,16 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
             schedule.kind != "step",
             f"{only} step has points at which the rate drops",
         ),
-        ("schedule.final_ratio", schedule.kind in ("constant", "step"), f"{only} cosine and linear have a final rate"),
+        (
+            "schedule.decay_fraction schedule.decay_shape",
+            schedule.kind != "wsd",
+            f"{only} wsd keeps the peak until a decay",
+        ),
+        (
+            "schedule.final_ratio",
+            schedule.kind in ("constant", "step"),
+            f"{only} cosine, linear and wsd have a final rate",
+        ),
         ("optim.betas optim.eps", optim.kind == "sgd", "optim.kind is sgd, which has no moments"),
     ]
     for keys, is_unused, why in table:

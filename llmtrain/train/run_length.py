@@ -49,18 +49,24 @@ class LengthChange:
         """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause;
         None if there is no jump."""
         old, new, following = LRSchedule.of(self.before), LRSchedule.of(self.after), self.step + 1
-        expected, found = old.at(following), new.at(following)
-        if following > new.total_steps or abs(found - expected) <= VISIBLE_JUMP * max(found, expected):
+        step = max(1, self.step)
+        last, found = old.at(step), new.at(following)
+        # A rate that is the old one before or after the checkpoint is followed by what its schedule has next.
+        if following > new.total_steps or _is_close(new.at(step), last) or _is_close(found, old.at(following)):
             return None
-        kind, last = self.after.schedule.kind, old.at(self.step)
+        kinds = [self.before.schedule.kind, self.after.schedule.kind]
         line = (
             f"learning rate: from {last:.3g} in step {self.step} to {found:.3g} in step {following}, because "
-            f"schedule.kind={kind} now spans {new.total_steps} steps"
+            f"schedule.kind={kinds[1]} now spans {new.total_steps} steps"
         )
         if last > 0 and found > 0:
             peak = self.after.optim.lr * last / found
             line += f"; optim.lr={peak:.3g} would continue at {last:.3g}"
-        return line if kind == "constant" else f"{line}; a run with schedule.kind=constant never jumps"
+        if kinds == ["wsd", "wsd"] and old.peak == new.peak:
+            return f"{line}; from a checkpoint of step {min(old.last_peak_step, new.last_peak_step)} or before, it would not jump"
+        if kinds[1] in ("constant", "wsd"):
+            return line
+        return f"{line}; a run with schedule.kind=constant never jumps, and one with wsd only from within its decay"
 
     def samples_before(self, name: str, samples: int, of_text: Callable[[int], int]) -> int:
         """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
@@ -74,6 +80,10 @@ class LengthChange:
         if is_fixed(data):
             return samples
         return min(samples, of_text(train.total_steps * train.global_batch))
+
+
+def _is_close(rate: float, other: float) -> bool:
+    return abs(rate - other) <= VISIBLE_JUMP * max(rate, other)
 
 
 def is_fixed(data: DataSection) -> bool:

@@ -167,6 +167,30 @@ def test_a_stopped_run_may_become_shorter_but_not_end_within_its_round(
     assert f"continuing from {path}, for 5 steps instead of 20\n" in capsys.readouterr().out
 
 
+def test_with_wsd_a_run_may_decay_at_any_step_and_jumps_only_after_that(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is stopped after step 2, ends with a decay over three of five steps, and goes on from there."""
+    keys = ("log.every=1", "sync.warmup_steps=1", "schedule={kind: wsd, warmup_steps: 1, decay_fraction: 0.6}")
+
+    def stop_at_once(trainer: Trainer) -> None:
+        trainer.metrics.stop.requested = True
+
+    assert run_training(alone(folder, "open", "train.steps=1000", *keys), ALONE, stop_at_once) == STOPPED_EARLY
+    assert run_training(alone(folder, "open", "train.steps=5", *keys), ALONE) == DONE
+    assert "learning rate: from" not in capsys.readouterr().out
+    assert run_training(alone(folder, "open", "train.steps=10", *keys), ALONE) == DONE
+    output = capsys.readouterr().out
+    assert (
+        "warning: learning rate: from 0.0003 in step 5 to 0.0021 in step 6, because schedule.kind=wsd now spans"
+        in output
+    )
+    assert "from a checkpoint of step 2 or before, it would not jump" in output
+    rates = [line["train/lr"] for line in lines_of(folder / "runs/open") if "train/loss" in line]
+    shares = [1, 1, 0.7, 0.4, 0.1, 0.7, 0.55, 0.4, 0.25, 0.1]
+    assert rates == pytest.approx([3e-3 * share for share in shares])
+
+
 def test_a_finished_run_is_extended_from_the_newest_checkpoint_that_can_be_read(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,10 +8,12 @@ from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices
 from tests.distributed.test_methods_oracle import CONSTANT, DROPS, FALLING, SHARDED, matches_the_oracle
 
+WSD = LRScheduleSection(kind="wsd", warmup_steps=2, decay_fraction=0.5)
 WARMUPS = {
     "falls-at-once": (DROPS, {"warmup_until_lr": 0.5}, 6),
     "later-drop": (DROPS, {"warmup_until_lr": 0.2}, 14),
     "smooth": (FALLING, {"warmup_until_lr": 0.5}, 11),
+    "at-the-end": (WSD, {"warmup_until_lr": 0.5}, 15),
     "longer-by-steps": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 9}, 9),
     "longer-by-lr": (DROPS, {"warmup_until_lr": 0.5, "warmup_steps": 3}, 6),
     "never-falls": (CONSTANT, {"warmup_until_lr": 0.5}, 20),

@@ -138,6 +138,25 @@ TABLES = {
           + grad
     """,
     "llmtrain/lr.py": r"""
+    seen by unit/test_wsd.py
+        wsd: the decay begins after the warm-up
+          - self.last_peak_step if schedule.kind == "wsd" else schedule.warmup_steps
+          + schedule.warmup_steps
+        wsd: the decay goes on for the given fraction in whole steps, rounded down
+          - round(self.schedule.decay_fraction * self.total_steps)
+          + int(self.schedule.decay_fraction * self.total_steps)
+        wsd: a short decay has no step
+          - max(1, round(self.schedule.decay_fraction * self.total_steps))
+          + round(self.schedule.decay_fraction * self.total_steps)
+        wsd: the decay begins one step late
+          - return self.total_steps - self.decay_steps
+          + return self.total_steps - self.decay_steps + 1
+        wsd: the root of what is left, not 1 less the root of what is done
+          - 1 - math.sqrt(progress)
+          + math.sqrt(1 - progress)
+        wsd: the linear schedule takes its shape
+          - schedule.kind == "wsd" and schedule.decay_shape
+          + schedule.decay_shape
     seen by unit/test_train_parts.py, unit/test_period.py
         lr: the step schedule drops one step early
           - step > share * self.total_steps

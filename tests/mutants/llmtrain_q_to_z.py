@@ -2,6 +2,16 @@
 
 TABLES = {
     "llmtrain/recipe_check.py": r"""
+    seen by unit/test_wsd.py
+        wsd: warm-up and decay may take more than the run
+          - if recipe.schedule.kind == "wsd" and recipe.schedule.warmup_steps
+          + if False and recipe.schedule.warmup_steps
+        wsd: the plateau may not be empty
+          - recipe.schedule.warmup_steps + decay > total
+          + recipe.schedule.warmup_steps + decay >= total
+        wsd: other schedules must have room for its decay
+          - recipe.schedule.kind == "wsd" and recipe
+          + recipe
     seen by unit/test_recipe_wrong.py
         documents: a run's length in tokens is accepted
           - if train.tokens is not None and recipe.data.packing == "none":

@@ -220,6 +220,9 @@ TABLES = {
           - return value_of(recipe, key) != default
           + return name in value_of(recipe, path).model_fields_set
     seen by unit/test_preflight.py
+        warnings: the keys of wsd have an effect on every schedule
+          - schedule.kind != "wsd"
+          + False
         warnings: defaults that have no effect are named
           - if is_given(recipe, key):
           + if True:

@@ -110,6 +110,18 @@ TABLES = {
         length: fewer steps than are done end the run at once
           - if not self.is_none and self.step >= total and not is_end:
           + if False:
+        length: a decay that begins with the next step is a jump
+          - _is_close(new.at(step), last) or␣
+        length: the old rate is a jump
+          -  or _is_close(found, old.at(following))
+        length: the rate of step 0 is read
+          - max(1, self.step)
+          + self.step
+        length: wsd, the checkpoint that would not jump is within a decay
+          - min(old.last_peak_step, new.last_peak_step)
+          + max(old.last_peak_step, new.last_peak_step)
+        length: wsd, another peak is no jump from an early checkpoint
+          -  and old.peak == new.peak
         length: a stopped run may end within its round
           - is_end = self.step == total and self.before.train.total_steps <= self.step
           + is_end = self.step == total

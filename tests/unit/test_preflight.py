@@ -299,6 +299,12 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
         ),
         (["schedule.final_ratio=0.3", "schedule.kind=step"], "schedule.final_ratio is 0.3, but schedule.kind is step"),
         (
+            ["schedule.decay_fraction=0.1", "schedule.kind=linear"],
+            "schedule.decay_fraction is 0.1, but schedule.kind is linear, and only wsd keeps the peak until a decay",
+        ),
+        (["schedule.decay_shape=1-sqrt"], "schedule.decay_shape is 1-sqrt, but schedule.kind is cosine"),
+        (["schedule.decay_factor=0.5", "schedule.kind=wsd"], "schedule.decay_factor is 0.5, but schedule.kind is wsd"),
+        (
             ["optim.kind=sgd", "optim.betas=[0.5, 0.9]"],
             "optim.betas is [0.5, 0.9], but optim.kind is sgd, which has no moments",
         ),
@@ -330,6 +336,7 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
     [
         ["schedule.kind=step", "schedule.decay_at=[0.25]", "schedule.decay_factor=0.5"],
         ["schedule.final_ratio=0.3"],
+        ["schedule.kind=wsd", "schedule.final_ratio=0", "schedule.decay_fraction=0.1", "schedule.decay_shape=1-sqrt"],
         ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
         ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
     ],

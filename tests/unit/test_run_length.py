@@ -61,7 +61,8 @@ def test_a_jump_of_the_rate_is_said_with_what_avoids_it() -> None:
     line = jump(recipe(300), recipe(600), 300)
     assert line == (
         "learning rate: from 0.0003 in step 300 to 0.00172 in step 301, because schedule.kind=cosine now spans 600 steps; "
-        "optim.lr=0.000525 would continue at 0.0003; a run with schedule.kind=constant never jumps"
+        "optim.lr=0.000525 would continue at 0.0003; a run with schedule.kind=constant never jumps, and one with wsd only from "
+        "within its decay"
     )
     assert jump(recipe(300), recipe(600, "optim.lr=0.000525"), 300) is None, "as it says"
     shorter = jump(recipe(600), recipe(400), 300)
@@ -70,12 +71,51 @@ def test_a_jump_of_the_rate_is_said_with_what_avoids_it() -> None:
 
 def test_no_jump_is_none() -> None:
     constant = "schedule.kind=constant"
+    drop_there = ("schedule.kind=step", "schedule.decay_at=[0.5]")
+    assert jump(recipe(300), recipe(600, *drop_there), 300) is None, "from 0.0003, where the old run ended, to 0.0003"
     assert jump(recipe(300, constant), recipe(600, constant), 300) is None
     assert jump(recipe(300), recipe(300), 300) is None
     to_constant = jump(recipe(300), recipe(600, constant), 300)
     assert to_constant is not None and to_constant.endswith("optim.lr=0.0003 would continue at 0.0003")
     from_zero = jump(recipe(300, "schedule.final_ratio=0"), recipe(600, "schedule.final_ratio=0"), 300)
     assert from_zero is not None and "from 0 in step 300" in from_zero and "optim.lr" not in from_zero
+
+
+WSD = ("schedule.kind=wsd", "schedule.decay_fraction=0.2")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step"),
+    [
+        (300, 600, 100),
+        (300, 600, 240),  # the last step before the first decay
+        (100_000, 125, 100),  # the decay begins with the next step
+        (300, 200, 150),
+        (300, 600, 10),  # within the warm-up
+    ],
+)
+def test_a_run_with_wsd_does_not_jump_from_before_its_decay(before: int, after: int, step: int) -> None:
+    assert jump(recipe(before, *WSD), recipe(after, *WSD), step) is None
+
+
+def test_a_run_with_wsd_jumps_from_within_a_decay() -> None:
+    up = jump(recipe(300, *WSD), recipe(600, *WSD), 300)
+    assert up == (
+        "learning rate: from 0.0003 in step 300 to 0.003 in step 301, because schedule.kind=wsd now spans 600 steps; "
+        "optim.lr=0.0003 would continue at 0.0003; from a checkpoint of step 240 or before, it would not jump"
+    )
+    down = jump(recipe(600, *WSD), recipe(300, *WSD), 270)
+    assert down is not None and down.endswith("; from a checkpoint of step 240 or before, it would not jump")
+    assert "from 0.003 in step 270 to 0.0016 in step 271" in down
+    other_peak = jump(recipe(300, *WSD), recipe(600, *WSD, "optim.lr=1e-3"), 200)
+    assert other_peak is not None and other_peak.endswith("optim.lr=0.003 would continue at 0.003")
+    other_kind = jump(recipe(300), recipe(600, *WSD), 300)
+    assert other_kind is not None and other_kind.endswith("optim.lr=0.0003 would continue at 0.0003")
+
+
+def test_a_checkpoint_of_no_step_has_no_jump() -> None:
+    keys = ("schedule.warmup_steps=0",)
+    assert jump(recipe(300, *keys), recipe(600, *keys), 0) is None
 
 
 def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
