@@ -173,6 +173,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
         )
     attention = {"attn_implementation": UNMASKED} if config.model_type in CAUSAL_FAMILIES else {}
     try:
+        _check_depth(config)
         _check_dense(config)
         with init_empty_weights(include_buffers=False):
             causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
@@ -185,6 +186,14 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
     if config.tie_word_embeddings:
         causal_lm.tie_weights()
     return model
+
+
+def _check_depth(config: PretrainedConfig) -> None:
+    """Raise ModelError for a model that skips layers at random: each rank would gather, and average, other layers than its peers."""
+    if layerdrop := getattr(config, "layerdrop", None):
+        raise ModelError(
+            f"model: layerdrop is {layerdrop:g}, with which each rank would skip other layers; set it to 0"
+        )
 
 
 def _check_dense(config: PretrainedConfig) -> None:

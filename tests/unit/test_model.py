@@ -312,6 +312,14 @@ def test_a_dense_model_of_a_type_that_can_have_experts_is_built(kind, key):
     assert len(blocks_of(build(config, 64))) == 5
 
 
+@pytest.mark.parametrize("kind", ["biogpt", "xglm"])
+def test_layers_that_are_skipped_at_random_are_refused(kind):
+    with pytest.raises(
+        ModelError, match=r"layerdrop is 0\.1, with which each rank would skip other layers; set it to 0"
+    ):
+        build(model_config(ModelSection(type=kind, config={"layerdrop": 0.1}), 97), 64)
+
+
 def test_an_error_within_transformers_is_one_line():
     """DBRX's config lacks a value that its layers read."""
     with pytest.raises(ModelError, match=r"transformers can't build 'dbrx': .*rope_theta"):
