@@ -12,7 +12,8 @@ from llmtrain.parallel.engine import Replica
 from llmtrain.pieces import exact_norms
 from llmtrain.sync.anchors import Anchors, flat_view, flatten, parameter_parts, parts_of, unflatten_into
 from llmtrain.sync.outer import Outer
-from llmtrain.sync.sync_stats import RoundStats, SyncStats
+from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.sync_stats import SyncStats
 
 
 class PendingReduction:
@@ -57,6 +58,8 @@ class BlockSync:
         self.outer, self.anchors, self.wire, self.feedback_decay = outer, anchors, wire, feedback_decay
         self.errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
+        self.rounds_done = 0
+        """Completed rounds. The outer learning rate and momentum of the next round depend on it."""
         self.stats = SyncStats(replica_comms.training_device)
         self.warnings: list[str] = []
         """One-line warnings that have not been shown yet; the same on all ranks."""
@@ -65,6 +68,11 @@ class BlockSync:
     def blocks(self) -> range:
         """Return the indices of all blocks, in forward order."""
         return range(len(self.replica.blocks))
+
+    def complete_round(self) -> None:
+        """Count a round. Schedules call it when the last block or fragment of the round is synchronized."""
+        self.rounds_done += 1
+        self.stats.count = self.rounds_done
 
     def ensure_anchor(self) -> None:
         """Take the first anchor and allocate the error-feedback buffers, if the method keeps them and they do not exist yet.
@@ -152,9 +160,8 @@ class BlockSync:
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
-        # The round's number is the count of complete rounds. At the end of a run, it may be one too low for a fragment that
-        # takes its step early.
-        outer = self.outer.in_round(self.stats.count)
+        # At the end of a run, the number may be one too low for a fragment that takes its step early.
+        outer = self.outer.in_round(self.rounds_done)
         flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
         distances, squares = [], []
         for parameters, anchored, part, *moments in parts_of(parameter_parts(block), *flats):

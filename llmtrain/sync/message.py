@@ -8,7 +8,7 @@ import torch
 
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.weighing import Weighing
 
 ByBlock = Sequence[torch.Tensor | None]

@@ -10,11 +10,12 @@ import torch
 
 from llmtrain.parallel.engine import Replica
 from llmtrain.reshard import MeshChange, Rules, by_replica, require_equal
+from llmtrain.sync.merge_tokens import merge_tokens
 from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
-from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats, merge_tokens
+from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class Method:
         # A run whose local steps have begun keeps its warm-up: a longer one in the recipe would return to synchronous steps.
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
-            "report": self.block_sync.stats.state_dict(),
+            # Checkpoints have the number of rounds among the statistics.
+            "report": {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done},
             "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
             "moments": self.moments.state_dict() if self.moments is not None else None,
@@ -173,6 +175,7 @@ class Method:
             for error, block in zip(tensors["error"], self.replica.blocks, strict=False)
         ]
         self.block_sync.stats.load_state_dict(state["report"])
+        self.block_sync.rounds_done = state["report"]["count"]
         self.period.load_state_dict(state["period"])
         if "warmup" in state["period"]:
             self.period.set_warmup(state["period"]["warmup"])

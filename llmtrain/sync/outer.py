@@ -18,7 +18,7 @@ from llmtrain.config import (
     PrimalAverageSection,
     SgdSection,
 )
-from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.round_stats import RoundStats
 
 
 class Outer(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any
@@ -22,7 +22,7 @@ class SyncStats:
     device: InitVar[torch.device | None] = None
     """The device that trains. Exposed seconds and waiting seconds are measured on it, other times by the host's clock."""
     count: int = resharded(0, by=first)
-    """Completed rounds."""
+    """Completed rounds: `BlockSync.rounds_done`, for the log."""
     anomalies: int = resharded(0, by=first)
     """Blocks excluded from a mean, counted once per replica."""
     rollbacks: int = resharded(0, by=first)
@@ -84,53 +84,3 @@ class SyncStats:
 
 SYNC_STATS_RULES: Rules = {**rules_of(SyncStats), "exposed_seconds": mean, "wait_seconds": mean}
 """Resharding rules for `SyncStats.state_dict`."""
-
-
-@dataclass(frozen=True)
-class RoundStats:
-    """Number, learning rates and tokens of some local steps, mostly those of a round: this rank's, or the replicas' mean."""
-
-    steps: float = 0
-    last_lr: float = 0.0
-    """Learning rate of the last step that had one other than 0."""
-    lr_sum: float = 0.0
-    tokens: float = 0
-    """Tokens that this rank has trained on, or, in rows that replicas have exchanged, those of a complete replica. 0 unless the
-    reduction depends on tokens."""
-
-    def add_step(self, lr: float, tokens: float = 0) -> RoundStats:
-        """Return the statistics with one more step."""
-        return RoundStats(self.steps + 1, lr or self.last_lr, self.lr_sum + lr, self.tokens + tokens)
-
-    def scale(self, normalize: str) -> float:
-        """Return the unit g of pseudo-gradients: 1 ("none"), the last learning rate ("lr") or the sum of learning rates
-        ("lr_sum"). A learning rate is 0 if there was no step."""
-        return {"none": 1.0, "lr": self.last_lr, "lr_sum": self.lr_sum}[normalize]
-
-    def state(self) -> dict[str, float]:
-        """Return plain values by name; `RoundStats(**state)` is the inverse."""
-        return asdict(self)
-
-
-def merge_tokens(states: Sequence[Any], shards: int) -> Any:
-    """Return one state for the ranks of a replica on another number of `shards`, given the states of its old ranks.
-
-    The states are nested dicts and lists that are equal except for the numbers named `tokens`. Each of these is replaced by
-    an equal part of the old ranks' sum.
-    """
-    first, *_ = states
-    if isinstance(first, dict):
-        parts = {name: [state[name] for state in states] for name in first}
-        return {name: sum(of) / shards if name == "tokens" else merge_tokens(of, shards) for name, of in parts.items()}
-    if isinstance(first, list):
-        return [merge_tokens(of_all, shards) for of_all in zip(*states, strict=True)]
-    return first
-
-
-def average_stats(rounds: Sequence[RoundStats]) -> RoundStats:
-    """Return the mean of several replicas' rounds. If all are equal, the result is bit-identical to them."""
-    first, *others = rounds
-    if all(other == first for other in others):
-        return first
-    columns = zip(*(done.state().values() for done in rounds), strict=True)
-    return RoundStats(*(sum(column) / len(rounds) for column in columns))

@@ -15,7 +15,7 @@ import torch
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.reductions.reduction import Reduction
-from llmtrain.sync.sync_stats import RoundStats, average_stats
+from llmtrain.sync.round_stats import RoundStats, average_stats
 
 ROUND_VALUES = len(fields(RoundStats))
 """Numbers in a row that describe the local steps."""

@@ -18,7 +18,7 @@ from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import ranks_per_device
 from llmtrain.quantities import GIB
-from llmtrain.sync.reductions.edit_penalty import RunningMoments
+from llmtrain.running_moments import RunningMoments
 from llmtrain.train.device_numbers import DeviceNumbers
 
 SPIKE_DEVIATIONS = 6.0

@@ -16,9 +16,9 @@ from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.outer import Outer, build_outer
+from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.schedules.blocking import BlockingSchedule
-from llmtrain.sync.sync_stats import RoundStats
 from tests.distributed.fake_engine import Scenario, choices, replay
 from tests.distributed.oracle import Oracle
 from tests.distributed.threads import simulate

@@ -167,6 +167,23 @@ TABLES = {
           - if number % stride == 0:
           + if number:
     """,
+    "llmtrain/running_moments.py": r"""
+    seen by SCENARIOS
+        penalty: no bias correction of the running moments
+          - a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)
+          + a = torch.full_like(self.mean, self.ema)
+        penalty: the new deviation enters the variance unweighted
+          - (1 - a) * (self.variance + a * distance**2)
+          + (1 - a) * self.variance + a * distance**2
+    seen by unit/test_reshape_rules.py
+        penalty: pooled counts are the largest, not the mean
+          - self.count.double().mean(0).round().long()
+          + self.count.amax(0)
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py, unit/test_reshape_rules.py
+        penalty: the count is not in the checkpoint
+          - STATE_NAMES = ("count", "mean", "variance")
+          + STATE_NAMES = ("mean", "variance")
+    """,
     "llmtrain/startup.py": r"""
     seen by end_to_end/test_start.py
         start: transformers imports scipy

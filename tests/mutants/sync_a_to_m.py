@@ -28,8 +28,12 @@ TABLES = {
           - return _sum(_dot(parameters - part) for parameters, part in parts)
           + return _sum(_dot(part) for parameters, part in parts)
         outer: every round is the first one
-          - self.outer.in_round(self.stats.count)
+          - self.outer.in_round(self.rounds_done)
           + self.outer.in_round(0)
+    seen by distributed/test_sync_equivalences.py
+        outer: the number of a round is the log's
+          - self.outer.in_round(self.rounds_done)
+          + self.outer.in_round(self.stats.count)
     seen by distributed/test_rounding_errors.py, SCENARIOS
         synchronizer: a rounding error is sent twice
           - self.errors[index].zero_()
@@ -173,6 +177,12 @@ TABLES = {
           - if iteration < version]
           + if iteration < version - 100]
     """,
+    "llmtrain/sync/merge_tokens.py": r"""
+    seen by unit/test_weighted_means.py
+        tokens: each new rank has the tokens of all old ones
+          - sum(of) / shards if name == "tokens"
+          + sum(of) if name == "tokens"
+    """,
     "llmtrain/sync/message.py": r"""
     seen by SCENARIOS
         messages: an excluded replica mixes its own parameters in
@@ -195,6 +205,13 @@ TABLES = {
           + age == (self.SENT_AFTER + due + 1) // 2
     """,
     "llmtrain/sync/method.py": r"""
+    seen by distributed/test_sync_equivalences.py, distributed/test_methods_resume.py
+        method: rounds are numbered from 0 again after a resume
+          - self.block_sync.rounds_done = state["report"]["count"]
+          + pass
+        method: the checkpoint has the log's number of rounds
+          - {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done}
+          + self.block_sync.stats.state_dict()
     seen by SCENARIOS
         pull: happens before the pending synchronization
           -         self.schedule.flush()

@@ -68,7 +68,7 @@ TABLES = {
           - return lr / (1 - self.section.probability)
           + return lr
     """,
-    "llmtrain/sync/sync_stats.py": r"""
+    "llmtrain/sync/round_stats.py": r"""
     seen by distributed/test_methods_oracle.py
         outer: a round without a learning rate has the unit 1
           - "lr_sum": self.lr_sum}[normalize]
@@ -81,10 +81,6 @@ TABLES = {
         tokens: a message's round is counted again in the next
           - self.lr_sum + lr, self.tokens + tokens)
           + self.lr_sum + lr, tokens)
-    seen by unit/test_weighted_means.py
-        tokens: each new rank has the tokens of all old ones
-          - sum(of) / shards if name == "tokens"
-          + sum(of) if name == "tokens"
     """,
     "llmtrain/sync/timed_period.py": r"""
     seen by SCENARIOS

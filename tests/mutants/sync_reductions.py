@@ -6,12 +6,6 @@ TABLES = {
         penalty: statistics of the blocks of another fragment change
           -             whole[:, list(blocks)] = columns
           +             whole[:, : len(blocks)] = columns
-        penalty: no bias correction of the running moments
-          - a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)
-          + a = torch.full_like(self.mean, self.ema)
-        penalty: the new deviation enters the variance unweighted
-          - (1 - a) * (self.variance + a * distance**2)
-          + (1 - a) * self.variance + a * distance**2
         penalty: one round more before anomalies are sought
           - self.norms.count >= self.section.min_rounds
           + self.norms.count > self.section.min_rounds
@@ -64,13 +58,6 @@ TABLES = {
         penalty: usual numbers of steps are not in the checkpoint
           - self.steps.load_state_dict(state["steps"])
           + pass
-        penalty: pooled counts are the largest, not the mean
-          - self.count.double().mean(0).round().long()
-          + self.count.amax(0)
-    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py, unit/test_reshape_rules.py
-        penalty: the count is not in the checkpoint
-          - MOMENTS = ("count", "mean", "variance")
-          + MOMENTS = ("mean", "variance")
     seen by distributed/test_sync_oracle.py
         penalty: a block that is always excluded does not end the run in time
           - if limit is not None and longest >= limit:

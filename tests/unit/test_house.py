@@ -36,6 +36,7 @@ LAYERS = [
         "pieces",
         "process_limits",
         "reshard",
+        "running_moments",
         "waiting",
         "quantities",
     },
@@ -73,7 +74,19 @@ BANNED = """
 """Words that names once had, for things that have a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
 BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
-SYNC_SEES = {"config", "errors", "seeding", "lr", "trace", "reshard", "pieces", "parallel", "sync", "turns"}
+SYNC_SEES = {
+    "config",
+    "errors",
+    "seeding",
+    "lr",
+    "trace",
+    "reshard",
+    "pieces",
+    "running_moments",
+    "parallel",
+    "sync",
+    "turns",
+}
 COMMANDS = {"cli", "recipe_commands"}
 """Modules whose functions have the names of commands."""
 MAX_LINES = 400

@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
-from llmtrain.sync.reductions.edit_penalty import EditPenalty, RunningMoments
+from llmtrain.running_moments import RunningMoments
+from llmtrain.sync.reductions.edit_penalty import EditPenalty
+from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.sync_stats import SYNC_STATS_RULES, RoundStats, average_stats
+from llmtrain.sync.sync_stats import SYNC_STATS_RULES
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.metrics import METRICS_RULES
 from llmtrain.train.state import TrainState

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from llmtrain.sync.merge_tokens import merge_tokens
 from llmtrain.sync.reductions.weighted_means import MedianNorm, Radial, TokenWeighted
-from llmtrain.sync.sync_stats import RoundStats, merge_tokens
+from llmtrain.sync.round_stats import RoundStats
 
 NOTHING = torch.zeros((0, 0))
 

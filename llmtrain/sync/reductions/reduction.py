@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 from llmtrain.config import ReductionSection
-from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.round_stats import RoundStats
+
+STATE_KEY = "penalty"
+"""Key of a reduction's state in the state of a schedule. It stays, because checkpoints have it, from a time when EDiT's penalty was
+the only reduction."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.config import MeanSection, MedianNormSection, RadialSection, TokenWeightedSection
 from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights, build_reduction
-from llmtrain.sync.sync_stats import RoundStats
+from llmtrain.sync.round_stats import RoundStats
 
 
 class TokenWeighted(Reduction):

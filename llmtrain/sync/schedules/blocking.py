@@ -12,9 +12,9 @@ from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.errors import RecipeError
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.reductions.reduction import Reduction
+from llmtrain.sync.reductions.reduction import STATE_KEY, Reduction
+from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
-from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Agreement, Weighing
 from llmtrain.turns import own_time
 
@@ -92,23 +92,23 @@ class BlockingSchedule(Schedule):
         return {
             "round": self._round.state(),
             "armed": self._next_block is not None,
-            "penalty": self.reduction.state_dict() if self.reduction is not None else None,
+            STATE_KEY: self.reduction.state_dict() if self.reduction is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         self._round = RoundStats(**state["round"])
         self._next_block = 0 if state["armed"] else None
         if self.reduction is not None:
-            self.reduction.load_state_dict(state["penalty"])
+            self.reduction.load_state_dict(state[STATE_KEY])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ with rounds of
         seconds. A synchronization uses the same mean."""
-        statistics = require_equal([state["penalty"] for state in states])
+        statistics = require_equal([state[STATE_KEY] for state in states])
         return {
             "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
             "armed": require_equal([state["armed"] for state in states]),
-            "penalty": self.reduction.resharded(statistics) if self.reduction is not None else None,
+            STATE_KEY: self.reduction.resharded(statistics) if self.reduction is not None else None,
         }
 
     def _open(self) -> None:
@@ -161,8 +161,8 @@ class BlockingSchedule(Schedule):
         if not self.syncs_in_forward:  # training stands still until the device is done; in a forward, it continues
             self.block_sync.wait_for_device()
         self._closed_at = own_time()
+        self.block_sync.complete_round()
         stats = self.block_sync.stats
-        stats.count += 1
         stats.seconds += self._closed_at - self._opened_at
         stats.mean_squared, stats.spread_squared = self._mean_squared, self._spread_squared
         self._next_block, self._round = None, RoundStats()

@@ -6,9 +6,9 @@ from llmtrain.config import DelayedSection
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message
 from llmtrain.sync.period import Period
+from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.sync_stats import RoundStats
 from llmtrain.sync.weighing import Weighing
 
 

@@ -13,8 +13,9 @@ from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message, WeighedMessage
 from llmtrain.sync.period import Period
+from llmtrain.sync.reductions.reduction import STATE_KEY
+from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule
-from llmtrain.sync.sync_stats import RoundStats, average_stats
 from llmtrain.sync.weighing import Weighing
 
 
@@ -72,7 +73,7 @@ class FragmentSchedule(Schedule):
         }
         if self.weighing is not None:
             reduction = self.weighing.reduction
-            state["penalty"] = reduction.state_dict() if reduction is not None else None
+            state[STATE_KEY] = reduction.state_dict() if reduction is not None else None
             state["restarts"] = sorted(index for message in self._in_flight for index in message.restarts)
             # As pairs, because JSON would turn the integer keys of a mapping into text.
             state["lengths"] = sorted(list(pair) for message in self._in_flight for pair in message.lengths.items())
@@ -82,7 +83,7 @@ class FragmentSchedule(Schedule):
         """Load what `state_dict` returned. A collective of all ranks if a message still waits for its weights."""
         self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
         if self.weighing is not None and self.weighing.reduction is not None:
-            self.weighing.reduction.load_state_dict(state["penalty"])
+            self.weighing.reduction.load_state_dict(state[STATE_KEY])
             if "lengths" not in state and any(tensor is not None for tensor in tensors["arriving"]):
                 raise CheckpointError(
                     "the checkpoint is of an earlier version and has a weighted mean in flight, without its target norm; "
@@ -114,13 +115,13 @@ class FragmentSchedule(Schedule):
             "local_steps": [_mean_round(of_replicas) for of_replicas in local_steps],
             "sent": [None if None in of_replicas else _mean_round(of_replicas) for of_replicas in sent],
             "restarts": sorted({index for state in states for index in state["restarts"]}),
-            "penalty": reduction.resharded(shared["penalty"]) if reduction is not None else None,
+            STATE_KEY: reduction.resharded(shared[STATE_KEY]) if reduction is not None else None,
         }
 
     def _count_round(self, fragment: int) -> None:
         """Count a round when the mean of its last fragment has been applied."""
         if fragment == len(self.fragments) - 1:
-            self.block_sync.stats.count += 1
+            self.block_sync.complete_round()
 
     @property
     def _in_flight(self) -> list[Message]:

@@ -8,9 +8,9 @@ from llmtrain.config import OverlappedSection
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message
 from llmtrain.sync.period import Period
+from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts, build_schedule
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.sync_stats import RoundStats
 from llmtrain.sync.weighing import Weighing
 
 
@@ -46,7 +46,8 @@ class OverlappedSchedule(FragmentSchedule):
                 elif self._is_mixed:
                     # Nothing was trained since its turn: another outer step would be of the mixing, and of momentum alone.
                     self.block_sync.reset_to_anchor(self.fragments[fragment])
-            self.block_sync.stats.count += has_short_round
+            if has_short_round:
+                self.block_sync.complete_round()
         self._is_mixed = False
 
     @property

@@ -15,8 +15,8 @@ from llmtrain.sync import butterfly
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import GroupAverager, Payloads
 from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
+from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
-from llmtrain.sync.sync_stats import RoundStats
 
 
 class WaitAvoidingSchedule(Schedule):
@@ -112,7 +112,7 @@ class WaitAvoidingSchedule(Schedule):
     def _average_all(self) -> None:
         block_sync = self.block_sync
         block_sync.sync_blocks(block_sync.blocks, self._round)
-        block_sync.stats.count += 1
+        block_sync.complete_round()
         self._round = RoundStats()
 
     def _publish_zeros(self) -> None:
