@@ -37,6 +37,30 @@ class PendingReduction:
         return mean
 
 
+class BlockSquares:
+    """Squared norms that an outer step measures on its way, because their operands are in the processor's cache: of this rank's
+    part of one block, float64 scalars."""
+
+    def __init__(self) -> None:
+        self._distances: list[torch.Tensor] = []
+        self._means: list[torch.Tensor] = []
+
+    def add(self, pseudo_gradient: torch.Tensor, mean: torch.Tensor) -> None:
+        """Measure a part of the block. `pseudo_gradient` is overwritten."""
+        self._distances.append(_dot(pseudo_gradient.sub_(mean)))
+        self._means.append(_dot(mean))
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """Return the squared distance of the pseudo-gradient from the mean."""
+        return _sum(self._distances)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Return the squared norm of the mean, before it is clipped."""
+        return _sum(self._means)
+
+
 class BlockSync:
     """Operations on one block, from which every schedule composes its synchronization.
 
@@ -147,28 +171,23 @@ class BlockSync:
         local_steps: RoundStats,
         factor: torch.Tensor | float | None = None,
         alpha: float = 0.0,
-        measure: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        squares: BlockSquares | None = None,
+    ) -> None:
         """Take a block's outer step with `mean` x `factor`, and set the block's parameters from its result.
 
         `mean`, the reduced pseudo-gradient of these local steps, is overwritten. The parameters become alpha x their
         own values + (1 - alpha) x the point from which the outer optimizer continues, which is the next anchor unless
-        `Outer.start` says otherwise.
-
-        With `measure`, return (squared distance of this rank's pseudo-gradient from the mean, squared norm of the mean),
-        float64 scalars of this rank's part. They are computed here, because their operands are in the processor's cache.
+        `Outer.start` says otherwise. `squares` measures the block before the step.
         """
         block = self.replica.blocks[index]
         anchor, momentum = self.anchors.load(index)
         # At the end of a run, the number may be one too low for a fragment that takes its step early.
         outer = self.outer.in_round(self.rounds_done)
         flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
-        distances, squares = [], []
         for parameters, anchored, part, *moments in parts_of(parameter_parts(block), *flats):
             moment = moments[0] if moments else None
-            if measure:
-                distances.append(_dot((anchored - parameters).sub_(part)))
-                squares.append(_dot(part))
+            if squares is not None:
+                squares.add(anchored - parameters, part)
             if factor is not None:
                 part.mul_(factor)
             outer.step(anchored, part, moment, local_steps)
@@ -176,7 +195,6 @@ class BlockSync:
             parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
         self.anchors.write_back(index, anchor, momentum)
         self.replica.parameters_changed(block)
-        return (_sum(distances), _sum(squares)) if measure else None
 
     def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
         """Set the block's parameters to a flat tensor, and tell the replica that they have changed."""

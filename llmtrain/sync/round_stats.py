@@ -37,5 +37,4 @@ def average_stats(rounds: Sequence[RoundStats]) -> RoundStats:
     first, *others = rounds
     if all(other == first for other in others):
         return first
-    columns = zip(*(done.state().values() for done in rounds), strict=True)
-    return RoundStats(*(sum(column) / len(rounds) for column in columns))
+    return RoundStats(**{name: sum(getattr(done, name) for done in rounds) / len(rounds) for name in first.state()})

@@ -17,8 +17,8 @@ from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.reductions.reduction import Reduction
 from llmtrain.sync.round_stats import RoundStats, average_stats
 
-ROUND_VALUES = len(fields(RoundStats))
-"""Numbers in a row that describe the local steps."""
+ROUND_VALUES = tuple(entry.name for entry in fields(RoundStats))
+"""Names of the numbers in a row that describe the local steps. They follow the seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,16 @@ class Weighing:
     ) -> PendingCollective:
         """Start gathering every replica's row. `done` describes this rank's local steps. `squares` has the squared norm of this
         rank's part of each block's pseudo-gradient, and is empty without `uses_norms`. `computed_seconds` is the time that this
-        replica took to compute. The result has shape [replicas, 1 + ROUND_VALUES + blocks], float64. A collective of the shard
+        replica took to compute. The result has shape [replicas, 1 + len(ROUND_VALUES) + blocks], float64. A collective of the shard
         group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
         row = torch.tensor([computed_seconds, *done.state().values()], dtype=torch.float64)
         if self.reduction is not None:
             device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU
             tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
-            whole = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
-            row = torch.cat([row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()])
+            sums = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
+            row = torch.cat([row.to(sums.device), sums[1:].sqrt()])
+            row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # those of the replica in place of this rank's
         elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
             return replica_comms.start_all_gather(row, "meeting for a synchronization")
         return replica_comms.start_all_gather(row.to(replica_comms.device), "meeting for a synchronization")
@@ -76,10 +77,8 @@ class Weighing:
         replica_comms, stats = self.block_sync.replica_comms, self.block_sync.stats
         with stats.time_waiting():
             gathered = gathering.wait().cpu()
-        computed_seconds, of_rounds, norms = gathered.split(
-            [1, ROUND_VALUES, gathered.shape[1] - 1 - ROUND_VALUES], dim=1
-        )
-        rounds = [RoundStats(*row) for row in of_rounds.tolist()]
+        computed_seconds, of_rounds, norms = gathered.tensor_split((1, 1 + len(ROUND_VALUES)), dim=1)
+        rounds = [RoundStats(**dict(zip(ROUND_VALUES, row, strict=True))) for row in of_rounds.tolist()]
         local_steps, slowest = average_stats(rounds), int(computed_seconds.argmax())
         if self.reduction is None:
             stats.weights_max = 1 / replica_comms.size

@@ -22,8 +22,8 @@ TABLES = {
     "llmtrain/sync/block_sync.py": r"""
     seen by SCENARIOS
         block: the spread is measured from the anchor
-          - distances.append(_dot((anchored - parameters).sub_(part)))
-          + distances.append(_dot(anchored - parameters))
+          - self._distances.append(_dot(pseudo_gradient.sub_(mean)))
+          + self._distances.append(_dot(pseudo_gradient))
         block: the spread without anchors is the mean's norm
           - return _sum(_dot(parameters - part) for parameters, part in parts)
           + return _sum(_dot(part) for parameters, part in parts)

@@ -142,8 +142,8 @@ TABLES = {
           + rolled_back=_where(blocks, found.anomalous.any(0))
     seen by distributed/test_weighted_means.py
         tokens: those of the first shard rank alone
-          - [row[:-1].to(whole.device), whole[:1], whole[1:].sqrt()]
-          + [row.to(whole.device), whole[1:].sqrt()]
+          - ROUND_VALUES.index("tokens")] = sums[0]
+          + ROUND_VALUES.index("tokens")] += 0
     seen by emulated_gpu/test_training.py
         tokens: on the GPU where masters are offloaded
           deep: an engine on a GPU needs the emulation, which is built for a minute

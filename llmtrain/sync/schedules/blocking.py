@@ -11,7 +11,7 @@ import torch
 from llmtrain.config import PREFETCH, BlockingSection
 from llmtrain.errors import RecipeError
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
+from llmtrain.sync.block_sync import BlockSquares, BlockSync, PendingReduction, squared_norm
 from llmtrain.sync.reductions.reduction import STATE_KEY, Reduction
 from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
@@ -143,10 +143,11 @@ class BlockingSchedule(Schedule):
         factor = None
         if index in agreed.lengths:
             factor = self._weighing.factor(squared_norm(mean), agreed.lengths[index]).to(mean.dtype)
-        spread, of_mean = block_sync.outer_step(index, mean, agreed.local_steps, factor, measure=True)
+        squares = BlockSquares()
+        block_sync.outer_step(index, mean, agreed.local_steps, factor, squares=squares)
         if agreed.weights[index] > 0:  # an excluded replica's own pseudo-gradient may contain NaN
-            self._spread_squared = self._spread_squared + spread
-        self._mean_squared = self._mean_squared + of_mean
+            self._spread_squared = self._spread_squared + squares.distance
+        self._mean_squared = self._mean_squared + squares.mean
 
     def _prefetch_anchors(self, index: int) -> None:
         """Prefetch offloaded anchors one block before their pseudo-gradients are sent, and momenta one block before they are
