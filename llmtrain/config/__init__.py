@@ -61,6 +61,7 @@ from llmtrain.config.sync_schedules import (
     PREFETCH,
     BlockingSection,
     DelayedSection,
+    FragmentsSection,
     LayerwiseSection,
     OverlappedSection,
     SyncScheduleSection,

@@ -59,7 +59,7 @@ class LayerwiseSection(SyncScheduleSection):
 
     kind: Literal["layerwise"] = "layerwise"
     """`layerwise`: blocks synchronize one by one inside the next forward pass."""
-    prefetch: CountOrZero = 2
+    prefetch: CountOrZero = PREFETCH
     """Number of following blocks whose reductions are in flight while one block computes."""
     needs_anchor: ClassVar[bool] = False
     syncs_in_forward: ClassVar[bool] = True

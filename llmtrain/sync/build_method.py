@@ -1,14 +1,38 @@
-"""Construction of a method from the choices in a recipe's `sync` section."""
+"""Construction of a method from the choices in a recipe's `sync` section, and the lists of their implementations."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from llmtrain.config import EverySecondsSection, SyncSection, WireSection
+from llmtrain.config import (
+    AverageSection,
+    BlockingSection,
+    DelayedSection,
+    EditPenaltySection,
+    EverySecondsSection,
+    LayerwiseSection,
+    MeanSection,
+    MedianNormSection,
+    MomentumSection,
+    NesterovSection,
+    OuterSection,
+    OverlappedSection,
+    PrimalAverageSection,
+    RadialSection,
+    ReductionSection,
+    Section,
+    SgdSection,
+    SyncScheduleSection,
+    SyncSection,
+    TokenWeightedSection,
+    WaitAvoidingSection,
+    WireSection,
+)
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import AnyFormat, Comms, shard_group
 from llmtrain.parallel.engine import Replica
@@ -20,12 +44,54 @@ from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.method import Method
 from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.offload import HostOffload, host_offload
-from llmtrain.sync.outer import build_outer
+from llmtrain.sync.outer import Momentum, Nesterov, Outer, PrimalAverage, Sgd
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
-from llmtrain.sync.reductions.reduction import build_reduction
-from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
+from llmtrain.sync.reductions.edit_penalty import EditPenalty
+from llmtrain.sync.reductions.reduction import Reduction
+from llmtrain.sync.reductions.weighted_means import MedianNorm, Radial, TokenWeighted
+from llmtrain.sync.schedules.base import Schedule, ScheduleParts
+from llmtrain.sync.schedules.blocking import BlockingSchedule
+from llmtrain.sync.schedules.delayed import DelayedSchedule
+from llmtrain.sync.schedules.layerwise import LayerwiseSchedule
+from llmtrain.sync.schedules.overlapped import OverlappedSchedule
+from llmtrain.sync.schedules.wait_avoiding import WaitAvoidingSchedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
+
+OUTERS: dict[type[OuterSection], Callable[[Any], Outer]] = {
+    AverageSection: lambda section: Sgd(1.0),
+    SgdSection: lambda section: Sgd(section.lr, section.rounds),
+    NesterovSection: lambda section: Nesterov(section.lr, section.momentum, section.normalize, section.rounds),
+    MomentumSection: lambda section: Momentum(
+        section.lr, section.momentum, section.clip, section.normalize, section.rounds
+    ),
+    PrimalAverageSection: lambda section: PrimalAverage(section.decay, section.share),
+}
+"""How the outer optimizer is built from `sync.outer`."""
+REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool], Reduction | None]] = {
+    MeanSection: lambda section, replicas, blocks, is_rounded: None,
+    TokenWeightedSection: lambda section, replicas, blocks, is_rounded: TokenWeighted(),
+    RadialSection: lambda section, replicas, blocks, is_rounded: Radial(replicas),
+    MedianNormSection: lambda section, replicas, blocks, is_rounded: MedianNorm(),
+    EditPenaltySection: EditPenalty,
+}
+"""How the reduction is built from `sync.reduction`, the numbers of replicas and blocks, and whether messages are rounded; None for
+the plain mean, which needs no agreement."""
+SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedule]] = {
+    BlockingSection: BlockingSchedule,
+    LayerwiseSection: LayerwiseSchedule,
+    OverlappedSection: OverlappedSchedule,
+    DelayedSection: DelayedSchedule,
+    WaitAvoidingSection: WaitAvoidingSchedule,
+}
+"""How the schedule is built from `sync.schedule` and the method's other parts."""
+
+
+def build_choice(implementations: Mapping[type, Callable], section: Section, *arguments: Any) -> Any:
+    """Return what is listed for the section's type, built from the section and the arguments."""
+    if type(section) not in implementations:
+        raise NotImplementedError(f"build_method.py lists no implementation of {type(section).__name__}")
+    return implementations[type(section)](section, *arguments)
 
 
 def build_wire(wire: WireSection, compiled: bool = False) -> AnyFormat | None:
@@ -59,7 +125,7 @@ def build_method(
     wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `end_early()` is true on a rank.
     `wake_signal` makes a wake signal from the store. `offload_of` returns the anchor offload for a device, or None.
     """
-    outer = build_outer(sync.outer)
+    outer = build_choice(OUTERS, sync.outer)
     copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
     anchors = Anchors(replica.blocks, sync.outer.has_momentum, copies) if sync.needs_anchor else None
     wire = build_wire(sync.wire, compiled)
@@ -74,10 +140,10 @@ def build_method(
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
-    reduction = build_reduction(sync.reduction, replica_comms.size, len(replica.blocks), wire is not None)
+    reduction = build_choice(REDUCTIONS, sync.reduction, replica_comms.size, len(replica.blocks), wire is not None)
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
     moments = None
     if sync.moments is not None:
         moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.stats)
-    schedule = build_schedule(sync.schedule, parts)
+    schedule = build_choice(SCHEDULES, sync.schedule, parts)
     return Method(replica, period, schedule, pull, moments, sync.reduction.counts_tokens)

@@ -50,7 +50,7 @@ class Method:
         self._counts_tokens = counts_tokens
         self.block_sync = schedule.block_sync
         self._lr, self._phase = 0.0, "synchronous"
-        if schedule.syncs_in_forward:
+        if schedule.section.syncs_in_forward:
             replica.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from copy import copy
-from functools import singledispatch
 
 import torch
 
-from llmtrain.config import (
-    AverageSection,
-    MomentumSection,
-    NesterovSection,
-    OuterLrSection,
-    OuterRoundsSection,
-    OuterSection,
-    PrimalAverageSection,
-    SgdSection,
-)
+from llmtrain.config import OuterLrSection, OuterRoundsSection
 from llmtrain.sync.round_stats import RoundStats
 
 
@@ -152,39 +142,3 @@ def _warmup_fraction(number: int, warmup: int) -> float:
 def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: float) -> None:
     """Set b <- mu b + D / g, where g is `unit`. If g is 1, a single operation does it."""
     torch.add(mean if unit == 1 else mean / unit, momentum, alpha=decay, out=momentum)
-
-
-@singledispatch
-def build_outer(section: OuterSection) -> Outer:
-    """Return the outer optimizer that a recipe's `sync.outer` describes. The functions below build one per type of section."""
-    raise NotImplementedError(f"no outer optimizer is registered for {type(section).__name__}")
-
-
-@build_outer.register
-def build_average(section: AverageSection) -> Outer:
-    """Return SGD with learning rate 1, whose step makes the replicas' mean the next anchor."""
-    return Sgd(1.0)
-
-
-@build_outer.register
-def build_sgd(section: SgdSection) -> Outer:
-    """Return plain SGD."""
-    return Sgd(section.lr, section.rounds)
-
-
-@build_outer.register
-def build_nesterov(section: NesterovSection) -> Outer:
-    """Return SGD with Nesterov momentum."""
-    return Nesterov(section.lr, section.momentum, section.normalize, section.rounds)
-
-
-@build_outer.register
-def build_momentum(section: MomentumSection) -> Outer:
-    """Return SGD with heavy-ball momentum."""
-    return Momentum(section.lr, section.momentum, section.clip, section.normalize, section.rounds)
-
-
-@build_outer.register
-def build_primal_average(section: PrimalAverageSection) -> Outer:
-    """Return generalized primal averaging."""
-    return PrimalAverage(section.decay, section.share)

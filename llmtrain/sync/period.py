@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from llmtrain.config import AnyPeriod, EveryStepSection, QsrSection, SyncSection
+from llmtrain.config import AnyPeriod, EveryStepSection, PeriodSection, QsrSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.reshard import require_equal
 
@@ -21,12 +21,12 @@ class Period(ABC):
     alone decides. `TimedPeriod` is the exception. A `step` is the replica's own, from 1.
     """
 
-    warmup = 0
-    """Synchronous steps before the first round."""
-    is_timed = False
-    """True if replicas take different numbers of steps in a round."""
     ended_early = False
     """True if all ranks know that the last round ended early because a stop was requested."""
+
+    def __init__(self, section: PeriodSection, warmup: int = 0):
+        """Create a period with `warmup` synchronous steps before the first round."""
+        self.section, self.warmup = section, warmup
 
     @abstractmethod
     def is_synchronous(self, step: int) -> bool:
@@ -96,25 +96,22 @@ class EveryStep(Period):
 
 
 class FixedPeriod(Period):
-    """A period of `warmup` synchronous steps, then rounds of `every` local steps."""
-
-    def __init__(self, every: int, warmup: int):
-        self.every, self.warmup = every, warmup
+    """A period of `warmup` synchronous steps, then rounds of `section.every` local steps."""
 
     def is_synchronous(self, step: int) -> bool:
         return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
-        return self.step_in_round(step) == self.every
+        return self.step_in_round(step) == self.section.every
 
     def round_length(self, step: int) -> int:
-        return 0 if self.is_synchronous(step) else self.every
+        return 0 if self.is_synchronous(step) else self.section.every
 
     def step_in_round(self, step: int) -> int:
-        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) % self.every + 1
+        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) % self.section.every + 1
 
     def round_number(self, step: int) -> int:
-        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) // self.every + 1
+        return 0 if self.is_synchronous(step) else (step - self.warmup - 1) // self.section.every + 1
 
 
 class QsrPeriod(Period):
@@ -123,20 +120,21 @@ class QsrPeriod(Period):
     so that the run ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have
     `base` steps."""
 
-    def __init__(self, base: int, alpha: float, warmup: int, rates: LRSchedule, power: float = 2.0):
-        self.base, self.alpha, self.power, self.rates = base, alpha, power, rates
+    def __init__(self, section: QsrSection, warmup: int, rates: LRSchedule):
+        super().__init__(section, warmup)
+        self.rates = rates
         self.set_warmup(warmup)
 
     def set_warmup(self, steps: int) -> None:
-        rates = self.rates
+        section, rates = self.section, self.rates
         self.warmup, self._ends = steps, [steps]
         while self._ends[-1] < rates.total_steps:
             lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
             longest = rates.total_steps - self._ends[-1]
             # The margin keeps rounding from making (2 x lr / lr)^2 3.99..., and so 3. At a rate of 0, the round lasts
             # until the end of the run.
-            grown = math.floor((self.alpha / lr) ** self.power * (1 + 1e-12)) if lr > 0 else longest
-            length = max(self.base, grown)
+            grown = math.floor((section.alpha / lr) ** section.power * (1 + 1e-12)) if lr > 0 else longest
+            length = max(section.base, grown)
             self._ends.append(self._ends[-1] + min(length, longest))
 
     def is_synchronous(self, step: int) -> bool:
@@ -149,17 +147,17 @@ class QsrPeriod(Period):
         if self.is_synchronous(step):
             return 0
         index = bisect_left(self._ends, step)
-        return self._ends[index] - self._ends[index - 1] if index < len(self._ends) else self.base
+        return self._ends[index] - self._ends[index - 1] if index < len(self._ends) else self.section.base
 
     def step_in_round(self, step: int) -> int:
         if self.is_synchronous(step):
             return 0
         index, beyond = bisect_left(self._ends, step), step - self._ends[-1]
-        return step - self._ends[index - 1] if index < len(self._ends) else (beyond - 1) % self.base + 1
+        return step - self._ends[index - 1] if index < len(self._ends) else (beyond - 1) % self.section.base + 1
 
     def round_number(self, step: int) -> int:
         index, beyond = bisect_left(self._ends, step), step - self._ends[-1]
-        return index if index < len(self._ends) else index + (beyond - 1) // self.base
+        return index if index < len(self._ends) else index + (beyond - 1) // self.section.base
 
 
 def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
@@ -173,7 +171,5 @@ def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
 def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
     """Return the period of steps that a recipe's `sync.period` describes. QSR follows the learning rate."""
     if isinstance(section, EveryStepSection):
-        return EveryStep()
-    if isinstance(section, QsrSection):
-        return QsrPeriod(section.base, section.alpha, warmup, rates, section.power)
-    return FixedPeriod(section.every, warmup)
+        return EveryStep(section)
+    return QsrPeriod(section, warmup, rates) if isinstance(section, QsrSection) else FixedPeriod(section, warmup)

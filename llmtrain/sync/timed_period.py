@@ -32,8 +32,6 @@ class TimedPeriod(Period):
     requested.
     """
 
-    is_timed = True
-
     def __init__(
         self,
         section: EverySecondsSection,
@@ -44,8 +42,9 @@ class TimedPeriod(Period):
         clock: Clock,
         end_early: Callable[[], bool] = lambda: False,
     ):
-        self.section, self.warmup, self.total_steps = section, warmup, total_steps
-        self.replica_comms, self.shard_comms, self.clock = replica_comms, shard_comms, clock
+        super().__init__(section, warmup)
+        self.total_steps, self.clock = total_steps, clock
+        self.replica_comms, self.shard_comms = replica_comms, shard_comms
         self.end_early = end_early
         self._exchanged_at: float | None = (
             None  # time of the last exchange, on this rank's clock, moved by what is not training

@@ -1,5 +1,5 @@
 """A new kind of a choice, added as CONTRIBUTING says, with nothing of the package changed: its class with its keys and their
-consequences, its implementation, and its registration. The trainer, the engines and the estimates know no more of it."""
+consequences, its implementation, and its entry in a list. The trainer, the engines and the estimates know no more of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmtrain.config import BlockingSection, OuterSection, SyncScheduleSection, 
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.sync.outer import Outer, build_outer
+from llmtrain.sync.build_method import OUTERS, SCHEDULES, build_choice
+from llmtrain.sync.outer import Outer
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import Schedule, ScheduleParts, build_schedule
 from llmtrain.sync.schedules.blocking import BlockingSchedule
 from tests.distributed.fake_engine import Scenario, choices, replay
 from tests.distributed.oracle import Oracle
@@ -46,9 +46,7 @@ class Sign(Outer):
         anchor.add_(mean.sign(), alpha=-self.lr)
 
 
-@build_outer.register
-def build_sign(section: SignSection) -> Outer:
-    return Sign(section.lr)
+OUTERS[SignSection] = lambda section: Sign(section.lr)
 
 
 class OneByOneSection(SyncScheduleSection):
@@ -61,9 +59,7 @@ class OneByOneSection(SyncScheduleSection):
         return 1
 
 
-@build_schedule.register
-def build_one_by_one(section: OneByOneSection, parts: ScheduleParts) -> Schedule:
-    return BlockingSchedule(parts.block_sync, parts.reduction, prefetch=0)
+SCHEDULES[OneByOneSection] = BlockingSchedule
 
 
 def with_choice(sync: SyncSection, **choice: object) -> SyncSection:
@@ -92,9 +88,9 @@ def test_a_schedule_orders_the_same_operations_and_tells_its_memory() -> None:
     assert estimate(other, size, 2, 4).messages < estimate(recipe, size, 2, 4).messages
 
 
-def test_a_kind_that_nobody_registered_is_named() -> None:
+def test_a_kind_that_nobody_listed_is_named() -> None:
     class Unknown(OuterSection):
         kind: Literal["unknown"] = "unknown"
 
-    with pytest.raises(NotImplementedError, match="no outer optimizer is registered for Unknown"):
-        build_outer(Unknown())
+    with pytest.raises(NotImplementedError, match="no implementation of Unknown"):
+        build_choice(OUTERS, Unknown())

@@ -37,8 +37,8 @@ TABLES = {
     "llmtrain/sync/period.py": r"""
     seen by unit/test_period.py, SCENARIOS
         period: rounds begin a step early
-          - (step - self.warmup - 1) % self.every + 1
-          + (step - self.warmup) % self.every + 1
+          - (step - self.warmup - 1) % self.section.every + 1
+          + (step - self.warmup) % self.section.every + 1
         period: warm-up by learning rate is a step too long
           - rates.first_step_below(sync.warmup_until_lr) - 1)
           + rates.first_step_below(sync.warmup_until_lr))
@@ -47,8 +47,8 @@ TABLES = {
           - rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
           + rates.at(self._ends[-1] + 1)
         period: QSR is always quadratic
-          - (self.alpha / lr) ** self.power
-          + (self.alpha / lr) ** 2
+          - (section.alpha / lr) ** section.power
+          + (section.alpha / lr) ** 2
         period: QSR's round may be longer than the longest
           - self._ends.append(self._ends[-1] + min(length, longest))
           + self._ends.append(self._ends[-1] + length)
@@ -56,8 +56,8 @@ TABLES = {
           - self.warmup, self._ends = steps, [steps]
           + self.warmup, self._ends = steps, getattr(self, "_ends", [steps])
         period: rounds are numbered from the first step of the run
-          - (step - self.warmup - 1) // self.every + 1
-          + (step - 1) // self.every + 1
+          - (step - self.warmup - 1) // self.section.every + 1
+          + (step - 1) // self.section.every + 1
     """,
     "llmtrain/sync/pull.py": r"""
     seen by SCENARIOS

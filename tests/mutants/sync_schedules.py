@@ -6,6 +6,10 @@ TABLES = {
         blocking: the pending layer is not in the checkpoint
           - "armed": self._next_block is not None,
           + "armed": False,
+    seen by SCENARIOS
+        blocking: one more block is in flight than the section says
+          - parts.reduction, section.blocks_in_flight - 1
+          + parts.reduction, section.blocks_in_flight
     seen by distributed/test_layerwise_long.py, SCENARIOS
         blocking: prefetch of 0 is 1
           - block_sync.blocks[index : index + self.prefetch + 1]

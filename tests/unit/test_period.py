@@ -50,7 +50,9 @@ RESNET = {"peak": 0.8, "total": 62_400, "warmup": 1_560}
     ],
 )
 def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expected, longest):
-    lengths = rounds(QsrPeriod(base, alpha, 0, published(**schedule, shape=shape)), schedule["total"])
+    lengths = rounds(
+        QsrPeriod(QsrSection(base=base, alpha=alpha), 0, published(**schedule, shape=shape)), schedule["total"]
+    )
     assert len(lengths) == expected
     assert sum(lengths) == schedule["total"], "the last round is cut at the run's end"
     assert max(lengths) == longest
@@ -80,7 +82,7 @@ def test_at_a_constant_learning_rate_rounds_have_one_length():
 def test_rounds_do_not_depend_on_where_a_run_was_resumed():
     """Decisions are functions of the step: asking in any order, of a new object, gives the same."""
     rates = LRSchedule(1e-3, 500, LRScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
-    first, again = (QsrPeriod(2, 3e-3, 30, rates) for _ in range(2))
+    first, again = (QsrPeriod(QsrSection(base=2, alpha=3e-3), 30, rates) for _ in range(2))
     assert [first.ends_round(s) for s in range(1, 501)] == [again.ends_round(s) for s in range(500, 0, -1)][::-1]
     lengths = rounds(first, 500)
     assert sum(lengths) == 470
@@ -91,7 +93,7 @@ def test_rounds_do_not_depend_on_where_a_run_was_resumed():
 
 def test_a_learning_rate_that_ends_at_zero_is_no_division_by_zero():
     rates = LRSchedule(1e-3, 50, LRScheduleSection(kind="linear", final_ratio=0.0))
-    assert sum(rounds(QsrPeriod(1, 1e-3, 0, rates), 50)) == 50
+    assert sum(rounds(QsrPeriod(QsrSection(base=1, alpha=1e-3), 0, rates), 50)) == 50
 
 
 def test_every_step_has_no_rounds():
@@ -207,10 +209,10 @@ def test_rounds_begin_after_the_warm_up_that_a_run_had():
 
 
 def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
-    fixed = FixedPeriod(3, 2)
+    fixed = FixedPeriod(EveryStepsSection(every=3), 2)
     assert [fixed.round_number(step) for step in range(1, 10)] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert [EveryStep().round_number(step) for step in (1, 100)] == [0, 0]
-    qsr = QsrPeriod(4, 0.0175, 500, published(**VIT, shape="cosine"))
+    assert [EveryStep(EveryStepSection()).round_number(step) for step in (1, 100)] == [0, 0]
+    qsr = QsrPeriod(QsrSection(base=4, alpha=0.0175), 500, published(**VIT, shape="cosine"))
     ends = [step for step in range(1, VIT["total"] + 1) if qsr.ends_round(step)]
     assert [qsr.round_number(step) for step in (500, 501, ends[0], ends[0] + 1)] == [0, 1, 1, 2]
     assert qsr.round_number(VIT["total"]) == len(ends)
@@ -220,7 +222,7 @@ def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
 def test_rounds_of_the_quadratic_rule_beyond_the_end_have_the_shortest_length() -> None:
     """In a loop of one's own that goes on, for its last averages."""
     rates = LRSchedule(1.0, 10, LRScheduleSection(kind="constant"))
-    period = QsrPeriod(3, 3**0.5, 1, rates)
+    period = QsrPeriod(QsrSection(base=3, alpha=3**0.5), 1, rates)
     ends = [step for step in range(1, 20) if period.ends_round(step)]
     assert ends == [4, 7, 10, 13, 16, 19]
     assert [period.round_length(step) for step in (10, 11, 13, 14)] == [3] * 4

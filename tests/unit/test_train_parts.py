@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llmtrain.config import LRScheduleSection
+from llmtrain.config import BlockingSection, LRScheduleSection
 from llmtrain.errors import FAILED, CheckpointError, TrainingError
 from llmtrain.lr import LRSchedule
 from llmtrain.plan.cards import CARDS
@@ -380,7 +380,7 @@ def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
     returned = []
     block_sync = SimpleNamespace(reset_to_anchor=lambda: returned.append("to the anchor"), ensure_anchor=lambda: None)
     schedule = SimpleNamespace(
-        block_sync=block_sync, begin_step=lambda: None, syncs_in_forward=False, forget_tokens=lambda: None
+        section=BlockingSection(), block_sync=block_sync, begin_step=lambda: None, forget_tokens=lambda: None
     )
     period = SimpleNamespace(is_synchronous=lambda step: is_synchronous)
     method = Method(SimpleNamespace(register_block_hook=lambda hook: None), period, schedule, None)

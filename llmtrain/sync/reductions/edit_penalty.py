@@ -15,7 +15,7 @@ import torch
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import TrainingError
 from llmtrain.running_moments import RunningMoments
-from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
 from llmtrain.sync.round_stats import RoundStats
 
 EPSILON = 1e-6
@@ -159,9 +159,3 @@ class EditPenalty(Reduction):
         before.load_state_dict(state)
         merged = {name: getattr(before, name).merge(replicas).state_dict() for name in ("norms", "steps")}
         return {**merged, "excluded": torch.zeros_like(self.excluded).tolist()}
-
-
-@build_reduction.register
-def build_edit_penalty(section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
-    """Return EDiT's penalty, without statistics yet."""
-    return EditPenalty(section, replicas, blocks, is_rounded)

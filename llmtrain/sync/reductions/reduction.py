@@ -9,12 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import torch
 
-from llmtrain.config import ReductionSection
 from llmtrain.sync.round_stats import RoundStats
 
 STATE_KEY = "penalty"
@@ -68,10 +66,3 @@ class Reduction(ABC):
     def resharded(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the statistics for a run that resumes with a different number of replicas."""
         return None
-
-
-@singledispatch
-def build_reduction(section: ReductionSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction | None:
-    """Return the reduction that a recipe's `sync.reduction` describes; None for the plain mean, which needs no agreement.
-    `is_rounded` says that messages are rounded. A mean may then be longer than the pseudo-gradients from which it was made."""
-    raise NotImplementedError(f"no reduction is registered for {type(section).__name__}")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llmtrain.config import MeanSection, MedianNormSection, RadialSection, TokenWeightedSection
-from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights, build_reduction
+from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
 from llmtrain.sync.round_stats import RoundStats
 
 
@@ -78,27 +77,3 @@ def _mean_of_finite(norms: torch.Tensor) -> torch.Tensor:
     """Return each column's mean over its finite entries; 0 if there are none."""
     counted = norms.isfinite()
     return norms.masked_fill(~counted, 0.0).sum(0) / counted.sum(0).clamp(min=1)
-
-
-@build_reduction.register
-def build_mean(section: MeanSection, replicas: int, blocks: int, is_rounded: bool) -> None:
-    """Return None, because all replicas have the same weight."""
-    return
-
-
-@build_reduction.register
-def build_token_weighted(section: TokenWeightedSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
-    """Return the mean weighted by tokens."""
-    return TokenWeighted()
-
-
-@build_reduction.register
-def build_radial(section: RadialSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
-    """Return radial-directional averaging."""
-    return Radial(replicas)
-
-
-@build_reduction.register
-def build_median_norm(section: MedianNormSection, replicas: int, blocks: int, is_rounded: bool) -> Reduction:
-    """Return the mean of pseudo-gradients of equal norm."""
-    return MedianNorm()

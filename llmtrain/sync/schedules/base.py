@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import torch
@@ -30,18 +29,17 @@ class Schedule(ABC):
 
     staleness = 0
     """Age in steps of the last message that was used, for the log: from taking its payload to applying its result."""
-    syncs_in_forward = False
-    """True if `before_block` synchronizes blocks in training forwards. Otherwise the method registers no block hook."""
 
-    def __init__(self, block_sync: BlockSync):
-        self.block_sync = block_sync
+    def __init__(self, section: SyncScheduleSection, parts: ScheduleParts):
+        """Create the schedule that a recipe's `sync.schedule` describes. A collective of all ranks."""
+        self.section, self.block_sync = section, parts.block_sync
 
     def begin_step(self) -> None:
         """Prepare a local step, before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. With `syncs_in_forward`, called in every training
-        forward, also in synchronous steps."""
+        """Carry out the work that is due before block `index` is gathered. If the section says `syncs_in_forward`, called in every
+        training forward, also in synchronous steps, and otherwise never."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
@@ -101,10 +99,3 @@ class ScheduleParts:
     """The job's key-value store."""
     wake_signal: Callable[[dist.Store], WakeSignal]
     timeout_seconds: float
-
-
-@singledispatch
-def build_schedule(section: SyncScheduleSection, parts: ScheduleParts) -> Schedule:
-    """Return the schedule that a recipe's `sync.schedule` describes. Each schedule registers a function for its type of
-    section. A collective of all ranks."""
-    raise NotImplementedError(f"no schedule is registered for {type(section).__name__}")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from llmtrain.config import PREFETCH, BlockingSection
+from llmtrain.config import SyncScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import BlockSquares, BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.reductions.reduction import STATE_KEY, Reduction
+from llmtrain.sync.block_sync import BlockSquares, PendingReduction, squared_norm
+from llmtrain.sync.reductions.reduction import STATE_KEY
 from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
 from llmtrain.sync.weighing import Agreement, Weighing
 from llmtrain.turns import own_time
 
@@ -27,10 +27,10 @@ class BlockingSchedule(Schedule):
     A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
     """
 
-    def __init__(self, block_sync: BlockSync, reduction: Reduction | None, prefetch: int = PREFETCH):
-        super().__init__(block_sync)
-        self.reduction, self.prefetch = reduction, prefetch
-        self._weighing = Weighing(block_sync, reduction)
+    def __init__(self, section: SyncScheduleSection, parts: ScheduleParts):
+        super().__init__(section, parts)
+        self.reduction, self.prefetch = parts.reduction, section.blocks_in_flight - 1
+        self._weighing = Weighing(self.block_sync, self.reduction)
         self._round = RoundStats()  # local steps since the last synchronization
         # Next block to synchronize, while a synchronization is armed, and None otherwise.
         self._next_block: int | None = None
@@ -159,7 +159,8 @@ class BlockingSchedule(Schedule):
 
     def _close(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
-        if not self.syncs_in_forward:  # training stands still until the device is done; in a forward, it continues
+        # Training stands still until the device is done. In a forward, it continues.
+        if not self.section.syncs_in_forward:
             self.block_sync.wait_for_device()
         self._closed_at = own_time()
         self.block_sync.complete_round()
@@ -175,9 +176,3 @@ class BlockingSchedule(Schedule):
             return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         return [self.block_sync.squared_norm(index) for index in visited]
-
-
-@build_schedule.register
-def build_blocking(section: BlockingSection, parts: ScheduleParts) -> BlockingSchedule:
-    """Return a blocking schedule with the default prefetch."""
-    return BlockingSchedule(parts.block_sync, parts.reduction)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from llmtrain.config import DelayedSection
-from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message
-from llmtrain.sync.period import Period
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.weighing import Weighing
 
 
 class DelayedSchedule(FragmentSchedule):
@@ -21,10 +16,6 @@ class DelayedSchedule(FragmentSchedule):
     seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
     excluded from a block, its anchor stays as it is."""
 
-    def __init__(self, block_sync: BlockSync, period: Period, section: DelayedSection, weighing: Weighing | None):
-        super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)
-        self.section = section
-
     def finish(self) -> None:
         with self.block_sync.stats.time_exposed():
             for fragment, local_steps in enumerate(self._local_steps):
@@ -35,7 +26,8 @@ class DelayedSchedule(FragmentSchedule):
                 self._messages[fragment] = None
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        if not self.period.is_timed:  # else `_take_turn` has sent it already, and replicas are at different steps
+        # In rounds of seconds, `_take_turn` has sent it already, and replicas are at different steps.
+        if not self.period.section.is_timed:
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
     def _take_turn(self, fragment: int) -> None:
@@ -44,7 +36,7 @@ class DelayedSchedule(FragmentSchedule):
             arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
         self.staleness = int(self._local_steps[fragment].steps)
         taken = self._messages[fragment] = self._take_message(fragment)
-        if self.period.is_timed:
+        if self.period.section.is_timed:
             taken.send()
         if arrived is not None:
             self._apply(fragment, arrived, self._staleness_penalty(arrived.local_steps, taken.local_steps))
@@ -64,12 +56,3 @@ class DelayedSchedule(FragmentSchedule):
     def _apply(self, fragment: int, message: Message, gap: float) -> None:
         message.apply(gap=gap)
         self._count_round(fragment)
-
-
-@build_schedule.register
-def build_delayed(section: DelayedSection, parts: ScheduleParts) -> DelayedSchedule:
-    """Return a delayed schedule. Its messages have an exchange of weights only if the reduction weights replicas or if replicas
-    take different numbers of steps."""
-    exchanges = parts.reduction is not None or parts.period.is_timed
-    weighing = Weighing(parts.block_sync, parts.reduction) if exchanges else None
-    return DelayedSchedule(parts.block_sync, parts.period, section, weighing)

@@ -8,27 +8,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from llmtrain.config import FragmentsSection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import require_equal
-from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message, WeighedMessage
-from llmtrain.sync.period import Period
 from llmtrain.sync.reductions.reduction import STATE_KEY
 from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
 from llmtrain.sync.weighing import Weighing
 
 
 class FragmentSchedule(Schedule):
     """Synchronization of P fragments, each a list of blocks. A fragment's *turn* is the step at whose end its pseudo-gradient
-    is taken. Fragment p has its turn after ceil((p + 1) H / P) steps of every round of H, p from 0. `weighing` is None if all
-    replicas have the same weight and take the same steps."""
+    is taken. Fragment p has its turn after ceil((p + 1) H / P) steps of every round of H, p from 0."""
 
-    def __init__(self, block_sync: BlockSync, period: Period, fragments: list[list[int]], weighing: Weighing | None):
-        super().__init__(block_sync)
-        self.period, self.fragments, self.weighing = period, fragments, weighing
-        self._local_steps = [RoundStats()] * len(fragments)  # local steps since each fragment's last turn
-        self._messages: list[Message | None] = [None] * len(fragments)
+    def __init__(self, section: FragmentsSection, parts: ScheduleParts):
+        super().__init__(section, parts)
+        self.period, self.fragments = parts.period, section.blocks_of_fragments(len(self.block_sync.blocks))
+        # Messages have an exchange only if the reduction weights replicas or if replicas take different numbers of steps.
+        exchanges = parts.reduction is not None or parts.period.section.is_timed
+        self.weighing = Weighing(self.block_sync, parts.reduction) if exchanges else None
+        self._local_steps = [RoundStats()] * len(self.fragments)  # local steps since each fragment's last turn
+        self._messages: list[Message | None] = [None] * len(self.fragments)
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
         with self.block_sync.stats.time_exposed():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from llmtrain.config import LayerwiseSection
 from llmtrain.errors import RecipeError
-from llmtrain.sync.schedules.base import ScheduleParts, build_schedule
 from llmtrain.sync.schedules.blocking import BlockingSchedule
 
 
 class LayerwiseSchedule(BlockingSchedule):
     """Layer-wise synchronization. The end of a round only arms it. The engine's block hook then carries it out in the next
     training forward, so the reductions of later blocks are in flight while earlier blocks compute."""
-
-    syncs_in_forward = True
 
     def before_block(self, index: int) -> None:
         if self._next_block is not None:
@@ -24,9 +20,3 @@ class LayerwiseSchedule(BlockingSchedule):
                 "the last round was not synchronized, because not all blocks ran in a training forward since; use sync.schedule=blocking"
             )
         self._next_block = 0
-
-
-@build_schedule.register
-def build_layerwise(section: LayerwiseSection, parts: ScheduleParts) -> LayerwiseSchedule:
-    """Return a layer-wise schedule with the section's prefetch."""
-    return LayerwiseSchedule(parts.block_sync, parts.reduction, section.prefetch)

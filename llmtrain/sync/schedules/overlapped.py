@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.config import OverlappedSection
-from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.message import Message
-from llmtrain.sync.period import Period
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts, build_schedule
+from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts
 from llmtrain.sync.schedules.fragments import FragmentSchedule
-from llmtrain.sync.weighing import Weighing
 
 
 class OverlappedSchedule(FragmentSchedule):
@@ -21,9 +18,9 @@ class OverlappedSchedule(FragmentSchedule):
     If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. A replica that
     is excluded from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
 
-    def __init__(self, block_sync: BlockSync, period: Period, section: OverlappedSection, weighing: Weighing | None):
-        super().__init__(block_sync, period, section.blocks_of_fragments(len(block_sync.blocks)), weighing)
-        self.section, self.staleness = section, section.steps
+    def __init__(self, section: OverlappedSection, parts: ScheduleParts):
+        super().__init__(section, parts)
+        self.staleness = section.steps
         self._is_mixed = False  # True if parameters may differ between replicas because they were mixed with an anchor
 
     def finish(self) -> None:
@@ -79,10 +76,3 @@ class OverlappedSchedule(FragmentSchedule):
         self._messages[fragment] = None
         self._is_mixed |= self.section.alpha > 0
         self._count_round(fragment)
-
-
-@build_schedule.register
-def build_overlapped(section: OverlappedSection, parts: ScheduleParts) -> OverlappedSchedule:
-    """Return an overlapped schedule. The period determines the fragments' turns."""
-    weighing = Weighing(parts.block_sync, parts.reduction) if parts.reduction is not None else None
-    return OverlappedSchedule(parts.block_sync, parts.period, section, weighing)

@@ -12,11 +12,10 @@ from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.parallel.in_process import MemoryComms
 from llmtrain.sync import butterfly
-from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.group_averager import GroupAverager, Payloads
 from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
 from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts, build_schedule
+from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
 
 
 class WaitAvoidingSchedule(Schedule):
@@ -28,10 +27,13 @@ class WaitAvoidingSchedule(Schedule):
     replicas synchronize.
     """
 
-    def __init__(self, block_sync: BlockSync, worker: GroupAverager | MemoryAverager | None, size: int):
-        """Create the schedule. `worker` is None for a single replica. `size` is S, the number of replicas in a group."""
-        super().__init__(block_sync)
-        self.worker, self.size = worker, size
+    def __init__(self, section: WaitAvoidingSection, parts: ScheduleParts):
+        super().__init__(section, parts)
+        replicas = self.block_sync.replica_comms.size
+        self.size = section.resolve_group_size(replicas) if replicas > 1 else 1
+        """S, the number of replicas in a group."""
+        self.worker = _averager(self.size, parts) if replicas > 1 else None
+        """What averages for this replica if it is late; None for a single replica."""
         self._round = RoundStats()
         self._iteration = 0  # local steps so far, which number the group averages
         self._resumed: tuple[int, Payloads] | None = None
@@ -145,14 +147,10 @@ class WaitAvoidingSchedule(Schedule):
         self._counted_bytes = sent
 
 
-@build_schedule.register
-def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> WaitAvoidingSchedule:
-    """Return a wait-avoiding schedule with what averages for late replicas: a thread and process groups or, in one process, what
-    they share. A single replica needs neither."""
-    block_sync, replica = parts.block_sync, parts.block_sync.replica_comms
-    if replica.size == 1:
-        return WaitAvoidingSchedule(block_sync, None, 1)
-    size = section.resolve_group_size(replica.size)
+def _averager(size: int, parts: ScheduleParts) -> GroupAverager | MemoryAverager:
+    """Return what averages in groups of `size` for late replicas: a thread and process groups or, in one process, what they
+    share."""
+    replica = parts.block_sync.replica_comms
     last_length = parts.period.round_length(parts.total_steps + 1)  # of the rounds beyond `total_steps`
 
     def groups_at(iteration: int) -> list[list[int]]:
@@ -165,7 +163,7 @@ def build_wait_avoiding(section: WaitAvoidingSection, parts: ScheduleParts) -> W
         return (step <= parts.total_steps or last_length > 1) and parts.period.ends_round(step)
 
     average = _memory_averager if isinstance(replica, MemoryComms) else _threaded_averager
-    return WaitAvoidingSchedule(block_sync, average(parts, groups_at, is_global), size)
+    return average(parts, groups_at, is_global)
 
 
 def _memory_averager(
