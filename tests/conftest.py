@@ -1,4 +1,4 @@
-"""What all tests share: no network, a pool of ranks, and the real data where it is present."""
+"""What all tests share: no network, a pool of ranks, the real data where it is present, and a terminal."""
 
 from __future__ import annotations
 
@@ -72,3 +72,11 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data in {folder}; set LLMTRAIN_DATA to a folder that has it")
     return folder
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich takes what it writes to for a terminal."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")

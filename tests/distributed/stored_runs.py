@@ -16,7 +16,7 @@ from llmtrain.config import Recipe
 from llmtrain.sync.methods import METHODS, inner_preset
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
+from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 STOPPED_AFTER = 8
 """Within the second round, where a validation makes all ranks agree on it at once."""

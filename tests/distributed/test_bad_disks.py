@@ -32,7 +32,7 @@ from llmtrain.train.run import run_training
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
-from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
+from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 from tests.end_to_end.runs import exact
 from tests.mounts import mounted, read_only
 from tests.unit.test_checkpoint_state import Training

@@ -14,7 +14,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.sync.anchors import flatten
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
+from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 SICK = 1
 """The replica."""

@@ -21,7 +21,7 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validation
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import recipe_of, write_texts
+from tests.distributed.reshard_runs import recipe_of, write_texts
 from tests.distributed.test_resume_training import fit_timed
 
 ALONE = World(0, 1, 0, 1)

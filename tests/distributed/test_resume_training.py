@@ -26,7 +26,7 @@ from tests.distributed.fake_engine import choices
 from tests.distributed.pairs_runs import train_and_resume
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, Case, train
-from tests.distributed.reshape_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
+from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, "resid_dropout": 0.3, "embed_dropout": 0.3}})
 STOPPED = 1

@@ -20,7 +20,7 @@ from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import recipe_of, write_texts
+from tests.distributed.reshard_runs import recipe_of, write_texts
 from tests.distributed.stored_runs import KEYS, train
 from tests.end_to_end.runs import exact
 

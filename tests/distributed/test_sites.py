@@ -26,7 +26,7 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.validation import validate_each
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_runs import recipe_of
+from tests.distributed.reshard_runs import recipe_of
 from tests.distributed.stored_runs import KEYS, STEPS, STOPPED_AFTER, train
 from tests.end_to_end.runs import exact
 

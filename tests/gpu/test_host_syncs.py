@@ -17,7 +17,7 @@ from llmtrain.train.state import TrainState
 from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, LLAMA, Case, build_case, mesh_of, micro_batches
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, trainer_of, write_texts
+from tests.distributed.reshard_runs import Part, Seen, recipe_of, trainer_of, write_texts
 from tests.emulated_gpu import as_cuda
 from tests.gpu.on_gpu import CYCLES, IS_EMULATED, case_of
 from tests.inside_torch import Compilations, compilations, forget_compilations, occupy_stream

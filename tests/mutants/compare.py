@@ -28,7 +28,7 @@ TABLES = {
           + if False:
     """,
     "llmtrain/compare/faults.py": r"""
-    seen by unit/test_comparison.py
+    seen by unit/test_compare_faults.py
         documents: garbage fills the padding
           - b == IGNORE_INDEX,
           + b == -1,
@@ -53,7 +53,6 @@ TABLES = {
         compare: faster by the median, though ranges overlap
           - if ours["high"] < theirs["low"]:
           + if ours["median"] < theirs["median"]:
-    seen by unit/test_compare_results.py, unit/test_gaps_results.py
         compare: bytes received by some hosts are those of all
           - None if None in received else sum(received)
           + sum(filter(None, received))
@@ -72,7 +71,7 @@ TABLES = {
           + return max(needed)
     """,
     "llmtrain/compare/report.py": r"""
-    seen by unit/test_compare_report.py, unit/test_gaps_results.py
+    seen by unit/test_compare_report.py
         headline: one seed among several is not pointed out
           - min(best["seeds"], base["seeds"])
           + max(best["seeds"], base["seeds"])
@@ -82,17 +81,16 @@ TABLES = {
         compare: scores of earlier checkpoints are the last one's
           - (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
           + True
-    seen by unit/test_compare_results.py, unit/test_gaps_results.py
+    seen by unit/test_compare_results.py
         compare: spans in order of their ends
           - sort_values(["rank", "start"],
           + sort_values(["rank", "end"],
-    seen by unit/test_compare_results.py
         compare: failed trials are measured
           - return self.state in (TrialState.DONE, TrialState.STOPPED) and bool(self.lines)
           + return bool(self.lines)
     """,
     "llmtrain/compare/runner.py": r"""
-    seen by unit/test_compare_interrupted.py
+    seen by unit/test_compare_runner.py
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
@@ -103,7 +101,7 @@ TABLES = {
           +
     """,
     "llmtrain/compare/trial.py": r"""
-    seen by unit/test_gaps_compare.py
+    seen by unit/test_compare_trial.py
         comparison: each part of a trial has the whole limit
           - (self.comparison.stop_after_minutes or math.inf) - trained
           + (self.comparison.stop_after_minutes or math.inf)

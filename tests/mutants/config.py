@@ -20,7 +20,7 @@ TABLES = {
         config: tokens are rounded up to whole steps
           - else (self.tokens or 0) // self.tokens_per_step
           + else -(-(self.tokens or 0) // self.tokens_per_step)
-    seen by unit/test_doctor.py, unit/test_gaps_results.py
+    seen by unit/test_doctor.py
         doctor: forgets the checkpoint that replaces the oldest
           - self.keep + self.keep_best + for_good + 1
           + self.keep + self.keep_best + for_good

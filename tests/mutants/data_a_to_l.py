@@ -36,7 +36,7 @@ TABLES = {
         shards: checksum of the last part alone
           - self._crc32 = zlib.crc32(raw, self._crc32)
           + self._crc32 = zlib.crc32(raw)
-    seen by unit/test_gaps_data.py
+    seen by unit/test_data_dataset.py
         index: a shard that is too long passes
           - (size := path.stat().st_size) != shard.bytes
           + (size := path.stat().st_size) < shard.bytes
@@ -117,7 +117,7 @@ TABLES = {
           -             self._writing.result()
           -         for split
           + for split
-    seen by unit/test_data_num_proc.py
+    seen by unit/test_data_tokenizing.py
         num_proc: a split gets more than one process would give it
           - parts = {split: part for split, part in tokenized.items() if split in missing}
           + parts = tokenized
@@ -161,7 +161,7 @@ TABLES = {
           + self.revision = newest
     """,
     "llmtrain/data/loader.py": r"""
-    seen by distributed/test_reshape.py
+    seen by distributed/test_reshard.py
         reshape: samples left by slow replicas are read by nobody
           - return by_replica(partial(merge_cursors, global_batch=self.global_batch))
           + return lambda change, values: values[0]

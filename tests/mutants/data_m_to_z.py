@@ -41,7 +41,7 @@ TABLES = {
           -         if epoch:
           -             return 0, self.num_samples
           -
-    seen by unit/test_data_unread.py
+    seen by unit/test_data_cursors.py
         unread: one batch too many counts as unread
           - while replica.num_read < ahead:
           + while replica.num_read <= ahead:
@@ -283,7 +283,7 @@ TABLES = {
         prepare: a quoted eos ends a document
           - backend.encode_special_tokens = True
           + backend.encode_special_tokens = False
-    seen by unit/test_data_num_proc.py
+    seen by unit/test_data_tokenizing.py
         num_proc: batches are taken as they are completed
           -         found = self._result(waiting[0])
           -         waiting.popleft()
@@ -301,7 +301,6 @@ TABLES = {
         num_proc: processes are left behind
           -     threading.Thread(target=_end_with_parent, daemon=True).start()
           -
-    seen by unit/test_gaps_data.py
         tokenizing: batches after one that failed are kept
           -         found = self._result(waiting[0])
           -         waiting.popleft()

@@ -11,11 +11,10 @@ TABLES = {
           + name.startswith(wanted)) for name
     """,
     "llmtrain/doctor/network_speed.py": r"""
-    seen by unit/test_doctor_ranks.py
+    seen by unit/test_network_speed.py
         connections: rates are measured on the first one
           - tensor.chunk(len(comms.groups))
           + tensor.chunk(1)
-    seen by unit/test_doctor.py, unit/test_gaps_results.py
         doctor: the clock's offset by the slowest round trip
           - skew=min(pings)[1]
           + skew=max(pings)[1]

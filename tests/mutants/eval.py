@@ -23,13 +23,13 @@ TABLES = {
           + None
     """,
     "llmtrain/eval/evaluated_checkpoint.py": r"""
-    seen by unit/test_eval.py
+    seen by unit/test_evaluated_checkpoint.py
         eval: new weights of the same size go unnoticed
           - \0{stat.st_size}\0{stat.st_mtime_ns}\0
           + \0{stat.st_size}\0
     """,
     "llmtrain/eval/harness.py": r"""
-    seen by unit/test_eval_units.py
+    seen by unit/test_eval_harness.py
         eval: JSON with a standard error that is no number
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
@@ -49,7 +49,7 @@ TABLES = {
           + device=device)
     """,
     "llmtrain/eval/scores.py": r"""
-    seen by unit/test_eval.py
+    seen by unit/test_eval_scores.py
         eval: the smaller of two standard errors decides on chance
           - error = max(stderr,
           + error = min(stderr,
@@ -64,7 +64,7 @@ TABLES = {
           + return {**key}
     """,
     "llmtrain/eval/table.py": r"""
-    seen by unit/test_eval.py
+    seen by unit/test_eval_table.py
         eval: losses in other contexts are tested against each other
           -  or _reads_apart(a, row) != _reads_apart(b, row):
           + :
@@ -83,6 +83,9 @@ TABLES = {
         generate: texts reach learned positions that are random
           - max_position_embeddings", None), self.trained_positions)
           + max_position_embeddings", None),)
+        eval: standard error of the loss as that of the perplexity
+          - else perplexity * loss_error
+          + else loss_error
     seen by unit/test_eval_arguments.py
         eval: another device than asked
           - int(index or 0) >= found
@@ -98,13 +101,9 @@ TABLES = {
         eval: a loss that is no number is a score
           - if not costs.isfinite().all():
           + if costs.isinf().any():
-    seen by unit/test_gaps_results.py
-        eval: standard error of the loss as that of the perplexity
-          - else perplexity * loss_error
-          + else loss_error
     """,
     "llmtrain/eval/units.py": r"""
-    seen by unit/test_gaps_results.py
+    seen by unit/test_eval_units.py
         eval: the larger of two limits
           - return min(given) if given
           + return max(given) if given

@@ -2,7 +2,7 @@
 
 TABLES = {
     "llmtrain/launch/attempts.py": r"""
-    seen by unit/test_launch_again.py
+    seen by unit/test_attempts.py
         attempts: one restart less
           - if final or number == restarts:
           + if final or number >= restarts - 1:
@@ -22,22 +22,19 @@ TABLES = {
           +         leave_soon()
     """,
     "llmtrain/launch/node_rendezvous.py": r"""
-    seen by unit/test_launch_again.py
+    seen by unit/test_node_rendezvous.py
         roll call: a live launcher counts as gone
           - if node not in heard or beats != heard[node][0]:
           + if node not in heard:
         launch: a node that was given up ends the others' run
           - isinstance(error, RecipeError | ReturnedError) and
           + isinstance(error, RecipeError) and
-    seen by unit/test_gaps_launch.py
         roll call: a node that was given up is waited for again
           -         self._members = list(told)
           -
-    seen by unit/test_launch.py, unit/test_launch_again.py
         roll call: a node number that is in use counts as gone
           - if self._store.add(f"beat {rank}", 0) == beats:
           + if self._store.add(f"beat {rank}", 0) >= beats:
-    seen by unit/test_launch.py
         roll call: a node that does not reach node 0 is silent
           - if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
           + if False:
@@ -55,7 +52,7 @@ TABLES = {
           + if False:
     """,
     "llmtrain/launch/nodes.py": r"""
-    seen by unit/test_launch.py
+    seen by unit/test_nodes.py
         nodes: accepts a rank one too high
           - if rank >= count:
           + if rank > count:
@@ -102,7 +99,6 @@ TABLES = {
         preflight: a prepared text of eval.sets may be too short
           -                 check_set(recipe, name, text)
           -
-    seen by unit/test_preflight_again.py
         warnings: recipe check does not know its mesh
           - recipe_warnings(recipe, {**texts, **sets}, mesh)
           + recipe_warnings(recipe, {**texts, **sets})
@@ -115,7 +111,7 @@ TABLES = {
         warnings: an automatic mesh elsewhere is one replica
           - replicas = 1 if ranks == 1 else None
           + replicas = 1
-    seen by unit/test_one_document.py
+    seen by unit/test_data_one_document.py
         launch: a text of one document is tokenized before it is refused
           - "data.source"), 2))) == 1:
           + "data.source"), 2))) == 0:
@@ -136,7 +132,7 @@ TABLES = {
           +         pass  # else
     """,
     "llmtrain/launch/torchrun.py": r"""
-    seen by unit/test_launch_again.py
+    seen by unit/test_torchrun.py
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
@@ -145,18 +141,17 @@ TABLES = {
           -         reason
           +     except LookupError as error:
           +         reason
-    seen by unit/test_text_list.py
-        sites: the nodes that are left read the first texts
-          - for member in attempt.members]
-          + for member in range(attempt.nodes.count)]
-    seen by unit/test_launch.py
         torchrun: SIGUSR1 is not passed on
           - SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
           + SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
         launch: the first line waits for torch
           -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
           +     import torch  # noqa: F401
-    seen by unit/test_launch.py, end_to_end/test_interruptions.py
+    seen by unit/test_text_list.py
+        sites: the nodes that are left read the first texts
+          - for member in attempt.members]
+          + for member in range(attempt.nodes.count)]
+    seen by unit/test_torchrun.py, end_to_end/test_interruptions.py
         torchrun: a stopped run counts as failed
           - {"signal": STOPPED_EARLY, "done": DONE}
           + {"done": DONE}
@@ -166,7 +161,7 @@ TABLES = {
           -
     """,
     "llmtrain/launch/watchdog.py": r"""
-    seen by unit/test_launch_again.py
+    seen by unit/test_watchdog.py
         watch: ranks that work are ended, too
           - if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
           + if True:

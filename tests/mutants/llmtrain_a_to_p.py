@@ -33,10 +33,15 @@ TABLES = {
         start: numpy starts threads in the launcher
           -     with single_threaded_imports():  # numpy's
           +     if True:
-    seen by unit/test_gaps_launch.py
+    seen by unit/test_cli.py
         cli: launch forgets the exit code
           - raise typer.Exit(launch_torchrun(recipe, overrides or []))
           + launch_torchrun(recipe, overrides or [])
+        prepare: Ctrl-C says nothing
+          -     except KeyboardInterrupt:
+          -
+          +     except ZeroDivisionError:
+          +
     seen by unit/test_recipe_files.py
         recipes: compare knows files only
           - run_comparison(find_recipe(Path(file)),
@@ -45,12 +50,6 @@ TABLES = {
         compare: --retry is ignored for given runs
           - if is_of_runs and (retry or not shaping):
           + if is_of_runs and not shaping:
-    seen by unit/test_cli.py
-        prepare: Ctrl-C says nothing
-          -     except KeyboardInterrupt:
-          -
-          +     except ZeroDivisionError:
-          +
     """,
     "llmtrain/compare_runs.py": r"""
     seen by unit/test_compare_runs.py
@@ -67,7 +66,7 @@ TABLES = {
           + if False:
     """,
     "llmtrain/errors.py": r"""
-    seen by unit/test_gaps_launch.py
+    seen by unit/test_errors.py
         errors: a wrong recipe ends with exit code 1
           - _leave(error.exit_code if isinstance(error, UserError) else FAILED)
           + _leave(FAILED)
@@ -102,7 +101,7 @@ TABLES = {
           -
           +                 below.clear()
           +
-    seen by unit/test_rundir.py
+    seen by unit/test_run_dir.py
         run dir: a lost host's lock is this host's
           - return text != "" and not text.endswith(_this_host())
           + return False
@@ -157,7 +156,7 @@ TABLES = {
         wsd: the linear schedule takes its shape
           - schedule.kind == "wsd" and schedule.decay_shape
           + schedule.decay_shape
-    seen by unit/test_train_parts.py, unit/test_period.py
+    seen by unit/test_lr.py, unit/test_period.py
         lr: the step schedule drops one step early
           - step > share * self.total_steps
           + step >= share * self.total_steps
@@ -167,7 +166,7 @@ TABLES = {
         lr: decays to the floor at the old slope
           - (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
           + max(schedule.final_ratio, remaining)
-    seen by unit/test_train_parts.py
+    seen by unit/test_lr.py
         lr: the first step of the warm-up has rate 0
           - return self.peak * step / schedule.warmup_steps
           + return self.peak * (step - 1) / schedule.warmup_steps

@@ -25,7 +25,7 @@ TABLES = {
         zero: rounds of seconds wait in stage 3
           - recipe.sync.period.is_timed,␣
           + False,␣
-    seen by unit/test_gaps_recipe.py
+    seen by unit/test_recipe_check.py
         recipe check: a tied head is a block of its own
           - (1 if config.tie_word_embeddings else 2)
           + (2 if config.tie_word_embeddings else 1)
@@ -56,7 +56,7 @@ TABLES = {
           + return near
     """,
     "llmtrain/recipe_loader.py": r"""
-    seen by unit/test_rundir.py
+    seen by unit/test_run_dir.py
         resume: a renamed folder is left for another run
           - if run.name != folder.name and "name"
           + if False and "name"
@@ -104,7 +104,6 @@ TABLES = {
         overrides: a number with a leading zero is in base 8
           - if not isinstance(number, str):
           + if False:
-    seen by unit/test_recipe.py, unit/test_gaps_recipe.py
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}
@@ -114,17 +113,17 @@ TABLES = {
           + outer_for(rounds, recipe.train.total_steps / rounds)
     """,
     "llmtrain/recipe_messages.py": r"""
-    seen by unit/test_gaps_recipe.py
+    seen by unit/test_recipe_messages.py
         recipe messages: blames the first place that gave a key
           - for layer in reversed(layers) if
           + for layer in layers if
     """,
     "llmtrain/reshard.py": r"""
-    seen by unit/test_reshape_rules.py, distributed/test_reshape.py
+    seen by unit/test_reshard.py, distributed/test_reshard.py
         reshape: rounding errors are averaged, not summed
           - return self.old_replicas / self.replicas if kind in SUMMED else 1.0
           + return 1.0
-    seen by unit/test_reshape_rules.py
+    seen by unit/test_reshard.py
         reshape: the remainder of a count is lost
           - return total // count + (index < total % count)
           + return total // count
@@ -134,7 +133,7 @@ TABLES = {
           + rule.combine(self, [rank[name] for rank in ranks[: self.old_shards]])
     """,
     "llmtrain/run_files.py": r"""
-    seen by unit/test_train_parts.py, unit/test_checkpoint_files.py
+    seen by unit/test_checkpoint_files.py
         integrity: half-written folders count as checkpoints
           - sorted(path.parent for path in directory.glob(f"step-{'[0-9]' * 8}/{STATE_FILE}"))
           + checkpoint_folders(directory)
@@ -175,11 +174,11 @@ TABLES = {
         penalty: the new deviation enters the variance unweighted
           - (1 - a) * (self.variance + a * distance**2)
           + (1 - a) * self.variance + a * distance**2
-    seen by unit/test_reshape_rules.py
+    seen by unit/test_reshard.py
         penalty: pooled counts are the largest, not the mean
           - self.count.double().mean(0).round().long()
           + self.count.amax(0)
-    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py, unit/test_reshape_rules.py
+    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py, unit/test_reshard.py
         penalty: the count is not in the checkpoint
           - STATE_NAMES = ("count", "mean", "variance")
           + STATE_NAMES = ("mean", "variance")
@@ -198,7 +197,7 @@ TABLES = {
           + if True:
     """,
     "llmtrain/suites.py": r"""
-    seen by unit/test_eval.py
+    seen by unit/test_suites.py
         suites: a task file may lack the module of its functions
           - if file and not os.path.isfile(path.parent / file):
           + if file == included and file and not os.path.isfile(path.parent / file):
@@ -208,18 +207,16 @@ TABLES = {
         suites: a task file that includes itself is read without end
           - if path.resolve() in chain:
           + if path in chain[:0]:
-    seen by unit/test_gaps_results.py
         suites: an included task file wins over the one that includes it
           - (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {}) | config
           + config | (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {})
+        eval: files that a task includes from elsewhere may change
+          -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
+          -
     seen by unit/test_eval_arguments.py
         recipe: a mistyped device of a suite is found out at the first checkpoint
           - check_device_name(section.device, f"{KEY}.device")
           + pass
-    seen by unit/test_eval_task_files.py
-        eval: files that a task includes from elsewhere may change
-          -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
-          -
     seen by unit/test_wrong_files.py
         suites: a folder's name that is too long ends in a traceback
           - not os.path.isdir(folder)

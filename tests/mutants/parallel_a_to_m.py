@@ -62,7 +62,7 @@ TABLES = {
         times: a message of gloo begins when the stream has done its work
           - return trace.message(what, sent, self.device.type == "cuda")
           + return trace.message(what, sent, self.training_device.type == "cuda")
-    seen by unit/test_gaps_launch.py
+    seen by unit/test_comms.py
         comms: a peer is lost when NCCL lacks memory
           -  and not is_own_fault(error)
     seen by distributed/test_connections.py

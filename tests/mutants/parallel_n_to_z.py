@@ -49,7 +49,7 @@ TABLES = {
           + and other is not one
     """,
     "llmtrain/parallel/rendezvous.py": r"""
-    seen by unit/test_gaps_launch.py
+    seen by unit/test_rendezvous.py
         meeting: only the rank that refuses hears why
           -         if rank_info.refusal:
           +         if rank_info.refusal and rank == world.rank:
@@ -77,7 +77,7 @@ TABLES = {
           + given.with_default_route(*reachable)
     """,
     "llmtrain/parallel/roll_call.py": r"""
-    seen by unit/test_gaps_launch.py
+    seen by unit/test_rendezvous.py
         meeting: a fast rank takes the answers of an earlier start
           -         if has_mine and store.get(START) == name:
           +         if world.rank in answers:
@@ -259,7 +259,7 @@ TABLES = {
           -
           +         if True:
           +
-    seen by unit/test_suite_runs.py
+    seen by unit/test_background_eval.py
         suite runs: the launcher's variables reach the evaluation
           - if name not in RANK_NAMES and not name.startswith(RANK_PREFIXES)
           + if name not in RANK_NAMES
@@ -316,7 +316,7 @@ TABLES = {
           + mean_replica_tokens
     """,
     "llmtrain/parallel/zero_layout.py": r"""
-    seen by unit/test_flat.py
+    seen by unit/test_zero_layout.py
         flat: the first rank's padding for all ranks
           - used = min(max(numel - rank * width, 0), width)
           + used = min(numel, width)

@@ -146,10 +146,14 @@ TABLES = {
           + period.every / step_seconds
     """,
     "llmtrain/plan/recipe_warnings.py": r"""
-    seen by unit/test_preflight_again.py
+    seen by unit/test_recipe_warnings.py
         warnings: validation text that is trained on passes
           - if _is_in(text, section.source) and not is_left_out:
           + if False:
+        warnings: synchronous steps count as local ones
+          - period, local = recipe.sync.period, local_steps(recipe)
+          + period, local = recipe.sync.period, recipe.train.total_steps
+    seen by unit/test_preflight.py
         warnings: replicas that are one average with each other
           - if mesh.replicas == 1 and not
           + if False and not
@@ -165,10 +169,6 @@ TABLES = {
           -
           + rounds = recipe.train.total_steps // sync.period.min_length
           +
-    seen by unit/test_preflight.py
-        warnings: synchronous steps count as local ones
-          - period, local = recipe.sync.period, local_steps(recipe)
-          + period, local = recipe.sync.period, recipe.train.total_steps
     """,
     "llmtrain/plan/show.py": r"""
     seen by unit/test_plan_show.py
@@ -215,11 +215,11 @@ TABLES = {
           + average_step = step
     """,
     "llmtrain/plan/unused_keys.py": r"""
-    seen by unit/test_preflight_again.py
+    seen by unit/test_preflight.py
         warnings: a run's own recipe has chosen every key
           - return value_of(recipe, key) != default
           + return name in value_of(recipe, path).model_fields_set
-    seen by unit/test_preflight.py
+    seen by unit/test_recipe_warnings.py
         warnings: the keys of wsd have an effect on every schedule
           - schedule.kind != "wsd"
           + False

@@ -14,7 +14,7 @@ TABLES = {
         anchors: offloaded momentum is not written back
           - self._offload.write_back(self.momentum[index], momentum)
           + pass
-    seen by unit/test_fingerprint.py
+    seen by unit/test_anchors.py
         anchors: fingerprint blind to the order of blocks
           - total += number * flat.view(
           + total += flat.view(
@@ -82,7 +82,7 @@ TABLES = {
           + {"wire": ("topk",)},
     """,
     "llmtrain/sync/group_averager.py": r"""
-    seen by unit/test_group_worker.py, distributed/test_wagma.py
+    seen by unit/test_group_averager.py, distributed/test_wagma.py
         wagma: answers with parameters older than the global average
           - lambda: max(self._posted) >= self._last_global,
           + lambda: True,
@@ -126,7 +126,7 @@ TABLES = {
         library: a closure's gradients are not averaged
           - for argument in (*arguments[1:], named.get("closure"))
           + for argument in ()
-    seen by distributed/test_library_mistakes.py
+    seen by distributed/test_loop_checks.py
         library: parameters may move before a state is loaded
           - if not self._has_stepped:
           + if self.step == 1:
@@ -141,7 +141,7 @@ TABLES = {
           + lr
     """,
     "llmtrain/sync/loop_checks.py": r"""
-    seen by distributed/test_library_mistakes.py
+    seen by distributed/test_loop_checks.py
         a loop of one's own: replicas with learning rates of their own apply CO2's means differently
           - if (rates != rates[0]).any():
           + if False:
@@ -217,7 +217,7 @@ TABLES = {
           -         self.schedule.flush()
           -         self.pull.pull_to_anchor(lr)
           +         self.pull.pull_to_anchor(lr)
-    seen by distributed/test_reshape.py, distributed/test_weighted_means.py
+    seen by distributed/test_reshard.py, distributed/test_weighted_means.py
         tokens: counted where no choice depends on them
           - tokens = float(tokens) if self._counts_tokens else 0
           + pass

@@ -54,7 +54,7 @@ TABLES = {
         penalty: the norm of a short round is judged like that of a long one
           - lr_sums, 1.0)[:, None] * self._shortness(steps)
           + lr_sums, 1.0)[:, None]
-    seen by unit/test_reshape_rules.py
+    seen by unit/test_reshard.py
         penalty: usual numbers of steps are not in the checkpoint
           - self.steps.load_state_dict(state["steps"])
           + pass

@@ -53,7 +53,7 @@ TABLES = {
         overlapped: rounds since the last turn not restored
           - self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
           + self._local_steps = [RoundStats()] * len(self.fragments)
-    seen by unit/test_reshape_rules.py
+    seen by unit/test_reshard.py
         messages: other replicas restart only what the first one did
           - sorted({index for state in states for index in state["restarts"]})
           + states[0]["restarts"]

@@ -2,7 +2,7 @@
 
 TABLES = {
     "llmtrain/train/background_eval.py": r"""
-    seen by unit/test_suite_runs.py
+    seen by unit/test_background_eval.py
         suite runs: due at exact multiples only
           - step // period > before // period
           + step % period == 0
@@ -36,7 +36,7 @@ TABLES = {
         checkpoint: random generators not restored
           -         torch.set_rng_state(generators["rng"])
           -
-    seen by unit/test_mirror.py, unit/test_suite_runs.py
+    seen by unit/test_mirror.py, unit/test_background_eval.py
         checkpoint: deletes one that is in use
           - if not any(step in pinned() for pinned in self.pinned_by):
           + if True:
@@ -95,7 +95,7 @@ TABLES = {
         export: the mean has one replica too few in its divisor
           - total.div_(count)
           + total.div_(count - 1)
-    seen by unit/test_reshape_rules.py
+    seen by unit/test_reshard.py
         reshape: the mean of equal negative zeros is positive
           - next(tensors).double().contiguous(), 1
           + next(tensors).double().contiguous() + 0.0, 1
@@ -105,7 +105,6 @@ TABLES = {
         devices: the user's settings of torch's allocator are replaced
           - if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
           + if torch.cuda.is_available():
-    seen by unit/test_train_parts.py
         devices: freed memory goes back to the kernel
           - libc.mallopt(M_MMAP_MAX, 0)
           + libc.mallopt(M_MMAP_MAX, 65536)
@@ -147,15 +146,13 @@ TABLES = {
           + self.predicted_tokens = self.predicted_tokens + 2 * used * tokens
     """,
     "llmtrain/train/loggers.py": r"""
-    seen by unit/test_train_parts.py
+    seen by unit/test_loggers.py
         metrics: the line of the checkpoint's own step is dropped
           - if line["step"] <= resumed_step]
           + if line["step"] < resumed_step]
-    seen by unit/test_gaps_results.py
         console: time left by the steps of the whole run, not of this start
           - max(1, step - self._first)
           + max(1, step)
-    seen by unit/test_loggers.py
         loggers: lines lost before the checkpoint are not named
           - resumed_step - jsonl.last_step > unlogged_steps
           + resumed_step - jsonl.last_step > 10 * unlogged_steps
@@ -176,7 +173,7 @@ TABLES = {
           + if self._rounds is None else
     """,
     "llmtrain/train/metric_gather.py": r"""
-    seen by unit/test_train_parts.py
+    seen by unit/test_metric_gather.py
         metrics: reserved memory is the sum over ranks
           - line.columns["reserved_memory"].max()
           + line.columns["reserved_memory"].sum()
@@ -208,7 +205,7 @@ TABLES = {
         metrics: a run that diverges is not named
           - if not self.last_eval.loss <= self.first_eval.loss:
           + if False:
-    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
+    seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
         trainer: the interval begun is not restored
           - self.interval = IntervalMetrics(**state["interval"])
           + self.interval = IntervalMetrics()
@@ -238,13 +235,13 @@ TABLES = {
         mirror: one that can't be reached now is no use
           - except UNUSABLE as error:
           + except Exception as error:
-    seen by unit/test_gaps_mirror.py
-        mirror: fetches a checkpoint that is here already
-          - if step > newer_than)
-          + if step >= newer_than)
         mirror: any copy counts as the last one's
           - or self.newest == self._last:
           + or self.newest is not None:
+    seen by unit/test_mirror_fetch.py
+        mirror: fetches a checkpoint that is here already
+          - if step > newer_than)
+          + if step >= newer_than)
     seen by unit/test_best_in_mirror.py
         best: the mirror lacks one that was passed over
           -                 self._copy_best(step)

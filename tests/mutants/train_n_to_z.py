@@ -66,18 +66,18 @@ TABLES = {
           +
     """,
     "llmtrain/train/run_dir.py": r"""
-    seen by unit/test_rundir.py, unit/test_mirror.py, end_to_end/test_training.py
+    seen by unit/test_run_dir.py, unit/test_mirror.py, end_to_end/test_training.py
         rundir: another learning rate may continue a run
           -     "checkpoint",
           -
           +     "checkpoint",
           +     "optim",
           +
-    seen by unit/test_rundir.py, distributed/test_resume_training.py
+    seen by unit/test_run_dir.py, distributed/test_resume_training.py
         rundir: the old summary stays
           -             (self.path / "summary.json").unlink(missing_ok=True)
           -
-    seen by unit/test_rundir.py
+    seen by unit/test_run_dir.py
         run directory: summary.json may hold NaN
           - None if isinstance(value, float) and not math.isfinite(value) else value
           + value
@@ -131,7 +131,7 @@ TABLES = {
         metrics: files continue after this replica's own step
           - self.directory, state.global_step, tokens
           + self.directory, state.step, tokens
-    seen by unit/test_loggers.py
+    seen by unit/test_run_log.py
         metrics: a disk that is full hides why the run has failed
           - with suppress(Exception):  # the disk may have ended the run
           + with suppress():  # the disk may have ended the run
@@ -187,7 +187,7 @@ TABLES = {
           + self.is_wanted
     """,
     "llmtrain/train/signals.py": r"""
-    seen by unit/test_train_parts.py
+    seen by unit/test_signals.py
         signals: a repeated signal ends the run at once
           - SAME_REQUEST_SECONDS = 2.0
           + SAME_REQUEST_SECONDS = -1.0
@@ -213,11 +213,11 @@ TABLES = {
           + if False:
     """,
     "llmtrain/train/trainer.py": r"""
-    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
+    seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
         trainer: the loader's position is not restored
           - self.loader.load_state_dict(loader_state)
           + pass
-    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_export.py, end_to_end/test_training.py
+    seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: no synchronization at the end
           -                 self.method.finish()
           -
@@ -236,7 +236,7 @@ TABLES = {
           + forward_backward(micro_batches)
     """,
     "llmtrain/train/validation.py": r"""
-    seen by distributed/test_resume_training.py, distributed/test_reshape.py, distributed/test_export.py, end_to_end/test_training.py
+    seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: each replica validates its own weights
           - stay = given is None and (is_synchronized or self.mesh.replicas == 1)
           + stay = given is None
@@ -252,7 +252,7 @@ TABLES = {
           + counted[number] += labels.numel()
     """,
     "llmtrain/train/wandb_logger.py": r"""
-    seen by unit/test_loggers.py
+    seen by unit/test_wandb_logger.py
         wandb: what is no OSError is shown as a traceback
           - except BaseException as error:
           + except OSError as error:

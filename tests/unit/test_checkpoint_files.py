@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from llmtrain.errors import CheckpointError, TrainingError
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
-from llmtrain.run_files import STATE_FILE
+from llmtrain.run_files import STATE_FILE, complete_checkpoints
 from llmtrain.train import checkpoint_files
 from llmtrain.train.checkpoint_files import (
     FORMAT,
@@ -122,6 +122,12 @@ def test_a_file_that_can_not_be_read_now_is_not_damaged(
         newest(folder)
 
 
+def test_a_checkpoints_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    size = (tmp_path / "weights").stat().st_size
+    assert find_corruption(tmp_path, {"weights": (size, "0")}) == "weights can't be read (Is a directory)"
+
+
 def test_a_checkpoint_of_a_newer_version_is_not_damaged(folder: Path) -> None:
     where = folder / "step-00000020" / STATE_FILE
     state = json.loads(where.read_text())
@@ -132,6 +138,16 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged(folder: Path) -> None:
         newest(folder)
     where.write_text(json.dumps(state | {"format": FORMAT - 1}))
     assert newest(folder)[0] == folder / "step-00000010"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "can't be read"), ('{"format": 99}', f"format 99, this version reads {FORMAT}")]
+)
+def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_state(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_old_checkpoints_that_can_not_be_deleted_do_not_make_the_new_one_fail(tmp_path: Path) -> None:
@@ -156,6 +172,16 @@ def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert newest(tmp_path) == (None, [])
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path):
+    for name, whole in (("step-00000020", True), ("step-00000010", True), ("step-00000030", False)):
+        (tmp_path / name).mkdir()
+        if whole:
+            (tmp_path / name / "state.json").write_text("{}")
+    (tmp_path / "step-00000040.tmp").mkdir()
+    assert list(complete_checkpoints(tmp_path)) == [10, 20]
+    assert not complete_checkpoints(tmp_path / "nowhere")
 
 
 def test_a_step_written_again_replaces_the_one_that_was_there(folder: Path) -> None:

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from llmtrain import __version__
+from llmtrain import __version__, launch
 from llmtrain.cli import app, main
 from llmtrain.config import Recipe
 from llmtrain.data import extend, tokenizing
@@ -206,3 +206,11 @@ def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypat
     code, output = run_here(["prepare", RECIPE, *keys, "eval.tokens=64", "data.validation_fraction=0.2"])
     found = re.search(r"([\d,]+) train tokens", output)
     assert code == 0 and 0 < int(kept[1].replace(",", "")) < int(found[1].replace(",", "")), output
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(launch, "launch_torchrun", lambda recipe, overrides: code)
+    with pytest.raises(SystemExit) as left:
+        main(["launch", "recipe.yaml"])
+    assert left.value.code == code

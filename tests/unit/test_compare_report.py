@@ -316,3 +316,11 @@ def test_a_report_tells_a_run_whose_hosts_changed_from_one_whose_hosts_did_not(t
         "stays": "`parallel.replicas=2`",
         "grows": "`parallel.replicas=2`, after step 60 with 4 hosts",
     }
+
+
+def test_a_run_of_one_seed_is_pointed_out_beside_a_baseline_of_three(tmp_path: Path) -> None:
+    for condition in ("a", "b"):
+        for seed in (1, 2, 3):
+            write_trial(tmp_path, condition, "synchronous", seed, straight(900.0, 4.0))
+        write_trial(tmp_path, condition, "edit", 1, straight(100.0, 4.0))
+    assert "1 seed: chance is not excluded" in headline(tmp_path)

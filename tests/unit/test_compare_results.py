@@ -370,3 +370,23 @@ def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
 )
 def test_conditions_that_differ_in_one_number(names: list[str], families: list[dict[str, float]]) -> None:
     assert [scale.numbers for scale in find_sweeps(names)] == families
+
+
+NESTED = (("gradient", 1.0, 2.0), ("step", 0.5, 3.0))
+"""(kind, start, end), the inner one first."""
+
+
+def test_bytes_received_are_known_where_all_hosts_tell(tmp_path: Path) -> None:
+    hosts = [{"name": "one", "sent": 50, "received": 40}, {"name": "two", "sent": 50, "received": None}]
+    write_trial(tmp_path, "plain", "edit", 1, straight(100.0, 4.0), hosts=hosts)
+    found = measure(load_trials([tmp_path])[0])
+    assert (found["wire_sent"], found["wire_received"]) == (100, None)
+
+
+def test_a_span_comes_before_those_within_it(tmp_path: Path) -> None:
+    """A timeline draws one over the other; they are written as they end."""
+    path = write_trial(tmp_path, "plain", "edit", 1, straight(100.0, 4.0))
+    spans = [{"kind": kind, "name": "", "step": 1, "start": begin, "end": end} for kind, begin, end in NESTED]
+    (path / "trace").mkdir()
+    (path / "trace" / "rank-00000.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+    assert list(load_trials([tmp_path])[0].spans["kind"]) == ["step", "gradient"]

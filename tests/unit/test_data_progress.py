@@ -12,6 +12,7 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data import extend as extending
+from llmtrain.data.extend import ProgressBar
 from llmtrain.data.prepare import prepare
 from llmtrain.data.sources import TextStream
 
@@ -90,3 +91,12 @@ def test_a_wait_for_validation_tokens_alone_is_named(
         if line.startswith("validation tokens, 10 % of the text that is read: 0.0 MB, 0.00 M tokens, ")
     ]
     assert len(alone) > 3 and alone[0].endswith(" min left") and not alone[-1].endswith("left"), lines
+
+
+def test_preparing_says_how_far_it_is_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmtrain.data.extend.PLAIN_SECONDS", 0.0)
+    with ProgressBar("train", 4_000_000, show=True) as progress:
+        progress.advance(5_000_000, 1_250_000)
+    assert "train: 5.0 MB, 1.25 M tokens" in capsys.readouterr().err.splitlines()[0]

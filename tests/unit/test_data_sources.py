@@ -63,6 +63,16 @@ def test_rows_of_text_skip_null_and_blank(tmp_path: Path, name: str) -> None:
         read(path)
 
 
+def test_json_lines_may_have_empty_ones_between_them(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "first"}\n\n{"text": "second"}\n')
+    data = DataSection(source=str(path), validation=str(path))
+    assert list(documents(data, "train")) == ["first", "second"]
+    path.write_text('{"text": "first"}\n["second"]\n')
+    with pytest.raises(DataError, match=r"text\.jsonl:2: expected a JSON object per line, found a list"):
+        list(documents(data, "train"))
+
+
 def test_folder_is_sorted_mixed_and_without_hidden_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".cache").mkdir()
@@ -113,6 +123,16 @@ def test_stdlib_is_source_code_without_tests() -> None:
     assert list(documents(data, "train")) == list(documents(data, "train"))
 
 
+def test_an_interpreter_without_its_librarys_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmtrain.data.python_files.stdlib_root", lambda: tmp_path)
+    with pytest.raises(DataError, match=r"stdlib: no \.py files in .*; use data\.source=/path/to/files"):
+        list(documents(DataSection(source="stdlib"), "train"))
+    (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# \xe9t\xe9".encode("latin-1"))
+    (tmp_path / "plain.py").write_text("answer = 42\n" * 20)
+    read = [*documents(DataSection(source="stdlib"), "train"), *documents(DataSection(source="stdlib"), "validation")]
+    assert read == ["answer = 42\n" * 20], "a file in another encoding is passed over"
+
+
 def test_fingerprint_follows_files_and_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
@@ -126,6 +146,13 @@ def test_fingerprint_follows_files_and_python_version(tmp_path: Path, monkeypatc
     stdlib = fingerprint(DataSection(source="stdlib"))
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     assert fingerprint(DataSection(source="stdlib")) != stdlib
+
+
+def test_a_hub_source_is_known_by_its_name_subset_and_splits() -> None:
+    data = DataSection(source="hf:owner/name", subset="small")
+    assert fingerprint(data) == fingerprint(data.model_copy())
+    for change in ({"source": "hf:owner/other"}, {"subset": "large"}, {"split": "test"}, {"validation": "dev"}):
+        assert fingerprint(data.model_copy(update=change)) != fingerprint(data), change
 
 
 def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:

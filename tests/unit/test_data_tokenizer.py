@@ -195,3 +195,16 @@ def test_training_on_stories(shared_data: Path, tmp_path: Path) -> None:
     assert vocab_size(tokenizer) == 512
     for text in itertools.islice(documents(data, "train"), 50):
         assert tokenizer.decode(ids(tokenizer, text)) == text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such class"), ImportError("needs sentencepiece")])
+def test_a_tokenizer_of_the_hub_that_can_not_be_loaded_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(name: str, **options: bool) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "require", lambda *_, **__: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(DataError, match=rf"^data.tokenizer: some/name: can't be loaded \(.*{error}\)$"):
+        module._load_hub("some/name")

@@ -1,4 +1,4 @@
-"""Garbage collection at fixed steps, torch.profiler, and what is said and written when a device is out of memory."""
+"""Devices: garbage collection at fixed steps, torch.profiler, memory and what is said when it runs out, peaks, and equal bits."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from llmtrain.config import ProfileSection
 from llmtrain.errors import TrainingError
-from llmtrain.plan.cards import card_of
+from llmtrain.plan.cards import CARDS, card_of
+from llmtrain.train import devices
 from llmtrain.train.devices import (
     collect_garbage_every,
+    enable_determinism,
     explain_out_of_memory,
+    peak_flops,
     profile_steps,
     use_expandable_segments,
 )
@@ -148,3 +154,71 @@ def test_segments_expand_on_gpus_unless_the_user_has_chosen(
     use_expandable_segments()
     ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if on_gpu and given is None else chosen
     assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == ours
+
+
+def test_the_peak_is_that_of_this_very_card(monkeypatch):
+    """A name that begins like another's is not mistaken for it."""
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA GH200 480GB": "GH200",
+        "NVIDIA GB200": "GB200",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA RTX A1000": None,
+        "NVIDIA L40": "L40",
+        "NVIDIA L4": "L4",
+        "NVIDIA A10G": None,
+    }
+    peaks = {card.name: card.peak_flops for card in CARDS}
+    for name, card in names.items():
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda", 0)) == peaks.get(card), name
+    assert peaks["H100"] == 989e12
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cpu", (None, [])), ("cuda", (":4096:8", [True]))])
+def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple):
+    """cuBLAS needs a workspace of its own for that."""
+    calls = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    enable_determinism(torch.device(device))
+    assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG"), calls) == asked
+
+
+NEW_PAGES = """
+import resource, torch
+from llmtrain.train.devices import keep_freed_memory
+keep_freed_memory()
+torch.ones(2**24), torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    torch.ones(2**24)
+made = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(made * resource.getpagesize() / (4 * 4 * 2**24))
+"""
+
+
+def test_freed_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, whose main thread has malloc's main arena; a forked one may not."""
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    part = subprocess.run([sys.executable, "-c", NEW_PAGES], capture_output=True, text=True, check=True).stdout
+    assert float(part) < 0.5
+
+
+def test_a_users_configuration_of_malloc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = mock.Mock()
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    devices.keep_freed_memory()
+    devices.share_freed_memory()
+    assert not libc.mallopt.called
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    devices.keep_freed_memory()
+    assert libc.mallopt.called
+    libc.mallopt.reset_mock()
+    devices.share_freed_memory()
+    libc.mallopt.assert_called_once_with(-8, 1)

@@ -6,11 +6,7 @@ import errno
 import io
 import os
 import resource
-import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,19 +15,9 @@ import torch
 from rich.console import Console
 
 from llmtrain.config import ParallelSection
-from llmtrain.doctor import machine, network_speed
+from llmtrain.doctor import machine, run_checks
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
-from llmtrain.doctor.network_speed import (
-    SECRET_BYTES,
-    SHOWN,
-    Link,
-    LinkServer,
-    links_between,
-    measure_all,
-    measure_link,
-    tournament,
-)
 from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, versions, who_is_where
 from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import Networks
@@ -42,7 +28,6 @@ from llmtrain.recipe_loader import load_recipe
 ROOT = Path(__file__).resolve().parents[2]
 STDLIB = ROOT / "recipes" / "edit_llama_stdlib.yaml"
 GIB = 2**30
-SECRET = bytes(range(SECRET_BYTES))
 LOOPBACK, CARD = Card("lo", "127.0.0.1", True, 0), Card("eth0", "10.0.0.1", True, 10_000)
 
 
@@ -235,6 +220,17 @@ def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
     assert levels(found) == ["ok", "warning", "ok", "ok"] and plan.size is None
 
 
+def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, monkeypatch) -> None:
+    """The oldest is deleted when the newest is complete. The best one may be older than those that are kept."""
+    needed = []
+    monkeypatch.setattr(run_checks, "disk", lambda key, folder, size: needed.append(size) or ok(key))
+    for keep, best in ((1, "false"), (3, "false"), (2, "true")):
+        keys = (f"checkpoint.keep={keep}", f"checkpoint.keep_best={best}", "checkpoint.every=10")
+        overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", *keys]
+        run_checks.fit(recipe(*overrides), ["node"] * 4, [2.0**34] * 4)
+    assert needed[0] > 0 and needed[2] == needed[4] == 2 * needed[0]
+
+
 # ---- who is where
 
 
@@ -276,106 +272,6 @@ def test_recipes_are_compared_by_their_resolved_values():
     assert versions(recipe())["recipe"] == versions(recipe("optim.lr=3e-3"))["recipe"]
     assert versions(recipe())["recipe"] != versions(recipe("optim.lr=4e-3"))["recipe"]
     assert agreement([rank(0, "node1"), rank(1, "node2")])[0].level == "ok"
-
-
-# ---- links
-
-
-@pytest.mark.parametrize("hosts", [2, 3, 4, 7, 8])
-def test_every_pair_meets_once_and_nobody_twice_at_a_time(hosts):
-    rounds = list(tournament(hosts))
-    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(hosts), 2))
-    for pairs in rounds:
-        busy = [host for pair in pairs for host in pair]
-        assert len(busy) == len(set(busy))
-
-
-@pytest.fixture
-def server():
-    running = LinkServer("127.0.0.1", SECRET, 5)
-    yield running
-    running.close()
-
-
-def test_a_link_is_measured(server):
-    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
-    assert (link.here, link.there, link.error) == (0, 1, "")
-    assert link.sent > 1e6 and link.received > 1e6
-    assert 0 < link.milliseconds < 1000 and abs(link.skew) < 1
-
-
-def test_a_clock_that_is_off_is_seen(server, monkeypatch):
-    def clock() -> float:
-        """Of the server, which runs in a thread of its own, 100 s ahead."""
-        return 1100.0 if threading.current_thread() is not threading.main_thread() else 1000.0
-
-    monkeypatch.setattr(
-        network_speed, "time", SimpleNamespace(time=clock, perf_counter=network_speed.time.perf_counter)
-    )
-    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 5)
-    assert link.skew == pytest.approx(100, abs=1)
-
-
-def test_strangers_get_nothing_from_the_server(server):
-    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
-    assert link.error and link.sent == 0
-
-
-def test_a_host_that_is_not_there_is_an_error_within_the_timeout():
-    with socket.socket() as taken:  # bound, so that nobody else gets the port, but not listening
-        taken.bind(("127.0.0.1", 0))
-        link = measure_link(0, 1, "127.0.0.1", taken.getsockname(), SECRET, 5)
-    assert link.error == "Connection refused"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = measure_link(0, 1, "127.0.0.1", silent.getsockname(), SECRET, 0.3)
-    assert link.error == "no answer in 0.3 s"
-
-
-def test_all_links_are_measured_between_two_hosts():
-    """Both hosts in this process; the exchange of the real ones is a roll call."""
-    barrier, told = threading.Barrier(2), {}
-
-    def host(me: int) -> list[Link]:
-        def exchange(name, value):
-            told[name, me] = value
-            barrier.wait(20)
-            return [told[name, 0], told[name, 1]]
-
-        return measure_all(me, ["127.0.0.1", "127.0.0.1"], SECRET, 5, exchange)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(host, (0, 1))
-    assert first == second and [(link.here, link.there, link.error) for link in first] == [(0, 1, "")]
-
-
-THREE_HOSTS = ["node1 (10.0.0.1)", "node2 (10.0.0.2)", "node3 (10.0.0.3)"]
-
-
-def link(here: int, there: int, rate: float = 1e8, skew: float = 0.0, error: str = "") -> Link:
-    return Link(here, there, 0.5, rate, 2 * rate, skew, error)
-
-
-def test_pairs_that_can_not_talk_are_named():
-    found = links_between(THREE_HOSTS, [link(0, 1, error="timed out"), link(0, 2), link(1, 2)])
-    assert levels(found) == ["problem", "ok", "ok", "ok"]
-    assert found[0].what == "node2 (10.0.0.2) can't reach node1 (10.0.0.1): timed out"
-    assert "MASTER_PORT" in found[0].advice
-    assert levels(links_between(THREE_HOSTS, [link(0, 1, error="x")])) == ["problem"]
-
-
-def test_a_slow_link_and_a_clock_that_is_off_are_warned_of():
-    found = links_between(THREE_HOSTS, [link(0, 1), link(0, 2, rate=1e7), link(1, 2, skew=-3)])
-    assert levels(found) == ["warning", "ok", "ok", "warning"]
-    assert found[0].what.startswith("node3 (10.0.0.3) to node1 (10.0.0.1): 0.50 ms there and back, 10.0 MB/s sent")
-    assert found[3].what == "the clock of node2 (10.0.0.2) is -3.0 s off that of node3 (10.0.0.3)"
-    fine = links_between(THREE_HOSTS, [link(0, 1, skew=0.002)])
-    assert fine[-1].what == "clocks agree to 2.0 ms"
-
-
-def test_of_many_links_the_slowest_are_shown():
-    found = links_between(list("abcdefgh"), [link(a, b, rate=1e8 + a) for a, b in combinations(range(8), 2)])
-    assert len(found) == SHOWN + 2
-    assert found[SHOWN].what.startswith("13 more links, none of them slower")
 
 
 # ---- the report

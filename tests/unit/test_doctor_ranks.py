@@ -1,9 +1,8 @@
-"""What the ranks of the doctor do together: they meet, complain, measure links and collectives, or say why they can't."""
+"""What the ranks of the doctor do together: they meet, complain, and say what a recipe would need of all of them."""
 
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,11 +19,10 @@ from llmtrain.config import Recipe
 from llmtrain.doctor import network_speed
 from llmtrain.doctor import run_checks as checks
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
-from llmtrain.doctor.network_speed import SMALLEST, Link, bench_collectives, links_between, round_trip_ms, slow_start
+from llmtrain.doctor.network_speed import Link, round_trip_ms
 from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
-from llmtrain.parallel import network
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
 from llmtrain.parallel.world import World
@@ -169,19 +167,6 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     assert round_trip_ms([]) == 0.0
 
 
-@pytest.mark.parametrize(("setting", "milliseconds", "warned"), [("1", 80.0, 1), ("0", 80.0, 0), ("1", 9.0, 0)])
-def test_a_slow_start_is_named_where_hosts_are_far_apart(
-    setting: str, milliseconds: float, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network_speed, "SLOW_START", tmp_path / "tcp_slow_start_after_idle")
-    links = [Link(0, 1, milliseconds), Link(0, 2, 1.0)]
-    assert slow_start(links) == []  # not on Linux
-    network_speed.SLOW_START.write_text(f"{setting}\n")
-    found = slow_start(links)
-    assert [finding.level for finding in found] == [Level.WARNING] * warned
-    assert all("round trips of 80 ms" in finding.what for finding in found)
-
-
 def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -> None:
     first, second, third = examined(None, ["a", "b", "b"], a=warning("few files", ""), b=problem("broken", "mend it"))
     assert first["other hosts"] == [Finding(Level.PROBLEM, "b (127.0.0.1): broken", "mend it")]
@@ -201,24 +186,6 @@ def test_links_between_hosts_without_ipv4_addresses_are_not_measured(opened: Ope
         advice = "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked"
         assert sections["links"] == [warning("not measured, because no IPv4 address is known of a, b", advice)]
         assert sections["collectives"] == [ok("measured")]
-
-
-def test_a_host_that_closes_in_the_middle_is_an_error() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"12345")
-        assert network_speed._receive(ours, 3) == b"123"
-        theirs.close()
-        with pytest.raises(ConnectionError, match="the other host closed the connection"):
-            network_speed._drop(ours, 3)
-
-
-def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(network, "PORT_RANGE", tmp_path / "range")
-    hosts, broken = ["n0", "n1"], [Link(0, 1, error="timed out")]
-    assert "MASTER_PORT and ports above 1024;" in links_between(hosts, broken)[0].advice
-    (tmp_path / "range").write_text("32768\t60999\n")
-    assert "MASTER_PORT and ports 32768-60999;" in links_between(hosts, broken)[0].advice
 
 
 def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
@@ -302,62 +269,3 @@ def test_what_would_not_help_is_not_advised(
     [one] = [finding for finding in found if finding.what.startswith(f"{what}:")]
     keys_named = re.findall(r"\w+\.(\w+(?:=\w+)?)", one.advice)
     assert [key.rpartition(".")[2] for key in advice] == keys_named
-
-
-class Axis:
-    """An axis of a mesh whose collectives note that they were called, and take as long as they are said to."""
-
-    def __init__(self, name: str, size: int, calls: list[str], seconds: tuple[float, ...] = ()):
-        self.axis, self.size, self.device, self._calls, self._seconds = name, size, "cpu", calls, seconds
-        self.groups = [name]
-
-    def start_all_reduce(self, tensor: Any, what: str) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: self.all_reduce(tensor, what))
-
-    def all_reduce(self, tensor: Any, what: str) -> None:
-        self._calls.append(f"{self.axis}: {what}")
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        self._calls.append(f"{self.axis}: {what}")
-        return torch.tensor(self._seconds)
-
-
-def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[SimpleNamespace, list[str]]:
-    calls: list[str] = []
-    all_ranks = Axis("all", replicas * shard, calls, seconds)
-    return SimpleNamespace(
-        replica_comms=Axis("replica", replicas, calls), shard_comms=Axis("shard", shard, calls), all_ranks=all_ranks
-    ), calls
-
-
-def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
-    mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
-    sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
-    findings, rate = bench_collectives(mesh, 2.0 * sent)
-    found = [finding.what for finding in findings]
-    assert rate == sent
-    assert found == [
-        "replica axis, between replicas: all-reduce over 2 ranks sends 262.1 kB from each in 1.000 s, 262.1 kB/s",
-        "a synchronization of this model: 524.3 kB from each rank, about 2 s at that rate",
-        "shard axis, inside a replica: all-reduce over 4 ranks sends 393.2 kB from each in 1.000 s, 393.2 kB/s",
-    ]
-    assert [finding.what for finding in bench_collectives(mesh, None)[0]] == [found[0], found[2]]
-
-
-def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh, calls = mesh_of(2, 1, seconds=(1.0,))
-    there = SimpleNamespace(is_cuda=True, device="cuda:1")
-    there.chunk = lambda parts: [there] * parts
-    mesh.replica_comms.groups *= 2
-    fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
-    fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
-    monkeypatch.setattr(network_speed, "torch", fake)
-    findings, _ = bench_collectives(mesh, None)
-    assert " in 1.000 s on 2 connections to each peer, " in findings[0].what
-    assert calls[:5] == [
-        "all: meeting before a measurement",
-        "replica: measuring",
-        "replica: measuring",
-        "synchronize cuda:1",
-        "all: comparing times",
-    ]

@@ -128,3 +128,9 @@ def test_a_mean_near_the_clip_is_measured() -> None:
     penalty = EditPenalty(EditPenaltySection(clip=2.0), replicas=2, blocks=3)
     norms = torch.tensor([[1.97, 2.1, 2.0], [1.97, 1.9, 2.0]], dtype=torch.float64)
     assert penalty.weigh(norms, torch.ones(2), torch.ones(2)).lengths.tolist() == [math.inf, 2.0, 2.0]
+
+
+def test_a_penalty_clips_long_means_alone() -> None:
+    penalty = EditPenalty(EditPenaltySection(clip=1.0), replicas=2, blocks=2)
+    factors = penalty.factor(torch.tensor([0.25, 1e6]), 1.0)
+    torch.testing.assert_close(factors, torch.tensor([1.0, 1e-3]))

@@ -1,9 +1,10 @@
-"""How a command ends that has failed."""
+"""How a command ends that has failed: with which code, and which rank says why."""
 
 from __future__ import annotations
 
 import pytest
 
+from llmtrain.errors import DataError, TrainingError, UnavailableError, exit_with_status
 from tests.mother import session
 from tests.unit import processes
 
@@ -34,3 +35,38 @@ def test_without_a_gpu_the_interpreter_ends_in_order() -> None:
     assert code == 1
     assert "RuntimeError: CUDA out of memory" in output and output.endswith("the thread has ended\n")
     assert "it went on" not in output
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError, 2), (UnavailableError, 1), (TrainingError, 1)])
+def test_what_may_work_later_ends_with_the_code_that_is_tried_again(error: type[Exception], code: int) -> None:
+    def fail() -> None:
+        raise error("no text")
+
+    with pytest.raises(SystemExit) as left:
+        exit_with_status(fail)
+    assert left.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaks"),
+    [
+        ({}, True),
+        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, False),
+    ],
+)
+def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, variables: dict[str, str], speaks: bool
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"LOCAL_RANK": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+
+    def fail() -> None:
+        raise DataError("no data")
+
+    with pytest.raises(SystemExit) as left:
+        exit_with_status(fail)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == ("error: no data\n" if speaks else "")

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from llmtrain.errors import ModelError, UserError
+from llmtrain.errors import DataError, ModelError, UserError
 from llmtrain.eval import harness, texts
 from llmtrain.eval.texts import (
     LONGEST_WINDOW,
@@ -236,3 +236,25 @@ def test_learned_positions_that_training_has_not_reached_are_not_used(
     for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
         monkeypatch.setitem(sys.modules, name, fake)
     assert harness.load_model(tmp_path, 1, "cpu").how["max_length"] == 6
+
+
+def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: Path, monkeypatch) -> None:
+    """By the delta method: the derivative of exp is exp."""
+    monkeypatch.setattr(texts, "losses", lambda documents, *_: ([30.0, 90.0, 60.0], [10, 20, 20]))
+    (tmp_path / "text.txt").write_text("one|two|three")
+    section = TextSection(name="text", file="text.txt", separator="|", window=8)
+    loaded = SimpleNamespace(model=None, positions=None, separate_documents=False)
+    scores = texts.evaluate_text(section, tmp_path / "text.txt", None, loaded, 1).scores["text"]
+    assert scores["loss"] == pytest.approx(3.6) and scores["perplexity"] == pytest.approx(math.exp(3.6))
+    assert scores["loss_stderr"] > 0
+    assert scores["perplexity_stderr"] == pytest.approx(math.exp(3.6) * scores["loss_stderr"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"caf\xe9", "is not UTF-8 text .*; convert it first"), (b" | | ", "has no text between")]
+)
+def test_a_text_to_be_evaluated_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        texts.evaluate_text(TextSection(name="text", file="text.txt", separator="|"), path, None, SimpleNamespace(), 1)

@@ -1,65 +1,29 @@
-"""Loggers: samples, TensorBoard, Weights & Biases, and the console's lines."""
+"""Loggers: lines of metrics, samples, TensorBoard, and what the console shows."""
 
 from __future__ import annotations
 
-import errno
-import importlib.util
-import io
+import json
+import math
 import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console as RichConsole
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain.config import Recipe
-from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.machine_check import check_machine
-from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train import run_log, wandb_logger
+from llmtrain.train import loggers
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, open_loggers
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.run_log import RunLog
-from llmtrain.train.state import TrainState
-from llmtrain.train.wandb_logger import WandbLogger
 
 ROOT = Path(__file__).parents[2]
-OFFLINE = "log.wandb={project: across, mode: offline}"
 
 
 def recipe_in(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={folder}", "run.name=a", *overrides])
-
-
-def log_two_lines(recipe: Recipe, resumed_step: int) -> list[Path]:
-    """Returns the files of Weights & Biases."""
-    directory, notes = RunDirectory(recipe), []
-    directory.path.mkdir(exist_ok=True)
-    logger = WandbLogger(recipe, directory, resumed_step, notes.append)
-    for step in (resumed_step + 1, resumed_step + 2):
-        logger.log(step, 100 * step, 0.5, {"train/loss": 4.0})
-        logger.log_sample(step, 100 * step, f"text of step {step} <b>")
-    logger.close()
-    logger.wait()
-    assert not notes
-    return sorted((directory.path / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_an_offline_run_holds_its_recipe_and_its_lines_and_keeps_its_id(tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, OFFLINE)
-    [first] = log_two_lines(recipe, 0)
-    content = first.read_bytes()
-    assert b"train/loss" in content and b"across" in content and b"sequence_length" in content
-    texts = [path.read_text() for path in (tmp_path / "a" / "wandb").rglob("*.html")]
-    assert any("<pre>text of step 1 &lt;b&gt;</pre>" in text for text in texts), "a text is no HTML"
-    assert {path.name for path in log_two_lines(recipe, 2)} == {first.name}, "wandb sync makes one run of both"
-    assert len({path.name for path in log_two_lines(recipe, 0)}) == 2, "begun again, it is another run"
 
 
 def test_loggers_are_those_of_the_recipe(tmp_path: Path) -> None:
@@ -97,83 +61,42 @@ def test_lines_lost_before_the_checkpoint_are_named(
     assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]
 
 
-def fake_wandb(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, run: SimpleNamespace, note: Callable[[str], None]
-) -> WandbLogger:
-    def teardown() -> None:
-        sys.exit(3)  # as wandb does if its own process was killed
-
-    names = {"init": lambda **_: run, "Settings": dict, "Html": str, "teardown": teardown}
-    monkeypatch.setitem(
-        sys.modules, "wandb", SimpleNamespace(Error=OSError, errors=SimpleNamespace(CommError=OSError), **names)
-    )
-    recipe = recipe_in(folder, "log.wandb={project: p}")
-    RunDirectory(recipe).path.mkdir(exist_ok=True)
-    return WandbLogger(recipe, RunDirectory(recipe), 0, note)
-
-
-@pytest.mark.parametrize(
-    ("failing", "error"), [("log", ConnectionResetError("Connection lost")), ("finish", Exception("Connection lost"))]
-)
-def test_where_wandbs_process_is_gone_a_line_says_so_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception
-) -> None:
-    calls, notes = [], []
-
-    def call(name: str) -> None:
-        calls.append(name)
-        if name == failing:
-            raise error
-
-    run = SimpleNamespace(
-        define_metric=lambda *_, **__: None,
-        log=lambda line, step: call("log"),
-        finish=lambda exit_code: call("finish"),
-    )
-    logger = fake_wandb(tmp_path, monkeypatch, run, notes.append)
-    for step in (1, 2):
-        logger.log(step, 100, 0.5, {})
-    logger.log_sample(2, 100, "text")
-    logger.close()
-    logger.wait()
-    assert not logger._thread.is_alive()
-    assert calls == (["log"] if failing == "log" else ["log", "log", "log", "finish"])
-    assert notes == [f"warning: log.wandb: Connection lost; nothing more is sent, {tmp_path}/a/metrics.jsonl goes on"]
+def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlLogger(path, resumed_step=0)
+    for step in (1, 10, 20):
+        writer.log(step, step, 0.5, {"train/loss": math.nan if step == 20 else 1.0})
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 30, "tok')  # cut off by a crash
+    writer = JsonlLogger(path, resumed_step=10)
+    writer.log(20, 20, 0.6, {"train/loss": 2.0})
+    writer.close()
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 10, 20]
 
 
-@pytest.mark.parametrize("failed", [False, True])
-def test_the_wait_for_weights_and_biases_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
-) -> None:
-    """Its process is then killed, for which wandb would wait when this one exits."""
-    notes, killed, is_killed = [], [], threading.Event()
-
-    def finish(exit_code: int) -> None:
-        is_killed.wait()
-        raise ConnectionResetError("Connection lost")
-
-    def child(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=lambda: name, kill=lambda: (killed.append(name), is_killed.set()))
-
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=finish)
-    logger = fake_wandb(tmp_path, monkeypatch, run, notes.append)
-    process = SimpleNamespace(children=lambda: [child("tokenizer"), child("wandb-core")])
-    monkeypatch.setattr(wandb_logger.psutil, "Process", lambda: process)
-    monkeypatch.setattr(wandb_logger, "WANDB_SECONDS_FAILED" if failed else "WANDB_SECONDS", 0.01)
-    logger.close(failed)
-    logger.wait()
-    logger._thread.join()
-    assert killed == ["wandb-core"]
-    assert notes == [
-        f"warning: log.wandb: not everything was sent within 0.01 s; `wandb sync {tmp_path}/a/wandb/latest-run` sends the rest"
-    ]
+def test_a_run_that_begins_again_leaves_no_line_of_the_first_time(tmp_path: Path):
+    """Killed after the validation before its first step, with no checkpoint yet."""
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        writer = JsonlLogger(path, resumed_step=0)
+        writer.log(0, 0, 0.0, {"eval/loss": 7.0})
+        writer.close()
+    assert len(path.read_text().splitlines()) == 1
 
 
-def test_weights_and_biases_draws_losses_over_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    defined: dict[str, str | None] = {}
-    run = SimpleNamespace(define_metric=lambda name, step_metric=None: defined.update({name: step_metric}))
-    fake_wandb(tmp_path, monkeypatch, run, pytest.fail)
-    assert defined == {"tokens": None, "train/*": "tokens", "eval/*": "tokens"}
+def test_metrics_write_null_for_what_is_not_finite(tmp_path: Path):
+    writer = JsonlLogger(tmp_path / "metrics.jsonl", resumed_step=0)
+    writer.log(1, 1, 0.1, {"train/loss": math.nan})
+    writer.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["train/loss"] is None
+
+
+def test_lines_that_are_no_lines_of_metrics_are_left_out(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n3\n["step"]\n{"tokens": 7}\n{"step": 2}\n{"step": 3, "tra')
+    JsonlLogger(path, 2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_samples_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
@@ -278,6 +201,48 @@ def test_a_sample_is_one_short_line(capsys) -> None:
     assert line.startswith("step 10/100 | writes: def f(): x x") and line.endswith(" …\n") and len(line) < 125
 
 
+def test_the_time_left_follows_from_the_steps_since_this_start(monkeypatch, capsys) -> None:
+    now = [50.0]
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tags = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_second", "sync/count", "sync/round")
+    tags += ("comm/bytes_total", "sync/divergence", "perf/peak_memory_gib")
+    shown = loggers.Console(enabled=True)
+    shown.start(step=900, total=1000, rounds=9)
+    now[0] = 150.0
+    shown.log_step(950, dict.fromkeys(tags, 1.0))
+    assert capsys.readouterr().out.rstrip().endswith("eta 1m40s")
+
+
+def test_a_replica_alone_reports_its_step_now_and_then(monkeypatch, capsys) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loggers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    shown = loggers.Console(enabled=True)
+    shown.start(step=0, total=100, rounds=None)
+    for step, seconds in enumerate(range(0, 50, 5), start=1):
+        now[0] = seconds
+        shown.advance(step, is_alone=step > 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" on")[0] for line in lines[1:]] == ["step 5/100", "step 9/100"]
+
+
+def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(enabled=True)
+    console.start(3, 8, 4)
+    console.advance(4)
+    tags = {"train/loss": 4.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "perf/tokens_per_second": 41_200.0}
+    tags |= {"perf/mfu": 0.41, "sync/count": 2.0, "sync/round": 3, "sync/divergence": 0.25}
+    tags |= {"comm/bytes_total": 2e6, "perf/peak_memory_gib": 1.5}
+    console.log_step(4, tags)
+    console.stop()
+    shown = capsys.readouterr().out
+    assert (
+        "training" in shown
+        and "4/8" in shown
+        and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | memory 1.50 GiB" in shown
+    )
+    assert "eta" not in shown, "the bar tells it"
+
+
 def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write to a pipe without a reader, such as `tee` after Ctrl-C or the end of an ssh session."""
     reader, writer = os.pipe()
@@ -293,22 +258,6 @@ def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPa
         sys.stdout.flush()
 
 
-def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
-    """Raise what other ranks have already found, between the opening of the loggers and the first step."""
-
-    def refuse() -> None:
-        raise TrainingError("a damaged shard")
-
-    closed = []
-    logger = SimpleNamespace(close=lambda failed=False: closed.append(failed))
-    console = SimpleNamespace(print=print, stop=lambda: None)
-    io_errors = SimpleNamespace(check=refuse, write=lambda path, make: [logger])
-    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
-    with pytest.raises(TrainingError), log.open(TrainState(2), 0, 0, None):
-        raise AssertionError("nothing is trained")
-    assert closed == [True]
-
-
 def test_lines_for_a_full_disk_are_lost_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "train.log"
     with open("/dev/full", "w") as full, log.open("w") as disk:
@@ -319,69 +268,3 @@ def test_lines_for_a_full_disk_are_lost_until_there_is_room(tmp_path: Path, monk
         os.dup2(disk.fileno(), full.fileno())
         Console(enabled=True).print("a line")
     assert log.read_text().endswith("a line\n")
-
-
-def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda exit_code: codes.append(exit_code))
-    for failed in (True, False):
-        logger = fake_wandb(tmp_path, monkeypatch, run, pytest.fail)
-        logger.close(failed)
-        logger.wait()
-    assert codes == [1, 0]
-
-
-@pytest.mark.parametrize(("is_server", "expected"), [(False, RecipeError), (True, TrainingError)])
-def test_a_server_that_refuses_is_an_error_of_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_server: bool, expected: type[Exception]
-) -> None:
-    """And of the run if the server may answer the next time."""
-
-    class Refused(Exception):
-        pass
-
-    class NotThere(Refused):
-        pass
-
-    def init(**given: object) -> None:
-        raise (NotThere if is_server else Refused)("No API key configured.\nUse `wandb login`")
-
-    errors = SimpleNamespace(CommError=NotThere)
-    fake = SimpleNamespace(Error=Refused, errors=errors, init=init, Settings=lambda **given: given)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(
-        expected, match=r"^log.wandb: No API key configured. Use `wandb login`; .* log.wandb.mode=offline$"
-    ):
-        log_two_lines(recipe_in(tmp_path, "log.wandb={project: p}"), 0)
-
-
-def test_without_the_package_a_recipe_that_wants_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    with pytest.raises(
-        RecipeError, match=r"^log.wandb is given, but wandb is not installed; pip install wandb, or log"
-    ):
-        check_machine(recipe_in(tmp_path, OFFLINE))
-    check(recipe_in(tmp_path, OFFLINE), None)  # elsewhere
-    check_machine(recipe_in(tmp_path))
-
-
-@pytest.mark.parametrize("problem", [None, OSError(errno.ENOSPC, "No space left on device"), ValueError("closed")])
-def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_again(
-    monkeypatch: pytest.MonkeyPatch, problem: Exception | None
-) -> None:
-    def close(failed: bool = False) -> None:
-        closed.append(failed)
-        if problem is not None:
-            raise problem
-
-    console, screen, closed = Console(enabled=True), io.StringIO(), []
-    console.out = RichConsole(file=screen, force_terminal=True)
-    monkeypatch.setattr(run_log, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
-    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
-    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
-    with pytest.raises(TrainingError, match=r"^a rank is gone$"), log.open(TrainState(2), 0, 0, rounds=1):
-        raise TrainingError("a rank is gone")
-    hidden, shown = "\x1b[?25l", "\x1b[?25h"
-    assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)
-    assert closed == [True, True]

@@ -1,8 +1,10 @@
-"""Learning-rate schedules of plain values, and their comparison with an optimizer's rates."""
+"""The learning rate over a run, by kind of schedule; schedules of plain values, and their comparison with an optimizer's rates."""
 
 from __future__ import annotations
 
+import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,27 @@ from llmtrain.lr import LRSchedule
 from llmtrain.sync.loop_checks import find_other_rate
 
 LIBRARY = Path(__file__).parents[2] / "docs/library.md"
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_learning_rate_warms_up_and_ends_where_it_should(kind):
+    schedule = LRScheduleSection(kind=kind, warmup_steps=10, final_ratio=0.1)
+    rates = [LRSchedule(2.0, 110, schedule).at(step) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
+    assert all(later <= earlier for earlier, later in pairwise(rates[9:]))
+    halfway = {"cosine": 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)), "linear": 0.55, "constant": 1.0}[kind]
+    assert rates[59] == pytest.approx(2.0 * halfway)
+
+
+def test_learning_rate_without_warm_up_starts_at_the_peak():
+    assert LRSchedule(3.0, 10**6, LRScheduleSection(kind="cosine")).at(1) == pytest.approx(3.0)
+
+
+def test_a_step_schedule_drops_after_its_shares_of_the_run():
+    schedule = LRScheduleSection(kind="step", warmup_steps=2, decay_at=(0.5, 0.75), decay_factor=0.1)
+    rates = [LRSchedule(2.0, 8, schedule).at(step) for step in range(1, 9)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 0.2, 0.2, 0.02, 0.02])
 
 
 def test_a_schedule_of_plain_values_is_that_of_a_recipe() -> None:

@@ -1,4 +1,4 @@
-"""`recipe check` refuses what a start on this machine would refuse, and says what would do something else than asked."""
+"""`recipe check` refuses what a start on this machine would refuse, and warns of what it would warn of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +21,8 @@ from llmtrain.launch.preflight import check_elsewhere, check_here, check_start
 from llmtrain.parallel.world import World
 from llmtrain.plan import recipe_warnings as warnings_module
 from llmtrain.plan.model_size import size_of
-from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
-from llmtrain.plan.time_estimate import TimeEstimate
-from llmtrain.recipe_loader import load_recipe
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from llmtrain.train.build_trainer import _start_warnings
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run import run_training
 
@@ -241,86 +242,6 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
     assert "eval.tokens is 10,000, but the text long of eval.sets has" in check_here(recipe).warnings[1]
 
 
-@pytest.mark.parametrize(
-    ("changed", "line"),
-    [
-        (
-            ["sync.period.every=19"],
-            "sync.period.every is 19, but the run has 18 local steps: replicas synchronize once",
-        ),
-        (["sync.period={kind: qsr, base: 30, alpha: 0.1}"], "sync.period.base is 30, but the run has 18 local steps"),
-        (
-            ["sync.method=a_edit", "sync.period.every=37"],
-            "sync.period.every is 37 s, but the run's 18 local steps take about 36 seconds",
-        ),
-        (["log.trace.first=21"], "log.trace.first is 21, but the run has 20 steps"),
-        (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
-        (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
-        (["parallel.zero_stage=2"], "parallel.zero_stage is 2, but parallel.engine is fsdp2"),
-        (["sync.warmup_steps=0", "sync.wire={kind: int8, gradients: true}"], "sync.wire.gradients is true, but the"),
-        (["sync.wire={kind: int4, keep: 3}"], "sync.wire.keep is 3, but sync.wire is int4"),
-        (
-            ["sync.wire={kind: int4, feedback_decay: 0.5}"],
-            "sync.wire.feedback_decay is 0.5, but sync.wire.error_feedback is false",
-        ),
-        (
-            ["sync.moments={first: null, second: null}", "sync.reduction=mean"],
-            "sync.moments is given, but neither first nor second",
-        ),
-        (
-            ["sync.method=gpa", "sync.period=1", "sync.outer.decay=0.9"],
-            "sync.outer.decay is 0.9, an average over about 10 synchronizations, but the run has 18",
-        ),
-        (["optim.muon.momentum=0.9"], "optim.muon is given, but optim.kind is adamw"),
-        (
-            ["parallel.reshard_after_forward=false", "parallel.shards=1"],
-            "parallel.reshard_after_forward is false, which has an effect on fsdp2",
-        ),
-        (
-            ["data.packing=none", "train.document_mask=true"],
-            "train.document_mask is true, but with data.packing=none a sequence never has two documents",
-        ),
-        (["eval.sample_prompt=a", "eval.sample_tokens=32"], "eval.sample_tokens is 32, but a sample"),
-        (
-            ["sync.method=synchronous", "sync.period=every_step", "sync.warmup_steps=0", "sync.warmup_until_lr=0.5"],
-            "sync.warmup_until_lr is 0.5, but sync.method=synchronous averages gradients in every step",
-        ),
-        (
-            ["schedule.decay_at=[0.25]"],
-            "schedule.decay_at is [0.25], but schedule.kind is cosine, and only step has points at which the rate drops",
-        ),
-        (
-            ["schedule.decay_factor=0.5", "schedule.kind=linear"],
-            "schedule.decay_factor is 0.5, but schedule.kind is linear",
-        ),
-        (
-            ["schedule.final_ratio=0.3", "schedule.kind=constant"],
-            "schedule.final_ratio is 0.3, but schedule.kind is constant",
-        ),
-        (["schedule.final_ratio=0.3", "schedule.kind=step"], "schedule.final_ratio is 0.3, but schedule.kind is step"),
-        (
-            ["schedule.decay_fraction=0.1", "schedule.kind=linear"],
-            "schedule.decay_fraction is 0.1, but schedule.kind is linear, and only wsd keeps the peak until a decay",
-        ),
-        (["schedule.decay_shape=1-sqrt"], "schedule.decay_shape is 1-sqrt, but schedule.kind is cosine"),
-        (["schedule.decay_factor=0.5", "schedule.kind=wsd"], "schedule.decay_factor is 0.5, but schedule.kind is wsd"),
-        (
-            ["optim.kind=sgd", "optim.betas=[0.5, 0.9]"],
-            "optim.betas is [0.5, 0.9], but optim.kind is sgd, which has no moments",
-        ),
-        (["optim.kind=sgd", "optim.eps=0.1"], "optim.eps is 0.1, but optim.kind is sgd, which has no moments"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, keys: list[str], changed: Sequence[str], line: str
-) -> None:
-    monkeypatch.setattr(warnings_module, "estimate_time", lambda *_: TimeEstimate(2.0, 0, 0, 0))
-    monkeypatch.setattr(warnings_module, "rate_here", lambda recipe, local_ranks: 1e9)
-    (warning,) = recipe_warnings(load_recipe(RECIPE, [*keys, *changed]), mesh=MeshSize(4, 2, 4))
-    assert warning.startswith(line)
-
-
 def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
     """Two nodes with two of four ranks each."""
     mesh = ["parallel.replicas=2", "parallel.shards=2"]
@@ -331,21 +252,61 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
     assert asked == [2]
 
 
-@pytest.mark.parametrize(
-    "fine",
-    [
-        ["schedule.kind=step", "schedule.decay_at=[0.25]", "schedule.decay_factor=0.5"],
-        ["schedule.final_ratio=0.3"],
-        ["schedule.kind=wsd", "schedule.final_ratio=0", "schedule.decay_fraction=0.1", "schedule.decay_shape=1-sqrt"],
-        ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
-        ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
-    ],
+def test_the_recipe_that_a_run_writes_gives_no_more_warnings_than_its_own(tmp_path: Path, keys: list[str]) -> None:
+    """Check the recipe that gives every key, also those that the run's recipe leaves to their defaults."""
+    for changed in ([], ["sync.wire={kind: int4, keep: 3}"]):
+        recipe = load_recipe(RECIPE, [*keys, *changed])
+        (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe))
+        assert check_here(load_recipe(tmp_path / "recipe.yaml")).warnings == check_here(recipe).warnings
+
+
+def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_path: Path, keys: list[str]) -> None:
+    np.save(tmp_path / "held.npy", np.arange(640, dtype="<u2") % 300)
+    recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/held.npy}}"])
+    assert check_here(recipe).prepared is None
+    prepare_for(recipe, show_progress=False)
+    assert check_here(recipe).prepared is not None
+    with pytest.raises(
+        DataError, match=r"eval\.sets\.held: .*none\.npy: no file|eval\.sets\.held: .*none\.npy: no such file"
+    ):
+        check_here(load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/none.npy}}"]))
+
+
+ONE_REPLICA, RANK_4 = (
+    "there is one replica, so sync.method=edit averages with nobody",
+    "log.profile.ranks has 4, but the ranks",
 )
-def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
-    assert recipe_warnings(load_recipe(RECIPE, [*keys, *fine])) == []
+AUTO = ["parallel.replicas=auto", "parallel.shards=auto", "parallel.on_cpu=null"]
 
 
-def test_no_recipe_of_the_repository_has_a_warning() -> None:
-    for path in sorted(RECIPE.parent.glob("*.yaml")):
-        recipe = load_recipe(path)
-        assert recipe_warnings(recipe) == [], path.name
+@pytest.mark.parametrize(
+    ("changed", "processes", "lines"),
+    [
+        (AUTO, 1, [ONE_REPLICA]),
+        ([*AUTO, "log.profile={ranks: [0, 4]}"], 1, [ONE_REPLICA, f"{RANK_4} are 0 to 0,"]),
+        (["parallel.shards=2"], 2, [ONE_REPLICA]),
+        (["parallel.shards=2", "log.profile={ranks: [0, 4]}"], 4, [f"{RANK_4} are 0 to 3,"]),
+        (["parallel.shards=2", "log.profile={ranks: [0, 3]}"], 4, []),
+        ([*AUTO, "parallel.replicas=1"], 1, []),
+        ([*AUTO, "sync.method=gpa", "sync.period=1", "sync.outer.decay=0.5"], 1, []),
+        ([*AUTO, "sync.method=synchronous", "sync.period=every_step", "sync.warmup_steps=0"], 1, []),
+        ([*AUTO, "parallel.replicas=4", "parallel.in_process=true", "log.profile={ranks: [3]}"], 1, []),
+    ],
+    ids=str,
+)
+def test_recipe_check_warns_of_the_mesh_as_a_start_does(
+    keys: list[str], changed: list[str], processes: int, lines: list[str]
+) -> None:
+    recipe = load_recipe(RECIPE, [*keys, *changed])
+    here = check_here(recipe, per_node=processes)
+    ranks, shards = here.replicas * here.shards, SimpleNamespace(size=here.shards)
+    world = SimpleNamespace(size=ranks, local_size=ranks)
+    mesh = SimpleNamespace(replicas=here.replicas, shard_comms=shards, world=world, unencrypted=None)
+    start = list(_start_warnings(recipe, mesh, SimpleNamespace(all={})))
+    assert start == here.warnings == check_elsewhere(recipe, processes)
+    assert len(start) == len(lines) and all(map(str.startswith, start, lines))
+
+
+def test_the_number_of_replicas_elsewhere_may_depend_on_nodes(keys: list[str]) -> None:
+    (line,) = check_elsewhere(load_recipe(RECIPE, [*keys, *AUTO, "log.profile={ranks: [4]}"]), 2)
+    assert line.startswith(f"{RANK_4} are 0 to 1,")

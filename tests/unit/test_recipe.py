@@ -285,6 +285,12 @@ def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Calla
     assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # not another method
 
 
+def test_another_method_is_not_pulled_as_the_old_one_was(write: Write) -> None:
+    path = write("r.yaml", "train: {steps: 9}\nsync: {method: palsgd, pull: {strength: 0.5}}")
+    assert load_recipe(path).sync.pull is not None
+    assert load_recipe(path, ["sync.method=diloco"]).sync.pull is None
+
+
 def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
     there = sync_of("{method: edit, warmup_steps: 3, period: {every: 4}}", "sync.method=synchronous")
     assert (there.period, there.warmup_steps, there.reduction, there.schedule) == (

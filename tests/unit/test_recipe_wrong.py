@@ -351,25 +351,6 @@ def test_circle_over_two_files_is_named(tmp_path: Path) -> None:
     assert_one_line_with(refusal(tmp_path / "a.yaml"), ["base files form a circle (a.yaml -> b.yaml -> a.yaml)"])
 
 
-def test_message_names_the_file_that_gave_the_value(tmp_path: Path) -> None:
-    (tmp_path / "below.yaml").write_text("optim: {lr: fast}")
-    (tmp_path / "above.yaml").write_text("base: below.yaml\noptim: {eps: 1e-8}")
-    assert_one_line_with(refusal(tmp_path / "above.yaml"), ["below.yaml: optim.lr is"])
-
-
-def test_file_name_that_is_no_run_name_is_blamed_on_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "my recipe.yaml"
-    path.write_text("train: {steps: 3}")
-    blamed = "my recipe.yaml (whose name the run has, because run.name is not given): run.name is"
-    assert_one_line_with(refusal(path), [f'{blamed} "my recipe"', "letters, digits"])
-
-
-def test_a_name_that_yaml_reads_as_a_number_is_wanted_in_quotes_where_its_text_is_not_known(tmp_path: Path) -> None:
-    path = tmp_path / "merged.yaml"
-    path.write_text("run: {<<: &other {name: 010}, seed: 1}")
-    assert_one_line_with(refusal(path), ["merged.yaml: run.name is 8, a number; put the name in quotes"])
-
-
 def test_small_vocabulary_is_refused_only_when_given(right: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         check_vocabulary(load_recipe(right, ["model.config.vocab_size=1000"]), 2048)

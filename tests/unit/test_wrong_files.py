@@ -6,10 +6,15 @@ import gzip
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from llmtrain.compare.comparison import load_comparison
+from llmtrain.errors import RecipeError, SuiteError
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.suites import load_suite, local_tasks
 from llmtrain.train.checkpoint_files import FORMAT
 from tests.fuzz.draws import problem_of
 from tests.fuzz.kinds import QUICKSTART, SHORT_KEYS, write_text
@@ -21,6 +26,9 @@ FOLDER, LINK, REMOVED = "a folder", "a link to nothing", "removed"
 Content = str | bytes
 LENGTH = "train.steps and train.tokens: neither is given"
 CODEC = "can't be read as a recipe: 'utf-8' codec can't decode byte"
+
+
+BINARY = b"\xff\xfe\x00 not text"
 
 RECIPES: list[tuple[Content, str]] = [
     ("", LENGTH),
@@ -361,3 +369,25 @@ def test_a_damaged_tokenizer_is_refused(clean: Path, copy: Path, name: str, cont
     shutil.copytree(next((copy / "data").glob("*/tokenizer")), copy / "given")
     put(copy / "given" / name, content)
     assert_refused(prepare(copy, clean / "text.txt", f"data.tokenizer={copy / 'given'}"), pattern)
+
+
+@pytest.mark.parametrize(
+    ("load", "content", "error", "message"),
+    [
+        (load_recipe, BINARY, RecipeError, "can't be read as a recipe"),
+        (load_comparison, BINARY, RecipeError, "can't be read as a comparison"),
+        (load_comparison, b"[1, 2]", RecipeError, "expected keys such as `runs:`"),
+        (lambda path: load_suite(str(path)), BINARY, SuiteError, "can't be read as a suite"),
+        (lambda path: local_tasks([path.parent]), BINARY, SuiteError, "can't be read as a task file"),
+        (lambda path: local_tasks([path.parent]), b"[1, 2]", SuiteError, "holds no mapping, expected a task"),
+    ],
+    ids=["recipe", "comparison", "a list for a comparison", "suite", "task", "a list for a task"],
+)
+def test_a_file_that_is_something_else(
+    tmp_path: Path, load: Callable[[Path], object], content: bytes, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_bytes(content)
+    with pytest.raises(error, match=message) as refused:
+        load(path)
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Faults of a comparison's hosts at their times, how its trials end, and what is shown on a terminal."""
+"""A trial of a comparison: its hosts' faults at their times, its restarts and limits, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,19 +13,9 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
-import torch
 
 from llmtrain.compare import trial
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
-from llmtrain.compare.faults import Faults
-from llmtrain.compare.runner import ComparisonProgress, run_comparison
-from llmtrain.config import EditPenaltySection
-from llmtrain.data.extend import ProgressBar
-from llmtrain.errors import RecipeError
-from llmtrain.sync.reductions.edit_penalty import EditPenalty
-from llmtrain.train.loggers import Console
-
-QUICKSTART = Path(__file__).parents[2] / "recipes/quickstart.yaml"
 
 
 class RecordingHost:
@@ -55,11 +45,6 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
     times = [seconds for seconds, _ in events]
     assert dict(zip(times, done, strict=True)) == {4.0: "pause 0", 5.0: "kill 1", 7.0: "resume 0"}
     assert times == sorted(times)
-
-
-def test_without_faults_nobody_sleeps_or_reads_garbage() -> None:
-    faults = Faults(seed=1, hosts=2)
-    assert faults.delay(0, 1) == 0.0 and not faults.reads_garbage(0, 1)
 
 
 class Torchrun:
@@ -216,14 +201,6 @@ def test_the_limit_of_a_trial_holds_for_all_its_parts_together(made: Callable[..
     assert record.wall_seconds == pytest.approx(18, abs=1), "60 steps took 12 s, which leaves 6 s after the restart"
 
 
-def test_a_folder_that_can_not_be_written_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    file = tmp_path / "small.yaml"
-    file.write_text(f"recipe: {QUICKSTART}\nout_dir: {tmp_path}/taken\nhosts: {{count: 2}}\nruns: {{plain: }}")
-    with pytest.raises(RecipeError, match=r"^out_dir: .*taken/small can't be written \(.*\); give another folder$"):
-        run_comparison(file, shaping=False)
-
-
 def test_hosts_stop_and_die_so_many_seconds_after_training_began(
     made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,58 +257,3 @@ def test_the_step_of_a_run_is_that_of_its_last_whole_line(tmp_path: Path, metric
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_text(metrics)
     assert trial.last_logged_step(tmp_path / "metrics.jsonl") == step
-
-
-def test_a_penalty_clips_long_means_alone() -> None:
-    penalty = EditPenalty(EditPenaltySection(clip=1.0), replicas=2, blocks=2)
-    factors = penalty.factor(torch.tensor([0.25, 1e6]), 1.0)
-    torch.testing.assert_close(factors, torch.tensor([1.0, 1e-3]))
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rich takes what it writes to for a terminal."""
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-
-
-def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(enabled=True)
-    console.start(3, 8, 4)
-    console.advance(4)
-    tags = {"train/loss": 4.0, "train/lr": 1e-3, "train/grad_norm": 1.0, "perf/tokens_per_second": 41_200.0}
-    tags |= {"perf/mfu": 0.41, "sync/count": 2.0, "sync/round": 3, "sync/divergence": 0.25}
-    tags |= {"comm/bytes_total": 2e6, "perf/peak_memory_gib": 1.5}
-    console.log_step(4, tags)
-    console.stop()
-    shown = capsys.readouterr().out
-    assert (
-        "training" in shown
-        and "4/8" in shown
-        and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | memory 1.50 GiB" in shown
-    )
-    assert "eta" not in shown, "the bar tells it"
-
-
-def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
-    terminal: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
-    record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
-    with ComparisonProgress(total=3, missing=2) as bars:
-        bars.begin(planned, 60)
-        bars.show_step(30)
-        bars.end(record, 3700.0)
-    shown = capsys.readouterr().out
-    assert "2/3" in shown and "30/60" in shown
-    assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown
-
-
-def test_preparing_says_how_far_it_is_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("llmtrain.data.extend.PLAIN_SECONDS", 0.0)
-    with ProgressBar("train", 4_000_000, show=True) as progress:
-        progress.advance(5_000_000, 1_250_000)
-    assert "train: 5.0 MB, 1.25 M tokens" in capsys.readouterr().err.splitlines()[0]

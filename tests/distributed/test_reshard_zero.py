@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_rules import assert_follows_the_rules, newest, read_checkpoint
-from tests.distributed.reshape_runs import Part, recipe_of, rewrite, run_parts, write_texts
+from tests.distributed.reshard_rules import assert_follows_the_rules, newest, read_checkpoint
+from tests.distributed.reshard_runs import Part, recipe_of, rewrite, run_parts, write_texts
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 

@@ -1,11 +1,9 @@
-"""What mutants of the launcher, the meeting of ranks and the command line showed to be untested."""
+"""How ranks meet at a start: the roll call, who is missing or comes from an earlier start, and the ways between hosts."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from llmtrain import launch
-from llmtrain.cli import main
 from llmtrain.config import ParallelSection
-from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError, UnavailableError, exit_with_status
-from llmtrain.launch import node_rendezvous
-from llmtrain.launch.attempts import NodeExit
-from llmtrain.launch.node_rendezvous import NodeRendezvous
+from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel import roll_call
-from llmtrain.parallel.comms import Comms, is_lost_peer
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, job_prefix, rendezvous
 from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World
-from tests.unit.test_launch import Meeting as Launchers
 
 
 @pytest.fixture
@@ -190,134 +181,3 @@ def test_hosts_of_the_same_name_do_not_take_their_own_loopback_for_each_other() 
     meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
     for error in errors_of(2, lambda world: check_connectivity(meeting, world, 2, 1, 20)):
         assert "rank 0 on one (lo, 127.0.0.1) does not reach rank 1 on one (lo, 127.0.0.1): loopback" in str(error)
-
-
-def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 1.0)
-
-    def attend(call: NodeRendezvous) -> list[dict[int, NodeExit]] | None:
-        if call.nodes.rank == 1:
-            return None  # leaves
-        told = [call.exchange_exits(0, NodeExit(FAILED), True)]
-        monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 600.0)
-        return [*told, call.exchange_exits(1, NodeExit(DONE), True)]
-
-    first, _ = Launchers().hold([0, 1], 2, attend)
-    assert first == [{0: NodeExit(FAILED)}, {0: NodeExit(DONE)}]
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(launch, "launch_torchrun", lambda recipe, overrides: code)
-    with pytest.raises(SystemExit) as left:
-        main(["launch", "recipe.yaml"])
-    assert left.value.code == code
-
-
-@pytest.mark.parametrize(("error", "code"), [(DataError, 2), (UnavailableError, 1), (TrainingError, 1)])
-def test_what_may_work_later_ends_with_the_code_that_is_tried_again(error: type[Exception], code: int) -> None:
-    def fail() -> None:
-        raise error("no text")
-
-    with pytest.raises(SystemExit) as left:
-        exit_with_status(fail)
-    assert left.value.code == code
-
-
-@pytest.mark.parametrize(
-    ("variables", "speaks"),
-    [
-        ({}, True),
-        ({"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, True),
-        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, False),
-    ],
-)
-def test_a_rank_speaks_for_its_host_if_it_is_the_first_by_all_launchers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, variables: dict[str, str], speaks: bool
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"LOCAL_RANK": "0", **variables}.items():
-        monkeypatch.setenv(name, value)
-
-    def fail() -> None:
-        raise DataError("no data")
-
-    with pytest.raises(SystemExit) as left:
-        exit_with_status(fail)
-    assert left.value.code == 2
-    assert capsys.readouterr().err == ("error: no data\n" if speaks else "")
-
-
-NCCL_SAYS = """NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.3
-ncclUnhandledCudaError: Call to CUDA function failed.
-Last error:
-Cuda failure 2 'out of memory'"""
-
-
-@pytest.mark.parametrize(
-    ("said", "reason", "is_lost"),
-    [
-        ("NCCL error\nLast error:\nsocket closed", "NCCL error Last error: socket closed", True),
-        (NCCL_SAYS, " ".join(NCCL_SAYS.split()), False),
-        ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", None, False),
-        ("NCCL timeout\n" + 100 * "frame of C++\n", ("NCCL timeout " + 100 * "frame of C++ ")[:400], True),
-    ],
-    ids=["lost", "out of memory", "invalid usage", "stack"],
-)
-def test_what_nccl_says_last_is_shown_and_only_a_lost_peer_is_called_one(
-    monkeypatch: pytest.MonkeyPatch, said: str, reason: str | None, is_lost: bool
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    error = dist.DistBackendError(said)
-    failure = str(Comms(None).failure("averaging block 2", error))
-    lost = "; a peer died or took longer than run.timeout_seconds" if is_lost else ""
-    assert failure.endswith(f" on {socket.gethostname()}: {reason or said}{lost}")
-    assert is_lost_peer(error) == is_lost
-
-
-def test_a_collective_that_can_not_begin_says_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("Connection closed by peer [192.0.2.1]:4711\nand more")
-
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(TrainingError) as failed:
-        Comms(None, axis="replica").start_work("averaging block 2", 0.0, refuse)
-    assert str(failed.value) == (
-        f"averaging block 2 over the replica axis failed on rank 3 (replica 0 of 1) on {socket.gethostname()}: "
-        "Connection closed by peer [192.0.2.1]:4711 and more; a peer died or took longer than run.timeout_seconds"
-    )
-
-
-@pytest.mark.parametrize(
-    ("exchange", "collective"),
-    [("all_gather_object", "all_gather_object"), ("broadcast_object", "broadcast_object_list")],
-)
-def test_an_exchange_of_objects_that_fails_says_what_it_was_for(
-    monkeypatch: pytest.MonkeyPatch, exchange: str, collective: str
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("Timed out waiting 2000ms for recv operation to complete\nand more")
-
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, collective, refuse)
-    comms = Comms(None, axis="world")
-    comms.rank, comms.size = 1, 2
-    with pytest.raises(TrainingError) as failed:
-        getattr(comms, exchange)("mine", "comparing token shards")
-    assert str(failed.value) == (
-        f"comparing token shards over the world axis failed on rank 1 (world 1 of 2) on {socket.gethostname()}: "
-        "Timed out waiting 2000ms for recv operation to complete and more; a peer died or took longer than run.timeout_seconds"
-    )
-
-
-def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    monkeypatch.delitem(sys.modules, "llmtrain.parallel.zero", raising=False)
-    with pytest.raises(
-        RecipeError, match=r"^parallel.engine=zero needs DeepSpeed, .*: pip install -c constraints.txt -e '.\[zero\]'$"
-    ):
-        importlib.import_module("llmtrain.parallel.zero")

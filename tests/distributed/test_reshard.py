@@ -13,8 +13,8 @@ import pytest
 
 from llmtrain.config import Recipe
 from tests.distributed.pool import RankPool
-from tests.distributed.reshape_rules import assert_follows_the_rules, newest, of_replicas, read_checkpoint, shared
-from tests.distributed.reshape_runs import Part, Seen, recipe_of, refusal, rewrite, run_parts, write_texts
+from tests.distributed.reshard_rules import assert_follows_the_rules, newest, of_replicas, read_checkpoint, shared
+from tests.distributed.reshard_runs import Part, Seen, recipe_of, refusal, rewrite, run_parts, write_texts
 
 EDIT = ("sync.method=edit", "sync.reduction={z: 3, ema: 0.3, min_rounds: 2, temperature: 1, clip: 10}")
 TIMED = ("sync.method=a_edit", "sync.reduction={ema: 0.3, clip: 10}", "sync.period={kind: seconds, every: 3}")

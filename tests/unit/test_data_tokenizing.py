@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import psutil
@@ -152,3 +154,25 @@ def test_the_default_leaves_a_small_machine_to_one_process(monkeypatch: pytest.M
         monkeypatch.setattr(tokenizing, "usable_cores", lambda cores=cores: cores)
         assert processes_of(None) == expected
     assert processes_of(3) == 3
+
+
+def test_no_batch_is_kept_that_comes_after_one_that_failed() -> None:
+    class Tokenizer(BatchTokenizer):
+        """Its second batch fails when the third one is done."""
+
+        killed: Future
+
+        def _submit(self, batch: str) -> Future:
+            found: Future = Future()
+            if batch == "second":
+                self.killed = found
+            else:
+                found.set_result(batch)
+            if batch == "third":
+                self.killed.set_exception(BrokenProcessPool())
+            return found
+
+    found: list[tuple[str, int]] = []
+    with pytest.raises(DataError, match="a process that tokenizes was killed"):
+        found.extend(Tokenizer(None, 0, 2).in_order([("first", 1), ("second", 2), ("third", 3)]))
+    assert found == [("first", 1)]

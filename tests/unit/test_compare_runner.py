@@ -1,0 +1,256 @@
+"""A comparison from its start: what is refused, what ends it, which trials are kept, and how long the missing ones take."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.compare import runner
+from llmtrain.compare.comparison import load_comparison, trials
+from llmtrain.compare.runner import ComparisonProgress, run_comparison
+from llmtrain.errors import STOPPED_EARLY, RecipeError
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
+from tests.unit.test_comparison import written
+
+ROOT = Path(__file__).parents[2]
+FILE = f"""
+recipe: {ROOT}/recipes/edit_llama_stdlib.yaml
+overrides: [train.steps=60]
+out_dir: runs
+hosts: {{count: 2}}
+runs: {{synchronous: {{overrides: [sync.method=synchronous, sync.warmup_steps=0]}}, diloco: }}
+"""
+
+
+class Interrupted:
+    """What is interrupted as it goes away: Python reports the exception and drops it, as in callbacks of its imports."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    file, made = tmp_path / "small.yaml", []
+
+    def make(planned: Any, *_: Any) -> Any:
+        made.append(planned.run)
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[])
+
+    def report(*_: Any) -> Path:
+        if len(made) == 1:
+            Interrupted(number)
+        return tmp_path
+
+    file.write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "write_report", report)
+    monkeypatch.setattr(runner, "_results", lambda *_: None)
+    monkeypatch.setattr(runner, "_seconds_left", lambda *_: 0.0)
+    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    monkeypatch.setattr(runner, "recipe_warnings", lambda *_: ["what a run says"])
+    before = signal.getsignal(number)
+    assert runner.run_comparison(file, (), shaping=False, retry=False) == STOPPED_EARLY
+    said = capsys.readouterr().out
+    assert made == ["synchronous"] and "start the same command again" in said
+    assert said.count("warning: runs.diloco: what a run says") == said.count("warning: runs.synchronous") == 1
+    assert signal.getsignal(number) is before
+
+
+def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each trial takes 600 seconds, unless it fails after two."""
+    file, failing = tmp_path / "small.yaml", {("synchronous", 1), ("synchronous", 2), ("diloco", 2)}
+
+    def make(planned: Any, *_: Any) -> Any:
+        state, seconds = ("failed", 2.0) if (planned.run, planned.seed) in failing else ("done", 600.0)
+        planned.directory.mkdir(parents=True, exist_ok=True)
+        (planned.directory / "trial.json").write_text(json.dumps({"state": state, "wall_seconds": seconds}))
+        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[])
+
+    def times_left(retry: bool) -> list[str]:
+        runner.run_comparison(file, (), shaping=False, retry=retry)
+        ends = [line for line in capsys.readouterr().out.splitlines() if "done in" in line or "failed in" in line]
+        return [end.partition("; ")[2] for end in ends]
+
+    file.write_text(FILE + "seeds: [1, 2]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "write_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "_results", lambda *_: None)
+    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
+        "a failure alone says nothing"
+    )
+    failing.clear()
+    assert times_left(retry=True) == ["about 20.0 min left", "about 10.0 min left", ""]
+
+
+ONE = f"""
+recipe: {ROOT}/recipes/edit_llama_stdlib.yaml
+hosts: {{count: 2}}
+runs: {{diloco: {{overrides: [sync.warmup_steps=2]}}}}
+"""
+
+
+@pytest.fixture
+def goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison is interrupted as soon as it needs data."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "prepare_for", interrupted)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_a_comparison_needs_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "why_no_cluster", lambda: "network namespaces need root")
+    message = r"^hosts can't be made here: network namespaces need root; or compare on loopback, .*: --no-shaping$"
+    with pytest.raises(RecipeError, match=message):
+        runner.run_comparison(written(tmp_path, ONE))
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_a_recipe_that_is_refused_is_a_runs(tmp_path: Path) -> None:
+    file = written(tmp_path, ONE.replace("warmup_steps", "warmup_step"))
+    with pytest.raises(RecipeError, match=r"^runs\.diloco: .*sync\.warmup_step .*did you mean .*warmup_steps"):
+        runner.run_comparison(file, shaping=False)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+@pytest.mark.parametrize(
+    ("keys", "own", "refused"),
+    [
+        (
+            [],
+            "parallel.replicas=4",
+            "parallel.replicas is 4 .*hosts.count and runs.diloco.replicas set it to 2; change those",
+        ),
+        (["parallel={replicas: 1}"], "train.steps=9", "parallel.replicas is 1 .* set it to 2"),
+        (["run.seed=7"], "train.steps=9", r"run\.seed is 7 in the overrides, but seeds set it to 1234"),
+        (["run.name=mine", "parallel.replicas=2"], "train.steps=9", 'run.name is "mine" .* "seed-1234"'),
+        (["run.out_dir=there"], "train.steps=9", "run.out_dir .*but out_dir and name set it"),
+        (["log.trace={first: 9}"], "train.steps=9", "log.trace .*but trace set it to"),
+        (["parallel.replicas=2", "run.seed=1234", "log.trace=null"], "parallel.replicas=2", None),
+    ],
+)
+def test_a_key_that_the_comparison_sets_is_no_override(
+    tmp_path: Path, keys: list[str], own: str, refused: str | None
+) -> None:
+    file = written(tmp_path, ONE.replace("[sync", f"[{own}, sync") + "trace: {first: 3, steps: 2}\n")
+    if refused is None:
+        assert runner.run_comparison(file, keys, shaping=False) == STOPPED_EARLY
+        return
+    with pytest.raises(RecipeError, match=rf"^runs\.diloco: {refused}"):
+        runner.run_comparison(file, keys, shaping=False)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [((), ("train.steps=30",), "- train.steps=30"), (("train.steps=30",), (), "a key is gone")],
+)
+def test_the_folder_of_another_comparison_is_not_gone_on_with(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], difference: str
+) -> None:
+    file = written(tmp_path, ONE)
+    assert [runner.run_comparison(file, first, shaping=False) for _ in range(2)] == [STOPPED_EARLY] * 2
+    with pytest.raises(RecipeError) as refused:
+        runner.run_comparison(file, second, shaping=False)
+    assert str(refused.value) == (
+        f"runs/small belongs to another version of this comparison ({difference}); give another `name:`, or remove the folder"
+    )
+
+
+def test_ended_trials_of_versions_that_named_no_faults_without_limits_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = written(
+        tmp_path,
+        "recipe: edit_llama_stdlib.yaml\nruns: {edit: }\nconditions: {bad: {garbage: {host: 3, first: 1, last: 2}}}\n",
+    )
+    comparison = load_comparison(file)
+    (trial,) = trials(comparison, file)
+    trial.directory.mkdir(parents=True)
+    (trial.directory / "trial.json").write_text('{"condition_in_words": "on loopback, without limits"}')
+    assert [len(runner._differences(trial, None, comparison, shaping)) for shaping in (False, True)] == [0, 1]
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another recipe file, or with limits. What is repeated is not compared."""
+    monkeypatch.setattr(runner, "why_no_cluster", lambda: None)
+    recipe, file = (
+        tmp_path / "recipe.yaml",
+        written(tmp_path, "recipe: recipe.yaml\nruns: {edit: }\nseeds: [1, 2]\n"),
+    )
+    recipe.write_text(f"base: {ROOT}/recipes/edit_llama_stdlib.yaml\n")
+    first, second = trials(load_comparison(file), file)
+    for one, state, words in ((first, "done", "on loopback, without limits"), (second, "failed", None)):
+        one.directory.mkdir(parents=True)
+        stored = load_recipe(one.recipe, (*one.overrides, "parallel.replicas=2"))  # a last stage's
+        (one.directory / "recipe.yaml").write_text(resolved_yaml(stored))
+        record = {"state": state, **({"condition_in_words": words} if words else {})}
+        (one.directory / "trial.json").write_text(json.dumps(record))
+
+    def outcome(**options: bool) -> int | str:
+        try:
+            return runner.run_comparison(file, **{"shaping": False, **options})
+        except RecipeError as error:
+            return str(error)
+
+    other = "runs/small belongs to another version of this comparison (plain · edit · seed {}); give another `name:`"
+    assert outcome() == STOPPED_EARLY
+    limits = "1: on loopback, without limits there, no limits, no faults here"
+    assert outcome(shaping=True).startswith(other.format(limits))
+    with recipe.open("a") as added:
+        added.write("optim: {lr: 0.0123}\n")
+    lr = load_recipe(first.directory / "recipe.yaml").optim.lr
+    assert outcome().startswith(other.format(f"1: optim.lr: {lr} there, 0.0123 here"))
+    (first.directory / "recipe.yaml").unlink()  # a run that failed before it wrote it
+    assert outcome().startswith(other.format(f"2: optim.lr: {lr} there, 0.0123 here"))
+    (second.directory / "recipe.yaml").write_text("optim: {momentum: 1}\n")
+    assert "optim.momentum is not a key" in outcome()
+    assert outcome(retry=True) == STOPPED_EARLY
+
+
+def test_a_folder_that_can_not_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        f"recipe: {ROOT}/recipes/quickstart.yaml\nout_dir: {tmp_path}/taken\nhosts: {{count: 2}}\nruns: {{plain: }}"
+    )
+    with pytest.raises(RecipeError, match=r"^out_dir: .*taken/small can't be written \(.*\); give another folder$"):
+        run_comparison(file, shaping=False)
+
+
+def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
+    terminal: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
+    record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
+    with ComparisonProgress(total=3, missing=2) as bars:
+        bars.begin(planned, 60)
+        bars.show_step(30)
+        bars.end(record, 3700.0)
+    shown = capsys.readouterr().out
+    assert "2/3" in shown and "30/60" in shown
+    assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown

@@ -1,0 +1,203 @@
+"""What lm-evaluation-harness gives back, and what is kept of it."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmtrain.errors import ModelError
+from llmtrain.eval import harness
+from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, per_document, run_task
+from llmtrain.eval.scores import Entry
+from llmtrain.eval.tasks import local_jsonl
+from llmtrain.suites import TaskSection
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    """A document of lm-evaluation-harness, as it logs them."""
+    two = [["question", " yes"], ["question", " no"]]
+    likelihoods = [(-1.5, True), (-2.0, False)]
+    usual = {
+        "doc_id": 0,
+        "doc_hash": "abcdef012345",
+        "filter": "none",
+        "metrics": ["acc", "said"],
+        "acc": 1.0,
+        "said": "yes",
+    }
+    return {**usual, "arguments": two, "filtered_resps": likelihoods, "target": 0, **changes}
+
+
+def test_only_numbers_are_kept_of_a_document() -> None:
+    assert per_document([sample()]) == {"doc": ["0:abcdef01"], "acc": [1.0], "nll": [1.5], "bytes": [4]}
+    assert per_document([sample(), sample(filter="strict", doc_id=1)]).keys() == {"doc"}, "two answers to one question"
+
+
+def test_answers_are_kept_in_the_order_of_documents() -> None:
+    def sample(doc_id: int, target: int) -> dict:
+        return {
+            "doc_id": doc_id,
+            "doc_hash": "0123456789",
+            "filter": "none",
+            "metrics": ["acc"],
+            "acc": 1.0,
+            "arguments": [("Question", " ä"), ("Question", " bc")],
+            "filtered_resps": [(-1.5, False), (-2.5, True)],
+            "target": target,
+        }
+
+    kept = per_document([sample(1, 1), sample(0, 0)])
+    assert kept == {"doc": ["0:01234567", "1:01234567"], "acc": [1.0, 1.0], "nll": [1.5, 2.5], "bytes": [3, 3]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arguments": [["question", {"until": ["."]}]], "filtered_resps": ["yes"]},
+        {"target": 7},
+        {"target": "yes"},
+        {"filtered_resps": ["yes", "no"]},
+    ],
+    ids=["generated", "no such choice", "a text", "no likelihood"],
+)
+def test_a_document_without_the_likelihood_of_a_right_answer(changes: dict[str, Any]) -> None:
+    assert per_document([sample(**changes)]).keys() == {"doc", "acc"}
+
+
+def test_names_that_the_harness_knows_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    index = SimpleNamespace(all_tasks=["piqa", "offline_piqa"])
+    monkeypatch.setattr(harness, "harness_version", lambda: "0.4")
+    monkeypatch.setattr(harness, "task_manager", lambda *arguments: asked.append(arguments) or index)
+    check_tasks(["offline_piqa"], ["offline_piqa"], (), None)
+    assert not asked, "to list its thousands of tasks takes many seconds"
+    check_tasks(["piqa", "offline_piqa"], ["offline_piqa"], (), None)
+    assert asked == [((), None, True)]
+
+
+class Task:
+    """A task of lm-evaluation-harness with one question, whose answer is `answer`."""
+
+    def __init__(self, answer: str):
+        self.instances = [SimpleNamespace(request_type="loglikelihood", args=("Question:", answer))]
+
+    def get_config(self, key: str) -> None:
+        return None
+
+
+def run_one(monkeypatch: pytest.MonkeyPatch, task: Task, evaluated: Callable[..., Any]) -> Entry | None:
+    """`run_task` on a model that sees three characters at once."""
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=evaluated))
+    manager = SimpleNamespace(load=lambda names: {"tasks": {"quiz": task}, "groups": {}})
+    model = SimpleNamespace(tok_encode=list, max_length=3)
+    return run_task(TaskSection(task="quiz"), None, lambda: model, manager)
+
+
+def test_all_processes_but_the_main_one_get_nothing_from_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_one(monkeypatch, Task("abc"), lambda **_: None) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ("abc", AssertionError, "^its own$"),
+        ("abcd", ModelError, "task quiz: an answer has 4 tokens and the model sees 3 at once"),
+    ],
+)
+def test_an_assertion_of_the_harness_is_explained_if_an_answer_is_too_long(
+    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], message: str
+) -> None:
+    def fail(**_: Any) -> None:
+        raise AssertionError("its own")
+
+    with pytest.raises(error, match=message):
+        run_one(monkeypatch, Task(answer), fail)
+
+
+def test_the_task_that_is_named_is_the_one_with_the_long_answer() -> None:
+    model = SimpleNamespace(tok_encode=list, max_length=3)
+    with pytest.raises(ModelError, match="task second: an answer has 4 tokens"):
+        check_answers_fit({"first": Task("abc"), "second": Task("abcd")}, model)
+
+
+def test_examples_are_not_taken_from_the_evaluated_documents() -> None:
+    def task(**has: bool) -> Any:
+        docs = {
+            f"has_{split}_docs": (lambda given=given: given) for split, given in ({"training": False} | has).items()
+        }
+        return SimpleNamespace(get_config=lambda key: None, **docs)
+
+    assert not harness._has_examples(task(validation=False, test=True))
+    assert not harness._has_examples(task(validation=True, test=False))
+    assert harness._has_examples(task(validation=True, test=True))
+    assert harness._has_examples(task(training=True))
+
+
+def test_losses_that_are_not_finite_are_an_error_whatever_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for response in (math.nan, -math.inf):
+        results = results_of({"acc,none": 0.5}, target="a text", filtered_resps=[(response, False)])
+        with pytest.raises(ModelError, match="the model's losses are not finite"):
+            run_one(monkeypatch, Task("abc"), lambda results=results, **_: results)
+
+
+def test_a_standard_error_has_the_name_of_its_metric() -> None:
+    found = entry_of(results_of({"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1})).scores["quiz"]
+    assert (found["exact_match,strict"], found["exact_match,strict_stderr"]) == (0.5, 0.1)
+
+
+def results_of(metrics: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """Results of lm-evaluation-harness for a task of one document."""
+    return {
+        "samples": {"quiz": [sample(**changes)]},
+        "group_subtasks": {},
+        "results": {"quiz": metrics},
+        "versions": {"quiz": 1.0},
+        "n-shot": {"quiz": 0},
+        "configs": {"quiz": {"output_type": "generate_until"}},
+    }
+
+
+def test_a_number_that_json_does_not_have_is_unknown() -> None:
+    scores = entry_of(results_of({"acc,none": 0.5, "acc_stderr,none": math.nan, "perplexity,none": math.inf})).scores
+    assert (scores["quiz"]["acc"], scores["quiz"]["acc_stderr"], scores["quiz"]["perplexity"]) == (0.5, None, None)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "changes", "expected"),
+    [
+        ({"acc,none": 1.0}, {}, 1.5 / math.log(2) / 4),
+        ({"acc,none": 1.0, "bits_per_byte,none": 0.25}, {}, 0.25),
+        ({"acc,none": 1.0}, {"filtered_resps": ["yes", "no"]}, None),
+    ],
+    ids=["added", "the task's own", "no likelihoods"],
+)
+def test_bits_per_byte_are_added_where_they_can_be(
+    metrics: dict[str, float], changes: dict[str, Any], expected: float | None
+) -> None:
+    scores = entry_of(results_of(metrics, **changes)).scores["quiz"]
+    assert scores.get("bits_per_byte") == (None if expected is None else pytest.approx(expected))
+    assert ("bits_per_byte_stderr" in scores) == (metrics.keys() == {"acc,none"} and not changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000)[:-20], "is a damaged gzip file"),
+        ("plain.jsonl.gz", b'{"a": 1}\n', "is a damaged gzip file"),
+        ("empty.jsonl", b"\n", "has no rows"),
+        ("half.jsonl", b'{"a": 1}\n{"a"', "Expecting ':'"),
+    ],
+    ids=["cut", "not compressed", "empty", "half a row"],
+)
+def test_damaged_files_of_tasks_are_value_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """`run_task` makes one line of them."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        local_jsonl.load(data_dir=str(tmp_path), file=name)

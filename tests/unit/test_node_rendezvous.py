@@ -1,0 +1,316 @@
+"""How launchers of several nodes meet, prepare data one after another, learn how all ended, and notice who is gone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch.distributed import DistError, DistNetworkError
+
+from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError
+from llmtrain.launch import node_rendezvous
+from llmtrain.launch.attempts import NodeExit
+from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore, rendezvous_nodes
+from llmtrain.launch.nodes import Nodes
+from llmtrain.parallel.network import unused_port
+from tests.end_to_end.runs import wait_until
+from tests.unit.test_attempts import all_ended
+
+HERE = socket.gethostname()
+
+
+class Meeting:
+    """Launchers of several nodes, each in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.port = unused_port()
+
+    def hold(
+        self,
+        ranks: list[int],
+        count: int,
+        do: Callable[[NodeRendezvous], object],
+        seconds: float = 20,
+        counts=None,
+        steps: Sequence[str] = (),
+        processes: Sequence[int] = (),
+    ) -> list[object]:
+        """What `do` returned or raised for each of `ranks`, in order."""
+        outcomes: list[object] = [None] * len(ranks)
+
+        def attend(place: int) -> None:
+            nodes = Nodes(
+                (counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port, *steps[place : place + 1]
+            )
+            try:
+                with rendezvous_nodes(nodes, seconds, *processes[place : place + 1]) as rendezvous:
+                    outcomes[place] = do(rendezvous)
+            except Exception as error:
+                outcomes[place] = error
+
+        threads = [threading.Thread(target=attend, args=(place,), daemon=True) for place in range(len(ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        return outcomes
+
+
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting):
+    order: list[int] = []
+
+    def attend(rendezvous: NodeRendezvous) -> tuple[str, int]:
+        rank = rendezvous.nodes.rank
+        answer = rendezvous.main_first(lambda: order.append(rank) or "", lambda: order.append(rank))
+        return answer, len(order)
+
+    assert meeting.hold([2, 0, 1], 3, attend) == [("", 3)] * 3
+    assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_two_steps_of_a_slurm_job_with_one_port_do_not_meet(meeting: Meeting):
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, seconds=3, steps=["0", "1"])
+    assert all(isinstance(outcome, TrainingError) and " to come; here: " in str(outcome) for outcome in outcomes)
+
+
+def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meeting):
+    prepared: list[int] = []
+    outcomes = meeting.hold([0, 1], 2, lambda call: call.main_first(lambda: "done", lambda: prepared.append(1)))
+    assert outcomes == ["done", "done"] and not prepared
+
+
+def test_a_node_that_never_comes_is_named_on_every_node_that_came(meeting: Meeting):
+    outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=3)
+    assert {type(outcome) for outcome in outcomes} == {TrainingError}
+    for outcome in outcomes:
+        assert f"waited 3 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(outcome)
+
+
+def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
+    (outcome,) = meeting.hold([1], 2, lambda call: None, seconds=1)
+    assert isinstance(outcome, TrainingError)
+    assert f"node 1 on {HERE} could not reach node 0 at 127.0.0.1:{meeting.port} in 1 s: Connection ref" in str(outcome)
+
+
+def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
+    def attend(rendezvous: NodeRendezvous) -> str:
+        def fail() -> None:
+            raise DataError("data.cache_dir: no space")
+
+        return rendezvous.main_first(lambda: "", fail if rendezvous.nodes.rank == 1 else lambda: None)
+
+    first, second, third = meeting.hold([0, 1, 2], 3, attend)
+    assert isinstance(second, DataError)
+    for outcome in (first, third):
+        assert isinstance(outcome, TrainingError)
+        assert str(outcome) == f"node 1 on {HERE} failed: data.cache_dir: no space"
+
+
+def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
+    assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
+    assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
+
+
+def test_a_node_that_waits_for_node_0_reports_once_why(meeting: Meeting, monkeypatch, capsys):
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
+    meeting.hold([1], 2, lambda call: None, seconds=2)
+    where = f"node 1 tries to reach node 0 at 127.0.0.1:{meeting.port} (up to 2 s): Connection refused"
+    assert capsys.readouterr().out.splitlines() == [where]
+
+
+def test_nodes_that_count_differently_are_refused(meeting: Meeting):
+    first, second = meeting.hold([0, 1], 2, lambda call: None, counts={1: 3})
+    assert isinstance(second, RecipeError) and f"NNODES=3 on {HERE}, but 2 on node 0" in str(second)
+    assert isinstance(first, TrainingError) and str(second) in str(first)
+
+
+def test_nodes_that_start_unequal_numbers_of_processes_are_refused(meeting: Meeting):
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, processes=[4, 8])
+    assert RecipeError in map(type, outcomes)
+    says = f"node 0 on {HERE} starts 4, node 1 on {HERE} starts 8; set NPROC_PER_NODE=4 on all of them"
+    assert all(says in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+
+    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
+        if call.nodes.rank == 0:
+            with (
+                pytest.raises(RecipeError, match=f"NODE_RANK=1 on {HERE} is taken by node 1"),
+                rendezvous_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5),
+            ):
+                pass
+        return call.exchange_exits(0, NodeExit(DONE), False)
+
+    assert meeting.hold([0, 1], 2, attend) == [{0: NodeExit(DONE), 1: NodeExit(DONE)}] * 2
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
+        with (
+            pytest.raises(RecipeError, match=r"can't use MASTER_ADDR=.* a port that is free there"),
+            rendezvous_nodes(nodes, 5),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.MonkeyPatch, rank: int):
+    """Schedulers start again what ends with code 1, and nothing that ends with 2: a name may not be known yet."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise DistNetworkError(
+            "The client socket has timed out after 3000ms while trying to connect to (alpha, 1).\nMore"
+        )
+
+    monkeypatch.setattr(node_rendezvous, "TCPStore", refuse)
+    monkeypatch.setattr(node_rendezvous, "_wait_for_listener", lambda *_: None)
+    with (
+        pytest.raises(
+            TrainingError,
+            match=rf"^node {rank} can't use MASTER_ADDR=alpha MASTER_PORT=1 .* timed out .*\(alpha, 1\)\.; ",
+        ),
+        rendezvous_nodes(Nodes(2, rank, "alpha", 1), 5),
+    ):
+        pass
+
+
+def test_all_nodes_learn_how_all_ended() -> None:
+    def attend(call: NodeRendezvous) -> list:
+        rank = call.nodes.rank
+        before = call.has_failed(0)
+        told = [call.exchange_exits(0, NodeExit(FAILED if rank == 1 else DONE, by_signal=rank == 2), False)]
+        return [before, call.has_failed(0), call.has_failed(1), *told, call.exchange_exits(1, NodeExit(DONE), False)]
+
+    first = {0: NodeExit(DONE), 1: NodeExit(FAILED), 2: NodeExit(DONE, by_signal=True)}
+    outcomes = Meeting().hold([0, 1, 2], 3, attend)
+    assert [outcome[1:] for outcome in outcomes] == [[True, False, first, all_ended(DONE, DONE, DONE)]] * 3
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make launchers say often that they are there, and wait for silent ones a second."""
+    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("allow_node_loss", [True, False])
+def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bool) -> None:
+    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
+        if call.nodes.rank == 1:
+            return None  # leaves: nothing more is heard of it
+        if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
+            threading.Event().wait(2 * node_rendezvous.SILENCE_SECONDS)
+        told = call.exchange_exits(0, NodeExit(FAILED), allow_node_loss)
+        return told, call.exchange_exits(1, NodeExit(DONE), allow_node_loss)
+
+    first, _, third = Meeting().hold([0, 1, 2], 3, attend)
+    if allow_node_loss:
+        assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
+    else:
+        assert type(first) is type(third) is TrainingError
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(third)
+        assert str(third).startswith(f"node 0 on {HERE} failed: ")
+
+
+@pytest.mark.usefixtures("soon")
+def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(call: NodeRendezvous) -> list[dict[int, NodeExit]] | None:
+        if call.nodes.rank == 1:
+            return None  # leaves
+        told = [call.exchange_exits(0, NodeExit(FAILED), True)]
+        monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 600.0)
+        return [*told, call.exchange_exits(1, NodeExit(DONE), True)]
+
+    first, _ = Meeting().hold([0, 1], 2, attend)
+    assert first == [{0: NodeExit(FAILED)}, {0: NodeExit(DONE)}]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait() -> None:
+    def attend(call: NodeRendezvous) -> str | None:
+        return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
+
+    first, _, third = Meeting().hold([0, 1, 2], 3, attend)
+    for outcome in (first, third):
+        assert isinstance(outcome, TrainingError)
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(outcome)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
+    """A scheduler that replaces a lost node must not read it as a wrong recipe."""
+    meeting, outcomes = Meeting(), []
+
+    def attend(call: NodeRendezvous) -> None:
+        if call.nodes.rank == 1:
+            return  # leaves
+        wait_until(
+            lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1,
+            "node 0 is not alone",
+        )
+        outcomes.extend(meeting.hold([1], 2, lambda call: None))
+        outcomes.append(call.exchange_exits(0, NodeExit(DONE), True))
+
+    wait_until(
+        lambda: "says that it is there" not in [thread.name for thread in threading.enumerate()],
+        "launchers of an earlier test are there",
+    )
+    meeting.hold([0, 1], 2, attend)
+    assert type(outcomes[0]) is ReturnedError
+    assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
+    assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without it"
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> None:
+    meeting, outcomes = Meeting(), []
+
+    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
+        if call.nodes.rank == 1:
+            return None  # leaves
+        first = call.exchange_exits(0, NodeExit(FAILED), True)
+        if call.nodes.rank == 0:
+            outcomes.extend(meeting.hold([1], 3, lambda call: None))
+        return first, call.exchange_exits(1, NodeExit(DONE), True)
+
+    first, _, third = meeting.hold([0, 1, 2], 3, attend)
+    assert type(outcomes[0]) is ReturnedError
+    assert str(outcomes[0]).startswith("node 1 was lost, and the others continue without it")
+    assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
+
+
+def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None:
+    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
+        if call.nodes.rank == 1:
+            raise DataError("data.cache_dir: no space")
+        return call.exchange_exits(0, NodeExit(DONE), True)
+
+    first, second = Meeting().hold([0, 1], 2, attend)
+    assert isinstance(second, DataError)
+    assert isinstance(first, TrainingError) and str(first) == f"node 1 on {HERE} failed: data.cache_dir: no space"
+
+
+def test_a_stores_own_error_is_raised_to_who_asked() -> None:
+    class Lost:
+        def check(self, keys: list[str]) -> bool:
+            raise DistError(f"{keys[0]}: connection reset")
+
+    with pytest.raises(DistError, match=r"^ended: connection reset$"):
+        TimeoutStore(Lost(), 10.0).check(["ended"])

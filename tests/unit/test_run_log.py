@@ -1,0 +1,53 @@
+"""What a run shows and writes, from before its first step to its failure."""
+
+from __future__ import annotations
+
+import errno
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console as RichConsole
+
+from llmtrain.errors import TrainingError
+from llmtrain.train import run_log
+from llmtrain.train.loggers import Console
+from llmtrain.train.run_log import RunLog
+from llmtrain.train.state import TrainState
+
+
+def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
+    """Raise what other ranks have already found, between the opening of the loggers and the first step."""
+
+    def refuse() -> None:
+        raise TrainingError("a damaged shard")
+
+    closed = []
+    logger = SimpleNamespace(close=lambda failed=False: closed.append(failed))
+    console = SimpleNamespace(print=print, stop=lambda: None)
+    io_errors = SimpleNamespace(check=refuse, write=lambda path, make: [logger])
+    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
+    with pytest.raises(TrainingError), log.open(TrainState(2), 0, 0, None):
+        raise AssertionError("nothing is trained")
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("problem", [None, OSError(errno.ENOSPC, "No space left on device"), ValueError("closed")])
+def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_again(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception | None
+) -> None:
+    def close(failed: bool = False) -> None:
+        closed.append(failed)
+        if problem is not None:
+            raise problem
+
+    console, screen, closed = Console(enabled=True), io.StringIO(), []
+    console.out = RichConsole(file=screen, force_terminal=True)
+    monkeypatch.setattr(run_log, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
+    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
+    log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
+    with pytest.raises(TrainingError, match=r"^a rank is gone$"), log.open(TrainState(2), 0, 0, rounds=1):
+        raise TrainingError("a rank is gone")
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)
+    assert closed == [True, True]

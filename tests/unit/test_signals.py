@@ -1,0 +1,64 @@
+"""Signals that ask a rank to stop, and a rank whose torchrun is gone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from llmtrain.errors import FAILED
+from llmtrain.train import signals
+from llmtrain.train.signals import stop_requests
+
+
+def test_a_signal_sets_a_flag_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests() as stop:
+        assert not stop.requested
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("under_nohup", [True, False])
+def test_a_hangup_stops_a_run_unless_nohup_ignores_it(under_nohup: bool):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        with stop_requests() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.requested != under_nohup
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_stops_when_torchrun_is_gone(monkeypatch, by_torchrun: bool):
+    parents, sent = iter([7, 7, 1, 1]), threading.Event()
+    monkeypatch.setattr(signals.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signals.os, "kill", lambda process, number: sent.set() if number == signal.SIGTERM else None)
+    monkeypatch.setattr(signals, "WATCH_SECONDS", 0.0)
+    monkeypatch.delenv(signals.TORCHRUN, raising=False)
+    if by_torchrun:
+        monkeypatch.setenv(signals.TORCHRUN, "a run")
+    signals.stop_without_torchrun()
+    assert sent.wait(20) if by_torchrun else next(parents) == 7
+
+
+def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(monkeypatch, capfd):
+    def leave(code: int):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(signals.os, "_exit", leave)
+    with stop_requests() as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
+        signal.raise_signal(signal.SIGTERM)  # Slurm's order: the checkpoint that SIGUSR1 asked for goes on
+        assert stop.requested
+        with pytest.raises(SystemExit, match=str(FAILED)):
+            signal.raise_signal(signal.SIGTERM)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("SIGUSR1: stopping within two log lines, with a checkpoint; another SIGUSR1 ends")
+    assert second == "a second SIGTERM: stopped at once; the last complete checkpoint stays"

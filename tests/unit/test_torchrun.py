@@ -1,0 +1,142 @@
+"""`llmtrain launch`: what torchrun and its ranks are started with, and how a stop or the loss of a node ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError
+from llmtrain.launch import torchrun
+from llmtrain.launch.attempts import Attempt, NodeExit
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import Preflight
+from llmtrain.launch.torchrun import torchrun_arguments
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.run_dir import RunDirectory
+from tests.end_to_end.runs import RECIPE, ROOT
+from tests.mother import session
+from tests.unit import processes
+from tests.unit.test_attempts import THREE
+
+
+def test_torchrun_is_told_the_place_of_this_node():
+    recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=90.5))
+    words = " ".join(torchrun_arguments(recipe, Attempt(1, Nodes(3, 2, "alpha", 5)), 8))
+    assert words.startswith("--nnodes 3 --nproc-per-node 8 ") and "SIGUSR1" in words
+    assert words.endswith(
+        "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
+    )
+
+
+def test_a_stop_before_training_ends_with_3_in_one_line():
+    """A process of its own: it gets the signal while its recipe is read."""
+    process = session().fork(processes.be_stopped_while_the_recipe_is_read, capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert output == f"stopped by {signal.SIGUSR1.name} before training began; start the same command again\n"
+
+
+@pytest.mark.fresh
+def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+    """Importing it takes seconds on a busy machine."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import os; os.write(1, b'torch is imported\\n'); os._exit(0)")
+    command = [sys.executable, "-m", "llmtrain", "launch", "recipes/edit_llama_stdlib.yaml", f"run.out_dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=60
+    )
+    first = "edit_llama_stdlib: edit, 300 steps of 4,096 tokens; loading torch\ntorch is imported\n"
+    assert done.stdout.startswith(first), done.stdout + done.stderr
+
+
+EIGHT = Nodes(8, 0, "alpha", 5)
+"""Eight nodes of eight ranks."""
+
+
+def test_a_loss_that_the_batch_does_not_allow_is_a_failure_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Launchers start a failed run again on all nodes, but not one with a wrong recipe."""
+
+    def fewer(left: int, *keys: str) -> list[str]:
+        start = Preflight(processes=64, replicas=8, shards=8, reason="", memory=0)
+        attempt = Attempt(1, Nodes(left, 0, "alpha", 5), range(left))
+        return torchrun._fewer_replicas(ROOT / "recipes/edit_1b.yaml", keys, start, EIGHT, attempt)
+
+    assert fewer(8) == [] and fewer(4) == ["parallel.replicas=auto"]
+    line = (
+        "the run can't continue on 7 of 8 nodes: train.global_batch is 1024, not a multiple of micro_batch x replicas x shards = "
+        "4 x 56 = 224; start it again on all 8"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(line)}$"):
+        fewer(7)
+    with pytest.raises(RecipeError, match="not a multiple of micro_batch x replicas x shards = 4 x 64"):
+        fewer(8, "train.global_batch=1000")
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count, "train.global_batch=1792"))
+    torchrun._warn_of_lost_node(Nodes(), pytest.fail)
+    assert capsys.readouterr().out == ""
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count))
+    assert capsys.readouterr().out == f"warning: after the loss of a node, {line}\n"
+
+
+@pytest.mark.parametrize(("recipe_was_written", "code"), [(False, None), (True, STOPPED_EARLY)])
+def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_was_written: bool, code: int | None
+) -> None:
+    """Ranks that have met listen for signals, and say by the summary how they ended; it may come late from another node."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+
+    def run(command: object) -> None:
+        if recipe_was_written:
+            directory.path.mkdir()
+            (directory.path / "recipe.yaml").touch()
+        raise SignalException("asked to stop", signal.SIGUSR1)
+
+    def sleep(seconds: float) -> None:
+        directory.write_summary({"stopped": "signal"})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    if code is None:
+        with pytest.raises(torchrun.StopRequested, match=r"^stopped by SIGUSR1 before training began; start"):
+            torchrun._run([*arguments, "train.py"], directory, THREE)
+    else:
+        assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
+
+
+def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    monkeypatch.setattr(torchrun, "usable_cores", lambda: 12)
+    found: list[str] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda command: found.append(os.environ["OMP_NUM_THREADS"]))
+    for ranks in (4, 24):
+        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what is set here is undone
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), ranks)
+        assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    assert found == ["3", "1"]
+
+
+def test_ranks_on_gpus_are_started_with_segments_that_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "1")  # so that what is set here is undone
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found: list[str | None] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda command: found.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    assert found == ["expandable_segments:True"]
