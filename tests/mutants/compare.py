@@ -23,6 +23,7 @@ TABLES = {
         compare: trials share a mirror
           -             "checkpoint.mirror=null",
           +           ␣
+    seen by unit/test_compare_runner.py
         compare: an override of what the file sets is ignored
           - if value not in (None, used):
           + if False:

@@ -170,7 +170,6 @@ TABLES = {
         lr: the first step of the warm-up has rate 0
           - return self.peak * step / schedule.warmup_steps
           + return self.peak * (step - 1) / schedule.warmup_steps
-    seen by unit/test_lr.py
         lr: schedulers that count from 0 have other rates
           - nearby = [self.at(step - 1) if step > 1 else at_0, self.at(step), self.at(step + 1)]
           + nearby = [self.at(step)]

@@ -23,7 +23,7 @@ TABLES = {
           +         kept
     """,
     "llmtrain/train/rank_errors.py": r"""
-    seen by unit/test_mirror.py
+    seen by unit/test_mirror_fetch.py
         errand: progress does not extend the wait
           - so_far, moved = now, time.monotonic()
           + so_far = now

@@ -41,19 +41,13 @@ def test_only_numbers_are_kept_of_a_document() -> None:
 
 
 def test_answers_are_kept_in_the_order_of_documents() -> None:
-    def sample(doc_id: int, target: int) -> dict:
-        return {
-            "doc_id": doc_id,
-            "doc_hash": "0123456789",
-            "filter": "none",
-            "metrics": ["acc"],
-            "acc": 1.0,
-            "arguments": [("Question", " ä"), ("Question", " bc")],
-            "filtered_resps": [(-1.5, False), (-2.5, True)],
-            "target": target,
-        }
-
-    kept = per_document([sample(1, 1), sample(0, 0)])
+    usual = {
+        "doc_hash": "0123456789",
+        "metrics": ["acc"],
+        "arguments": [("Question", " ä"), ("Question", " bc")],
+        "filtered_resps": [(-1.5, False), (-2.5, True)],
+    }
+    kept = per_document([sample(**usual, doc_id=1, target=1), sample(**usual, doc_id=0, target=0)])
     assert kept == {"doc": ["0:01234567", "1:01234567"], "acc": [1.0, 1.0], "nll": [1.5, 2.5], "bytes": [3, 3]}
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
-from llmtrain.eval.scores import (
-    Entry,
-)
+from llmtrain.eval.scores import Entry
 from llmtrain.eval.table import Evaluated, Row, cell, comparison, draw_curves, lines_of, scores_on_one_line, table_of
 from tests.unit.test_eval_units import scored
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from itertools import combinations, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +71,7 @@ def test_a_clock_that_is_off_is_seen(server, monkeypatch):
 
 def test_clocks_are_compared_by_the_quickest_round_trip(monkeypatch) -> None:
     """What a message takes there and what it takes back differ most in a slow one."""
-    pings = itertools.cycle([(0.5, 3.0), (0.01, 0.2), (0.8, -5.0)])
+    pings = cycle([(0.5, 3.0), (0.01, 0.2), (0.8, -5.0)])
     monkeypatch.setattr(network_speed, "_ping", lambda connection: next(pings))
     server = LinkServer("127.0.0.1", bytes(SECRET_BYTES), 5)
     try:

@@ -101,6 +101,12 @@ def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
     [
         ["schedule.kind=step", "schedule.decay_at=[0.25]", "schedule.decay_factor=0.5"],
         ["schedule.final_ratio=0.3"],
+        [
+            "schedule.kind=wsd",
+            "schedule.final_ratio=0",
+            "schedule.decay_fraction=0.1",
+            "schedule.decay_shape=1-sqrt",
+        ],
         ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
         ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
     ],
