@@ -223,7 +223,7 @@ def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
 def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, monkeypatch) -> None:
     """The oldest is deleted when the newest is complete. The best one may be older than those that are kept."""
     needed = []
-    monkeypatch.setattr(run_checks, "disk", lambda key, folder, size, **_: needed.append(size) or ok(key))
+    monkeypatch.setattr(run_checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
     for keep, best in ((1, "false"), (3, "false"), (2, "true")):
         keys = (f"checkpoint.keep={keep}", f"checkpoint.keep_best={best}", "checkpoint.every=10")
         overrides = [f"run.out_dir={tmp_path}", "data.tokenizer=train:400", *keys]
