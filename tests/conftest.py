@@ -1,4 +1,4 @@
-"""What all tests share: no network, a pool of ranks, the real data where it is present, and a terminal."""
+"""Fixtures of all tests: no network, a pool of ranks, the real data where it is present, and a terminal."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ OUTERS: dict[type[OuterSection], Callable[[Any], Outer]] = {
     ),
     PrimalAverageSection: lambda section: PrimalAverage(section.decay, section.share),
 }
-"""How the outer optimizer is built from `sync.outer`."""
+"""Constructors of outer optimizers, by the class of `sync.outer`."""
 REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool], Reduction | None]] = {
     MeanSection: lambda section, replicas, blocks, is_rounded: None,
     TokenWeightedSection: lambda section, replicas, blocks, is_rounded: TokenWeighted(),
@@ -75,8 +75,8 @@ REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool], Reducti
     MedianNormSection: lambda section, replicas, blocks, is_rounded: MedianNorm(),
     EditPenaltySection: EditPenalty,
 }
-"""How the reduction is built from `sync.reduction`, the numbers of replicas and blocks, and whether messages are rounded; None for
-the plain mean, which needs no agreement."""
+"""Constructors of reductions, by the class of `sync.reduction`. They take the section, the numbers of replicas and blocks, and whether
+messages are rounded. That of the plain mean returns None, because the mean needs no agreement."""
 SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedule]] = {
     BlockingSection: BlockingSchedule,
     LayerwiseSection: LayerwiseSchedule,
@@ -84,7 +84,7 @@ SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedu
     DelayedSection: DelayedSchedule,
     WaitAvoidingSection: WaitAvoidingSchedule,
 }
-"""How the schedule is built from `sync.schedule` and the method's other parts."""
+"""Constructors of schedules, by the class of `sync.schedule`. They take the section and the method's other parts."""
 
 
 def build_choice(implementations: Mapping[type, Callable], section: Section, *arguments: Any) -> Any:

@@ -16,7 +16,7 @@ TABLES: dict[str, dict[str, str]] = {
     for name in sorted(module.name for module in iter_modules(__path__))
     if name != "mutant"
 }
-"""By module, then by source file."""
+"""Tables of mutants, by module and then by source file."""
 MUTANTS: tuple[Mutant, ...] = tuple(
     mutant for tables in TABLES.values() for file, table in tables.items() for mutant in read(file, table)
 )

@@ -1,4 +1,4 @@
-"""What a mutant is, and how a table of mutants is read."""
+"""Mutants, and the format of the tables that hold them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ THREE = Nodes(3, 2, "alpha", 5)
 
 
 class Story:
-    """What `train_with_restarts` does on one node when attempts end as told, by node."""
+    """Run of `train_with_restarts` on one node, whose attempts end with the given codes, by node."""
 
     def __init__(self, *attempts: dict[int, NodeExit]):
         self.attempts, self.runs = attempts, []

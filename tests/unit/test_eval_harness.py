@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness gives back, and what is kept of it."""
+"""Results of lm-evaluation-harness, and the part of them that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is evaluated: models and runs, their labels, and folders that are neither."""
+"""Evaluated checkpoints: models and runs, their labels, and folders that are neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run fetches from its mirror: the newest checkpoint that is whole, unless the disk has it."""
+"""Fetching from a mirror: the newest complete checkpoint, unless the disk has it."""
 
 from __future__ import annotations
 

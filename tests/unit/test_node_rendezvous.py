@@ -1,4 +1,4 @@
-"""How launchers of several nodes meet, prepare data one after another, learn how all ended, and notice who is gone."""
+"""Launchers of several nodes: their meeting, data prepared one after another, exits of all nodes, and lost nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a launcher starts, and on which nodes, by the environment."""
+"""Numbers of processes that a launcher starts, and their nodes, by the environment."""
 
 from __future__ import annotations
 

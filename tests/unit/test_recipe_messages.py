@@ -1,4 +1,4 @@
-"""Which file a wrong value of a recipe is blamed on."""
+"""Files that a message about a wrong value of a recipe names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows and writes, from before its first step to its failure."""
+"""Lines that a run shows and writes, from before its first step to its failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks a launcher ends when others have failed, and that it passes signals on."""
+"""Watchdog of a launcher: the ranks that it ends when others have failed, and signals that it passes on."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class WaitAvoidingSchedule(Schedule):
         self.size = section.resolve_group_size(replicas) if replicas > 1 else 1
         """S, the number of replicas in a group."""
         self.worker = _averager(self.size, parts) if replicas > 1 else None
-        """What averages for this replica if it is late; None for a single replica."""
+        """Averager that takes part for this replica if it is late; None for a single replica."""
         self._round = RoundStats()
         self._iteration = 0  # local steps so far, which number the group averages
         self._resumed: tuple[int, Payloads] | None = None
