@@ -1,5 +1,5 @@
 # make quickstart   sets up, then trains a small Llama with EDiT on this machine's CPU (no GPU, no download of data)
-# make test         sets up, then runs the fast tests, which guard correctness: ten minutes on two cores
+# make test         sets up, then runs the fast tests, which guard correctness: 10 to 15 minutes on two cores
 # make test-deep    full matrices, real schedulers, true timeouts, emulated GPUs: about an hour
 # make test-gpu     the tests that need a GPU, which the above skip
 # make gpu-kit      collects what a GPU machine without a network lacks (benchmarks/GPU_DAY.md)

@@ -5,7 +5,9 @@ processes from the mother, which waits for them. Tests outside the fast tier (de
 use is in the total, but in no test's own figure: the first test that needs one is not the only one.
 
 A shared machine has needed 1.4 times as many CPU seconds as itself half an hour before, for the same tests. So workers time a
-fixed loop every ten seconds, and limits are longer by as much as it is slower than usual.
+fixed loop every ten seconds, and limits are longer by as much as it is slower than usual. The loop shows half of what busy neighbors
+cost: runs of the same tests, twenty minutes apart, have used 1,223 and 1,382 CPU seconds while it took 0.074 and 0.083 s. The limit
+of all tests has room for the other half.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ FRESH_LIMIT = 60.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("budget", "CPU seconds that fast tests may use")
     group.addoption("--cpu-limit-test", type=float, default=10.0, help="each, without fixtures")
-    group.addoption("--cpu-limit-all", type=float, default=1200.0, help="all together, with imports and collection")
+    group.addoption("--cpu-limit-all", type=float, default=1300.0, help="all together, with imports and collection")
     group.addoption("--cpu-shown", type=int, default=10, help="how many of the most expensive tests are printed")
 
 

@@ -11,11 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+import typer.main
+
 from llmtrain.cli import main
 from llmtrain.errors import exit_with_status
 
 HANG_SECONDS = 120.0
 """Wall time after which a command counts as hanging, on a busy machine as well."""
+
+
+# typer inspects all commands anew each time that one is run, for 30 ms; an interpreter of its own does so once.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 class Hang(BaseException):

@@ -1,4 +1,5 @@
-"""Private parts of torch that tests need: a kernel that takes time, races between streams, and how often torch.compile compiled."""
+"""Private parts of torch that tests need: a kernel that takes time, races between streams, how often torch.compile compiled, and
+caches that hold on to process groups."""
 
 from __future__ import annotations
 
@@ -10,6 +11,13 @@ import torch
 def occupy_stream(cycles: int) -> None:
     """Keep the current stream busy for that many clock cycles of the GPU. The host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def forget_shardings() -> None:
+    """Empty DTensor's caches, which keep meshes and so their process groups: each has a thread that wakes up 100 times per second."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def watch_streams() -> None:

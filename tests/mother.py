@@ -274,8 +274,11 @@ def _import_everything() -> None:
                 importlib.import_module(name)
                 check_forkable(name)
         if importlib.util.find_spec("deepspeed"):
+            import deepspeed.utils.nvtx
+
             import llmtrain.parallel.zero  # and with it much of DeepSpeed, for a second
 
+            deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, a tenth of an engine's time
             check_forkable(llmtrain.parallel.zero.__name__)
 
 

@@ -185,13 +185,17 @@ def resumed_after(row: Mapping[str, str]) -> int:
     return 3 if row["schedule"] == "layerwise" else 4
 
 
+OF_ENGINES = ("mesh", "precision", "recomputed", "offload", "optimizer", "forwards")
+"""Choices that engines see; schedules and wires see blocks of parameters, whatever the engine."""
+
+
 def _resumed_rows() -> list[dict[str, str]]:
-    """Few rows in which each method, and each engine with each level of every other choice, goes on from a checkpoint. That methods
-    do so with each other choice is the business of threads (test_methods_resume.py)."""
+    """Few rows in which each level of each choice, and each engine with each level of what it computes by, goes on from a
+    checkpoint. That methods do so with each other choice is the business of threads (test_methods_resume.py)."""
 
     def met(row: Mapping[str, str]) -> set[tuple[str, ...]]:
-        by_engine = {(row["engine"], name, row[name]) for name in FACTORS if name not in ("engine", "method")}
-        return by_engine | {(row["method"],)}
+        by_engine = {(row["engine"], name, row[name]) for name in OF_ENGINES}
+        return by_engine | set(row.items())
 
     missing, chosen = set().union(*map(met, ROWS)), []
     while missing:

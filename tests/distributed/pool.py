@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
 import socket
 import subprocess
@@ -121,7 +122,10 @@ def _serve(descriptor: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.inside_torch import forget_shardings
+
     pipe = connection.Connection(descriptor)
+    os.environ["LOCAL_SIZE"] = "1"  # otherwise DeepSpeed runs numactl each time that it counts devices
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     while True:
         try:
@@ -139,6 +143,7 @@ def _serve(descriptor: int) -> None:
         except BaseException:  # also SystemExit: whatever happens in a rank is the test's to see
             answer = pickle.dumps((time.monotonic(), traceback.format_exc()))
         _end_deepspeed()
+        forget_shardings()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # groups that a cycle of references keeps have sockets, and threads that wake up 100 times per second

@@ -7,7 +7,7 @@ import torch
 
 from llmtrain.config import ModelSection
 from llmtrain.loss import IGNORE_INDEX, inputs_and_labels
-from llmtrain.model import build, model_config
+from llmtrain.model import blocks_of, build, initialize, model_config
 from tests.distributed.document_runs import SGD, assert_is_plain, loader_of, train_on_documents
 from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool
@@ -49,13 +49,15 @@ def test_ranks_differ_in_tokens_and_lengths() -> None:
 def test_real_tokens_do_not_see_padding(model: ModelSection) -> None:
     """To the last bit, whatever stands there and however much of it there is."""
     torch.manual_seed(0)
-    language_model = build(model_config(model, VOCABULARY), loss_chunk=11).to_empty(device="cpu")
+    language_model = build(model_config(model, VOCABULARY), loss_chunk=11)
+    for block in blocks_of(language_model):
+        initialize(language_model, block, seed=0, device=torch.device("cpu"), dtype=torch.float64)
     for parameter in language_model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.full((2, 16), IGNORE_INDEX)
     ids[0, :10], ids[1, :4] = torch.arange(10) % VOCABULARY, torch.arange(4) + 7
     inputs, labels = inputs_and_labels(ids)
-    found = language_model.double().hidden(inputs)
+    found = language_model.hidden(inputs)
     other = torch.where(labels == IGNORE_INDEX, 13, inputs)
     other[labels != IGNORE_INDEX] = inputs[labels != IGNORE_INDEX]
     assert not torch.equal(other, inputs)

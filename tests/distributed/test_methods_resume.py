@@ -76,6 +76,8 @@ ROUNDED = {
     "streaming-weighed-int4-feedback": streaming(steps=3, wire=feedback("int4"), penalty=PENALTY),
     "streaming-whole-round-int8-feedback": streaming(steps=4, wire=feedback("int8")),
 }
+FAST = ("diloco-int4-feedback", "edit-int8-feedback", "palsgd-int8-feedback", "streaming-weighed-int4-feedback")
+"""Those of the above with the most state: a method's own, and what rounding has left out."""
 MOMENTS = {
     "in-warm-up": 1,
     "after-warm-up": 2,
@@ -120,7 +122,10 @@ def test_rounds_of_steps(sync: Any, moments: Sequence[str]) -> None:
 
 
 @moments
-@pytest.mark.parametrize("sync", ROUNDED.values(), ids=ROUNDED.keys())
+@pytest.mark.parametrize(
+    "sync",
+    [pytest.param(sync, id=name, marks=[] if name in FAST else pytest.mark.deep) for name, sync in ROUNDED.items()],
+)
 def test_rounded_messages(sync: Any, moments: Sequence[str]) -> None:
     """What rounding has left out so far is state, wherever it is: kept, or with a message under way."""
     is_the_run_left_alone(sync, 4, 1, moments)

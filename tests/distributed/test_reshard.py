@@ -43,8 +43,8 @@ STEP = {"edit-armed": 10, "streaming-weighed": 8}
 weights are being exchanged, and the other's mean is under way."""
 
 
-FAST = ["diloco-feedback", "edit-armed", "streaming-weighed", "wagma"]
-"""Those that have something that the others have not: rounding errors, a penalty, what is not sent yet, means under way, groups."""
+FAST = ["edit-armed", "streaming-weighed", "wagma"]
+"""Those that have something that the others have not: a penalty, what is not sent yet, means in flight, groups."""
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ RISES = {(step, replica, block): 8.0 for step in range(41, 81) for replica in ra
 """All updates are eight times as large from step 41 on."""
 
 
-@pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
+@pytest.mark.parametrize("schedule", ["blocking", pytest.param("layerwise", marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_a_lasting_rise_is_followed(replicas: int, shard: int, schedule: str) -> None:
     sync = edit(penalty={"z": 3.0, "ema": 0.02, "min_rounds": 10}, schedule=schedule)

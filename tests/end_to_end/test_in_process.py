@@ -92,6 +92,7 @@ A_EDIT = (
 EDIT = (OUTER, "sync.method=edit", "sync.warmup_steps=2", "sync.period.every=4", "train.steps=14")
 
 
+@pytest.mark.deep
 def test_rounds_of_seconds_of_even_replicas_are_rounds_of_steps(runs: Runs) -> None:
     """To the last bit, for as many virtual seconds. If a replica is slow, rounds of steps take longer, and are the same."""
     timed = summary(train(runs, "timed", *HERE, *A_EDIT, f"{CLOCK}[1, 1]"))

@@ -82,6 +82,7 @@ def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_sam
 A_EDIT = ("sync.method=a_edit", "sync.period={kind: seconds, every: 600, min_steps: 1}", "sync.warmup_steps=1")
 
 
+@pytest.mark.deep
 def test_a_round_of_ten_minutes_ends_with_the_steps_of_the_run(runs: Runs):
     code, output = runs.run("seconds", *TWO, *A_EDIT)
     assert code == 0, output
@@ -133,7 +134,7 @@ def asked_of_all(launcher: Process | subprocess.Popen) -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        pytest.param(lambda launcher: launcher.send_signal(signal.SIGINT), id="SIGINT"),
+        pytest.param(lambda launcher: launcher.send_signal(signal.SIGINT), id="SIGINT", marks=pytest.mark.deep),
         pytest.param(lambda launcher: launcher.send_signal(signal.SIGUSR1), id="SIGUSR1", marks=pytest.mark.deep),
         pytest.param(asked_of_all, id="all processes"),
     ],

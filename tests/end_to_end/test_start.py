@@ -47,6 +47,7 @@ def modules_at_first_step(folder: Path, *keys: str) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.deep
 def test_ranks_have_imported_all_that_they_need_and_nothing_that_they_do_not(tmp_path: Path) -> None:
     found = modules_at_first_step(tmp_path)
     assert {"torch", "transformers", "torch.utils.tensorboard"} <= set(found["at start"])

@@ -33,7 +33,7 @@ def test_two_hosts_by_torchrun(runs: Runs):
     assert runs.exact("torchrun") == exact_lines(runs.reference(2, 1, *SIX_STEPS))
 
 
-@pytest.mark.fresh
+@pytest.mark.deep
 def test_two_hosts_by_train_sh(runs: Runs):
     with virtual_cluster([HostLimits()] * 2) as made:
         run = arguments(runs, "train-sh", "parallel.replicas=2", "parallel.shards=1")

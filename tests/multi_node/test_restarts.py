@@ -43,6 +43,7 @@ def train_sh(
     return launchers
 
 
+@pytest.mark.deep
 def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1", held_after=4)

@@ -105,7 +105,7 @@ def test_a_host_behind_nat_is_named():
             assert "Network is unreachable" in line and ADVICE in line
 
 
-@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_a_run_over_a_public_network_warns_once_unless_that_is_allowed(runs: Runs, two, allowed: bool):
     for host, address in zip(two, PUBLIC, strict=True):
         set_address(host, address)

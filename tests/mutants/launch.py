@@ -157,6 +157,7 @@ TABLES = {
           + {"done": DONE}
     seen by end_to_end/test_start.py
         start: ranks import TensorBoard themselves
+          deep: it starts an interpreter of its own, which imports all
           -         import torch.utils.tensorboard
           -
     """,

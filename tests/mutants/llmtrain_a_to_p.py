@@ -31,6 +31,7 @@ TABLES = {
     "llmtrain/cli.py": r"""
     seen by end_to_end/test_start.py
         start: numpy starts threads in the launcher
+          deep: it starts an interpreter of its own, which imports all
           -     with single_threaded_imports():  # numpy's
           +     if True:
     seen by unit/test_cli.py

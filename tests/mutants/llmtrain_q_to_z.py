@@ -186,9 +186,11 @@ TABLES = {
     "llmtrain/startup.py": r"""
     seen by end_to_end/test_start.py
         start: transformers imports scipy
+          deep: it starts an interpreter of its own, which imports all
           - "is_scipy_available", lambda: False
           + "is_scipy_available", lambda: True
         start: transformers reads all files of all models twice
+          deep: it starts an interpreter of its own, which imports all
           -         sys.modules.setdefault(models.__name__, models)
           -
     seen by unit/test_startup.py

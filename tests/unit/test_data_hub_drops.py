@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.local_hub import LocalHub
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import TokenDataset, open_dataset
@@ -42,6 +44,7 @@ def all_tokens(prepared: TokenDataset) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.deep
 def test_connections_that_break_lose_and_repeat_nothing(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
     names = [f"data/train-{number}.jsonl" for number in range(FILES)]

@@ -280,6 +280,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize("failures", [[KILL], pytest.param([FAIL, KILL, FULL], marks=pytest.mark.deep)], ids=len)
 def test_a_process_that_is_killed_or_fails_is_started_again_and_nothing_is_lost(
     data: DataSection,

@@ -101,7 +101,8 @@ def test_a_table_of_throughput_is_printed_in_spite_of_a_failed_row(
     assert "measuring" in shown and "2,000" in shown
 
 
-@pytest.mark.parametrize("rehearse", [False, pytest.param(True, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("rehearse", [False, True])
 def test_all_rows_are_possible(monkeypatch: pytest.MonkeyPatch, rehearse: bool) -> None:
     for text in (ROOT / "missing", ROOT):
         monkeypatch.setattr(gpu_rows, "SAMPLE", text)

@@ -107,9 +107,15 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module; walking through it takes longer than all that is looked for in it."""
+    return tuple(ast.walk(tree))
+
+
 def imported(tree: ast.Module) -> Iterator[str]:
     """Dotted names that a module imports, wherever in it: `from a.b import c` is `a.b.c`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -136,17 +142,18 @@ def is_private(name: str) -> bool:
 
 def defined(tree: ast.Module) -> Iterator[str]:
     """Functions, classes and attributes of `self` that a module makes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            yield node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
 
 
 def given_names(tree: ast.Module) -> Iterator[str]:
     """Names that readers of other files meet: functions, classes, parameters and attributes of `self`."""
     yield from defined(tree)
-    yield from (node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+    yield from (node.arg for node in nodes(tree) if isinstance(node, ast.arg))
 
 
 def words_of(name: str) -> set[str]:
@@ -172,14 +179,14 @@ def private_names(tree: ast.Module, ours: frozenset[str]) -> list[str]:
     names = [
         name for name in imported(tree) if not name.startswith("llmtrain.") and any(map(is_private, name.split(".")))
     ]
-    reached = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)]
+    reached = [node for node in nodes(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)]
     names += [ast.unparse(node) for node in reached if node.attr not in ours]
     return [name for name in names if name not in PUBLIC_IN_SPITE_OF_ITS_NAME]
 
 
 def method_comparisons(tree: ast.Module) -> list[str]:
     """Comparisons and `case`s with the name of a method, alone or in a collection."""
-    places = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
+    places = [node for node in nodes(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
     constants = ((place, node) for place in places for node in ast.walk(place) if isinstance(node, ast.Constant))
     return [ast.unparse(place) for place, node in constants if node.value in METHODS]
 
@@ -261,9 +268,7 @@ def test_a_collective_that_is_only_started_says_so_in_its_name() -> None:
 
 
 def test_no_class_public_function_or_module_has_the_name_of_another() -> None:
-    classes = (
-        (node.name, path) for path in PACKAGE for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
-    )
+    classes = ((node.name, path) for path in PACKAGE for node in nodes(parsed(path)) if isinstance(node, ast.ClassDef))
     assert not repeated(classes)
     functions = (
         (node.name, path)

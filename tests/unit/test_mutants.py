@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -81,11 +84,36 @@ def test_every_mutant_applies_exactly_once() -> None:
     assert not [mutant.name for mutant in MUTANTS if mutant.old == mutant.new]
 
 
+by_file = attrgetter("file")
+
+
+def with_many_at_once(text: str, mutants: list[Mutant]) -> Iterator[tuple[str, list[str]]]:
+    """Texts of a file with as many mutants each as do not overlap, and their names: to parse a file for each takes 4 seconds."""
+    while mutants:
+        changed, end, here, later = "", 0, [], []
+        for mutant in sorted(mutants, key=lambda mutant: text.index(mutant.old)):
+            first = text.index(mutant.old)
+            if first < end:
+                later.append(mutant)
+                continue
+            changed += text[end:first] + mutant.new
+            end = first + len(mutant.old)
+            here.append(mutant.name)
+        yield changed + text[end:], here
+        mutants = later
+
+
+def test_many_mutants_at_once_are_in_one_text_unless_they_overlap() -> None:
+    mutants = [Mutant(old, "file", old, old.upper(), ()) for old in ("cd", "a", "bc", "e")]
+    assert list(with_many_at_once("abcde", mutants)) == [("ABCdE", ["a", "bc", "e"]), ("abCDe", ["cd"])]
+
+
 def test_every_mutant_is_python() -> None:
     """Tests that can't import a module have seen nothing."""
-    for mutant in MUTANTS:
-        if mutant.file.endswith(".py"):
-            ast.parse((ROOT / mutant.file).read_text().replace(mutant.old, mutant.new), mutant.name)
+    for file, tables in groupby(sorted(MUTANTS, key=by_file), key=by_file):
+        if file.endswith(".py"):
+            for text, names in with_many_at_once((ROOT / file).read_text(), list(tables)):
+                ast.parse(text, ", ".join(names))
 
 
 def test_mutants_have_names_of_their_own_and_tests_that_exist() -> None:
