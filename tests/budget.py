@@ -6,8 +6,8 @@ use is in the total, but in no test's own figure: the first test that needs one 
 
 A shared machine has needed 1.4 times as many CPU seconds as itself half an hour before, for the same tests. So workers time a
 fixed loop every ten seconds, and limits are longer by as much as it is slower than usual. The loop shows half of what busy neighbors
-cost: runs of the same tests, twenty minutes apart, have used 1,223 and 1,382 CPU seconds while it took 0.074 and 0.083 s. The limit
-of all tests has room for the other half.
+cost: `make test` has used 1,223 CPU seconds, and half an hour later 1,382 without seven of the tests, while the loop took 0.074
+and 0.083 s. The limit of all tests has room for the other half.
 """
 
 from __future__ import annotations

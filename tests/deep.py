@@ -44,7 +44,14 @@ class Group:
 
 GROUPS = (
     Group(
-        "tests/unit", ("llmtrain/loss.py", "llmtrain/parallel/wire_format.py", "llmtrain/train/mirror.py", "benchmarks")
+        "tests/unit",
+        (
+            "llmtrain/loss.py",
+            "llmtrain/parallel/wire_format.py",
+            "llmtrain/train/mirror.py",
+            "llmtrain/data/hub.py",
+            "benchmarks",
+        ),
     ),
     Group("tests/multi_node/test_cluster.py", ("llmtrain/compare/cluster", "llmtrain/doctor")),
     Group("tests/multi_node/test_slurm.py", ("llmtrain/launch", "launch")),
@@ -54,7 +61,15 @@ GROUPS = (
     Group("tests/chaos", ("llmtrain/launch", "llmtrain/train", "llmtrain/parallel")),
     Group(
         "tests/end_to_end",
-        ("llmtrain/train", "llmtrain/launch", "llmtrain/eval", "llmtrain/suites.py", "llmtrain/compare"),
+        (
+            "llmtrain/train",
+            "llmtrain/launch",
+            "llmtrain/startup.py",
+            "llmtrain/cli.py",
+            "llmtrain/eval",
+            "llmtrain/suites.py",
+            "llmtrain/compare",
+        ),
     ),
     Group(
         "tests/distributed",

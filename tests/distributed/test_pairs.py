@@ -1,6 +1,6 @@
 """Choices together, on real engines: the losses, gradient norms and weights of plain models, one replica after another in float64;
-replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped. Outside `deep`, each method and each
-engine with each level of every other choice; every two choices meet in `deep`."""
+replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped. Outside `deep`, each level of each
+choice, and each engine with each level of what it computes by; every two choices meet in `deep`."""
 
 from __future__ import annotations
 

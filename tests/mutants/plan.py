@@ -92,6 +92,12 @@ TABLES = {
           + <= least
     """,
     "llmtrain/plan/model_size.py": r"""
+    seen by unit/test_plan_show.py
+        size: sequences of another length have the size that is kept
+          - recipe.parallel.loss_chunk, recipe.train.sequence_length
+          -     if key
+          + recipe.parallel.loss_chunk, 0
+          +     if key
     seen by unit/test_plan_activations.py
         plan: GPT-Neo's local layers have masks of the whole sequence
           - config.attention_layers.count("local") if is_local else 0

@@ -171,6 +171,12 @@ def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     assert "a round every 600 s\n" in shown(STDLIB, *mesh, "sync.method=a_edit", "sync.period.min_steps=0")
 
 
+def test_sizes_that_are_kept_are_not_those_of_another_recipe() -> None:
+    keys = ("model.config.vocab_size=5000", "model.config.num_hidden_layers=1", "train.sequence_length=48")
+    first, *others = (size_of(load_recipe(STDLIB, key)) for key in ([], *([key] for key in keys)))
+    assert all(other != first for other in others) and size_of(load_recipe(STDLIB)) == first
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_traffic_of_averaged_moments_by_hand(kind: str) -> None:
     keys = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300", f"optim.kind={kind}"]
