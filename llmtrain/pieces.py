@@ -12,6 +12,8 @@ import torch
 
 PIECE_VALUES = 2**17
 """Values of one tensor in a piece, per thread: few enough to fit in a cache, and many enough that the calls cost little."""
+GPU_COPY_VALUES = 2**24
+"""Values of a float64 copy on a GPU, at most: 128 MiB of memory."""
 
 
 def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -31,6 +33,8 @@ def pieces(*tensors: torch.Tensor, values: int = PIECE_VALUES) -> Iterator[tuple
 
 def exact_norms(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the L2 norms of a flat tensor's pieces, float64 scalars, computed in float64."""
-    # torch makes a copy in float64, with which pieces of the usual length would not fit in the cache.
-    parts = pieces(tensor, values=PIECE_VALUES // 4)
-    return [torch.linalg.vector_norm(part, dtype=torch.float64) for (part,) in parts]
+    # torch makes a copy in float64. With it, pieces of the usual length would not fit in a CPU's cache, and a large tensor as a
+    # whole would need twice its memory again on a GPU.
+    on_cpu = tensor.device.type == "cpu"
+    values = PIECE_VALUES // 4 * torch.get_num_threads() if on_cpu else GPU_COPY_VALUES
+    return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in tensor.split(values)]

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import profile, schedule
 
 from llmtrain.config import ProfileSection
-from llmtrain.errors import TrainingError
+from llmtrain.errors import TrainingError, first_line
 from llmtrain.parallel.mesh import local_device
 from llmtrain.parallel.world import World, ranks_per_device
 from llmtrain.plan.cards import card_of
@@ -187,8 +187,8 @@ def profile_steps(
 
 @contextmanager
 def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iterator[None]:
-    """Convert torch's out-of-memory error into a one-line TrainingError. Write to `folder` what was allocated:
-    a summary, and a snapshot for https://pytorch.org/memory_viz."""
+    """Convert torch's out-of-memory errors, of the device and of the host's pinned memory, into one-line TrainingErrors. For the
+    device, write to `folder` what was allocated: a summary, and a snapshot for https://pytorch.org/memory_viz."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -202,4 +202,11 @@ def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iter
         raise TrainingError(
             f"rank {rank} has no memory left on {device} ({'. '.join(said[:2])}); use a smaller train.micro_batch, "
             f"parallel.activation_checkpointing=true, sync.offload=true or more parallel.shards; what was allocated is in {path}"
+        ) from error
+    except torch.AcceleratorError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise TrainingError(
+            f"rank {rank}: this host has no memory left that GPUs can read ({first_line(error)}); use sync.offload=false, "
+            "checkpoint.background=false or more parallel.shards"
         ) from error

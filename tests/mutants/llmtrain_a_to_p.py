@@ -234,6 +234,9 @@ TABLES = {
         pieces: the last rows are left out
           - yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
           + yield from list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))[:-1]
+        pieces: a copy in float64 is as large as the tensor
+          - if on_cpu else GPU_COPY_VALUES
+          + if on_cpu else tensor.numel()
     """,
     "llmtrain/pretrained.py": r"""
     seen by unit/test_pretrained.py

@@ -131,6 +131,16 @@ def test_out_of_memory_is_one_line_and_a_snapshot(tmp_path: Path, monkeypatch: p
     assert pickle.loads((folder / "rank-00003.pickle").read_bytes())["segments"] == [{"address": 1}]
 
 
+def test_pinned_memory_that_runs_out_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught, explain_out_of_memory(1, torch.device("cuda:0"), tmp_path):
+        raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+    assert str(caught.value).startswith(
+        "rank 1: this host has no memory left that GPUs can read (CUDA error: out of memory); use "
+    )
+    with pytest.raises(torch.AcceleratorError), explain_out_of_memory(1, torch.device("cuda:0"), tmp_path):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^other$"), explain_out_of_memory(0, torch.device("cpu"), tmp_path):
         raise RuntimeError("other")

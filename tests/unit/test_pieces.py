@@ -25,6 +25,11 @@ def test_a_gpus_tensors_are_one_piece() -> None:
     assert part is tensor
 
 
+def test_a_copy_in_float64_is_bounded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmtrain.pieces.GPU_COPY_VALUES", 40)
+    assert len(exact_norms(torch.empty(100, device="meta"))) == 3
+
+
 def test_norms_are_summed_in_float64() -> None:
     """In float32, one would not change with the small values."""
     values = torch.full((1001,), 1e-5)
