@@ -45,7 +45,7 @@ overrides. They may have base files themselves.
 **Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Numbers that YAML reads in
 another base (`0400`, `1:30`) and comments are refused. There are three equivalent forms:
 
-    llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=mine --sync.period.every 32
+    llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=lower_lr --sync.period.every 32
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
 by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer

@@ -137,6 +137,7 @@ COVERED = {
     "NNODES=2": "tests/multi_node/test_hosts.py::test_two_hosts_by_train_sh",
     "pip install '.[zero]'": "tests/unit/test_wheel.py::test_an_installation_has_deepspeed_only_with_the_extra_zero",
     "pip install .": "tests/unit/test_wheel.py::test_a_wheel_holds_suites_tasks_templates_recipes_and_stories",
+    "make .venv/.ready": "by hand",
     "make test": "by hand",
     "make docs": "tests/unit/test_readme.py::test_the_table_of_methods_is_up_to_date",
 }
