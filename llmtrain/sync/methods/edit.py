@@ -20,7 +20,7 @@ Differs   the norms of all blocks are gathered at the first block, not one by on
 """
 
 PAPER = "arXiv 2412.07210"
-CHOOSE_WHEN = "updates may be abnormally large or non-finite"
+CHOOSE_WHEN = "updates may be abnormally large"
 PRESET = {
     "warmup_steps": 1000,
     "period": {"kind": "steps", "every": 128},
