@@ -66,9 +66,11 @@ class QsrSection(PeriodSection):
     kind: Literal["qsr"] = "qsr"
     """`qsr`: the learning rate at the start of a round sets its length."""
     base: Count = 4
-    """Minimum local steps per round. All rounds have this length until the learning rate falls below alpha / base^(1 / power)."""
+    """Minimum local steps per round. All rounds have this length until the learning rate has fallen to
+    alpha / (base + 1)^(1 / power)."""
     alpha: PositiveFloat
-    """Growth rate, in units of the learning rate. With `optim.lr` x base^(1/power), rounds grow as soon as the rate decays."""
+    """Growth rate, in units of the learning rate. With `optim.lr` x base^(1/power), rounds have `base` steps at the peak
+    and grow as the rate decays."""
     power: PositiveFloat = 2.0
     """Exponent: 2 is QSR's quadratic rule; with 1, rounds grow in inverse proportion to the learning rate."""
     shortest_round: ClassVar[str | None] = "base"

@@ -33,6 +33,11 @@ class SyncScheduleSection(Section):
         """Return the number of blocks whose reductions are in flight while all blocks synchronize one after another."""
         return PREFETCH + 1
 
+    @property
+    def mixes_parameters(self) -> bool:
+        """Return whether replicas mix the anchor with their own parameters, so that they differ at the start of a round."""
+        return False
+
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the number of parameters whose mean is in flight during local steps, given the number per block."""
         return 0
@@ -105,6 +110,10 @@ class OverlappedSection(FragmentsSection):
     """Number of fragments. A round synchronizes each of them once, at even intervals."""
     alpha: Fraction = 0.5
     """alpha: a replica continues from alpha x its own parameters + (1 - alpha) x the next anchor."""
+
+    @property
+    def mixes_parameters(self) -> bool:
+        return self.alpha > 0
 
     def parameters_in_flight(self, block_parameters: Sequence[int], period: PeriodSection) -> int:
         """Return the parameters of the largest fragments that are in flight at once: one is sent every H / P steps."""

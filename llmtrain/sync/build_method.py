@@ -68,15 +68,16 @@ OUTERS: dict[type[OuterSection], Callable[[Any], Outer]] = {
     PrimalAverageSection: lambda section: PrimalAverage(section.decay, section.share),
 }
 """Constructors of outer optimizers, by the class of `sync.outer`."""
-REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool], Reduction | None]] = {
-    MeanSection: lambda section, replicas, blocks, is_rounded: None,
-    TokenWeightedSection: lambda section, replicas, blocks, is_rounded: TokenWeighted(),
-    RadialSection: lambda section, replicas, blocks, is_rounded: Radial(replicas),
-    MedianNormSection: lambda section, replicas, blocks, is_rounded: MedianNorm(),
+REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool, bool], Reduction | None]] = {
+    MeanSection: lambda section, *others: None,
+    TokenWeightedSection: lambda section, *others: TokenWeighted(),
+    RadialSection: lambda section, replicas, *others: Radial(replicas),
+    MedianNormSection: lambda section, *others: MedianNorm(),
     EditPenaltySection: EditPenalty,
 }
-"""Constructors of reductions, by the class of `sync.reduction`. They take the section, the numbers of replicas and blocks, and whether
-messages are rounded. That of the plain mean returns None, because the mean needs no agreement."""
+"""Constructors of reductions, by the class of `sync.reduction`. They take the section, the numbers of replicas and blocks, whether
+messages are rounded, and whether replicas mix the anchor with their own parameters. That of the plain mean returns None, because
+the mean needs no agreement."""
 SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedule]] = {
     BlockingSection: BlockingSchedule,
     LayerwiseSection: LayerwiseSchedule,
@@ -140,7 +141,8 @@ def build_method(
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
-    reduction = build_choice(REDUCTIONS, sync.reduction, replica_comms.size, len(replica.blocks), wire is not None)
+    about = replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters
+    reduction = build_choice(REDUCTIONS, sync.reduction, *about)
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
     moments = None
     if sync.moments is not None:

@@ -313,7 +313,9 @@ class Oracle:
         counts = self.known_steps[replica, block]
         if penalty.statistics == "adaptive":
             usual = self._of_past(counts)[0] if counts else 0.0
-            norm = norm / (sum(lrs) or 1.0) * (min(1.0, len(lrs) / usual) ** 0.5 if usual else 1.0)
+            is_mixed = getattr(self.sync.schedule, "alpha", 0.0) > 0  # then replicas do not start at the anchor
+            power = 1.0 if is_mixed else 0.5
+            norm = norm / (sum(lrs) or 1.0) * (min(1.0, len(lrs) / usual) ** power if usual else 1.0)
         if not np.isfinite(norm):
             self.left_out[replica, block] += 1
             return True

@@ -210,6 +210,13 @@ def test_overlapped_with_a_penalty(sync: Any, replicas: int, shard: int) -> None
     assert runs[0].counts[1] > 0, "nobody is left out: the case would not test what it is for"
 
 
+def test_what_mixing_leaves_is_no_anomaly_in_a_short_last_round() -> None:
+    """A displacement begins with alpha x the last one's difference from the mean, however few steps follow: here one."""
+    sync = overlapped(3, 1, 0.5, every=12, penalty={"min_rounds": 5, "temperature": None, "clip": None})
+    [got] = matches_the_oracle(Scenario(sync, 2, 1, steps=6 * 12 + 1, pull=0.0, shapes=(((400, 5),),)))
+    assert got.counts[1:] == (0, 0)
+
+
 LATE = {
     "all-parts": late(ALL_PARTS),
     "by-the-paper": late({**ALL_PARTS, "statistics": "paper"}, every=2),

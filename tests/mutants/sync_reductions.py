@@ -54,6 +54,10 @@ TABLES = {
         penalty: the norm of a short round is judged like that of a long one
           - lr_sums, 1.0)[:, None] * self._shortness(steps)
           + lr_sums, 1.0)[:, None]
+    seen by distributed/test_methods_oracle.py
+        penalty: what mixing leaves is judged as if it shrank with the steps
+          - return ratio if self.is_mixed else ratio.sqrt()
+          + return ratio.sqrt()
     seen by unit/test_reshard.py
         penalty: usual numbers of steps are not in the checkpoint
           - self.steps.load_state_dict(state["steps"])

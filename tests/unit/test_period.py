@@ -69,6 +69,14 @@ def test_rounds_grow_with_a_power_of_the_learning_rate(power):
     assert round(4**power) in lengths and set(lengths[:-1]) <= {1, 2**power, 4**power}
 
 
+def test_rounds_grow_once_the_rate_allows_one_step_more():
+    """As the key `base` says. With base 4 and an alpha of twice the peak, that is at 0.89 of the peak, not below it at once."""
+    rates = LRSchedule(1.0, 1000, LRScheduleSection(kind="cosine"))
+    period = build_period(QsrSection(base=4, alpha=2.0), 0, rates)
+    grown = next(step for step in range(1, 1001) if period.round_length(step) > 4)
+    assert rates.at(grown) <= 2.0 / 5**0.5 < rates.at(grown - 4) < 0.9
+
+
 def test_at_a_constant_learning_rate_rounds_have_one_length():
     rates = LRSchedule(3e-3, 100, LRScheduleSection(kind="constant", warmup_steps=10))
     constant = build_period(QsrSection(base=1, alpha=9e-3), 10, rates)

@@ -18,7 +18,7 @@ from docs.reference import (
     methods_page_with_composition,
     recipe_reference,
 )
-from llmtrain.config import Recipe
+from llmtrain.config import Recipe, SyncSection
 from llmtrain.recipe_schema import schema_text
 from llmtrain.sync.compatibility import CHOICES, RULES, conflict_between
 from llmtrain.sync.methods import METHODS
@@ -90,6 +90,30 @@ def test_every_methods_preset_is_there() -> None:
         line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert method.PAPER in line
         assert 0 < len(method.CHOOSE_WHEN.split()) <= 8
+
+
+def test_tables_send_numbers_that_are_not_finite_to_the_key_that_skips_them() -> None:
+    """No method survives them by itself: the moments of a replica that is excluded stay NaN."""
+    pages = [README, METHODS_PAGE, README.parent / "docs/choosing.md"]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    rows = [line for line in lines if line.startswith("|") and "finite" in line]
+    assert rows and all("`optim.nonfinite" in row for row in rows)
+
+
+def test_choosing_names_what_offload_leaves_on_the_device() -> None:
+    text = (README.parent / "docs/choosing.md").read_text(encoding="utf-8")
+    [row] = [line for line in text.splitlines() if "`sync.offload=true`" in line]
+    presets = {
+        name: SyncSection.model_validate({"method": name, **method.PRESET})
+        for name, method in METHODS.items()
+        if name != "qsr"  # its preset has no alpha, and it keeps nothing
+    }
+    left = {
+        name
+        for name, sync in presets.items()
+        if sync.wire.error_feedback or sync.schedule.parameters_in_flight([1] * 8, sync.period) == 8
+    }
+    assert left == set(re.findall(r"`(\w+)`", row.partition("but not")[2]))
 
 
 def test_tables_are_whole() -> None:

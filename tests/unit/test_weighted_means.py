@@ -29,6 +29,12 @@ def test_twice_the_tokens_in_as_many_steps_count_four_times_and_in_twice_the_ste
     assert found.lengths.isinf().all() and not found.anomalous.any()
 
 
+def test_steps_that_a_rollback_has_undone_still_count_as_steps() -> None:
+    """Reset in the middle of a round, a replica counts a quarter, as docs/methods.md says."""
+    found = TokenWeighted().weigh_blocks([0], NOTHING, rounds((100, 1000), (100, 500)))
+    assert found.weights.flatten().tolist() == [0.8, 0.2]
+
+
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_equal_work_has_the_weights_of_the_mean_to_the_last_bit(replicas: int) -> None:
     for done in ((7, 1013), (0, 0)):

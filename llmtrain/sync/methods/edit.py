@@ -12,15 +12,15 @@ Defaults  H = 128, warm-up 1000, outer lr 0.8 and momentum 0.85, phi = 10, alpha
           unverified. The published code's README has outer lr 0.7, momentum 0.8 and no clip.
 Differs   the norms of all blocks are gathered at the first block, not one by one; running statistics are bias-corrected
           (the published code's are not); by default they are of norms per summed learning rate, lowered by
-          sqrt(steps / usual steps) in a shorter round, and an excluded norm
-          enters them at a bound, so that a lasting change is followed within ten rounds (`statistics: paper` never lets
-          one in, and stays locked in); the test starts after 10 rounds (120 in the published code, 10 in its example;
-          the paper's number is unknown to us); a rollback is decided on the gathered norms, so that the shards of a
-          block agree; a block that is excluded 20 rounds in a row ends the run.
+          sqrt(steps / usual steps) in a shorter round (by steps / usual steps if the schedule mixes the anchor with own
+          parameters), and an excluded norm enters them at a bound, so that a lasting rise of up to 100 times is followed
+          within 15 rounds (`statistics: paper` never lets one in, and stays locked in); the test starts after 10 rounds (120
+          in the published code, 10 in its example; the paper's number is unknown to us); a rollback is decided on the
+          gathered norms, so that the shards of a block agree; a block that is excluded 20 rounds in a row ends the run.
 """
 
 PAPER = "arXiv 2412.07210"
-CHOOSE_WHEN = "updates may be abnormally large or non-finite"
+CHOOSE_WHEN = "updates may be abnormally large"
 PRESET = {
     "warmup_steps": 1000,
     "period": {"kind": "steps", "every": 128},

@@ -29,10 +29,13 @@ not computed. The margin of 1 % covers the errors of norms and sums in fp32."""
 class EditPenalty(Reduction):
     """Anomaly elimination, softmax weights and clip factor for all blocks of all replicas."""
 
-    def __init__(self, section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool = False):
+    def __init__(
+        self, section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool = False, is_mixed: bool = False
+    ):
         """Start without statistics. `is_rounded` says that messages are rounded. A mean may then be longer than the
-        pseudo-gradients from which it was made."""
-        self.section, self.is_rounded = section, is_rounded
+        pseudo-gradients from which it was made. `is_mixed` says that replicas mix the anchor with their own parameters, so that a
+        pseudo-gradient is not 0 at the start of a round."""
+        self.section, self.is_rounded, self.is_mixed = section, is_rounded, is_mixed
         self.norms = RunningMoments((replicas, blocks), section.ema)
         self.steps = RunningMoments((replicas, blocks), section.ema)
         """Moments of the number of local steps, over the same rounds as `norms`."""
@@ -58,7 +61,7 @@ class EditPenalty(Reduction):
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
         """Return the weights in these blocks, and update the statistics of these blocks only."""
-        part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded)
+        part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded, self.is_mixed)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
         steps, lr_sums = ([getattr(done, name) for done in rounds] for name in ("steps", "lr_sum"))
@@ -94,9 +97,11 @@ class EditPenalty(Reduction):
     def _shortness(self, steps: torch.Tensor) -> torch.Tensor:
         """Return, for each block [replicas, blocks], the factor of a norm per summed learning rate that was measured after fewer
         steps than usual: sqrt(steps / their running mean), at most 1. Steps in changing directions cancel each other in a
-        longer round, so that the norm grows with the square root of their number at least, and not in proportion."""
+        longer round, so that the norm grows with the square root of their number at least, and not in proportion. With mixing,
+        steps / their running mean: what mixing leaves is as long after few steps as after many."""
         usual = self.steps.mean
-        return torch.where(usual > 0, steps[:, None] / usual, 1.0).clamp(max=1).sqrt()
+        ratio = torch.where(usual > 0, steps[:, None] / usual, 1.0).clamp(max=1)
+        return ratio if self.is_mixed else ratio.sqrt()
 
     def _is_outlier(self, scaled_norms: torch.Tensor) -> torch.Tensor:
         if self.section.z is None:

@@ -47,7 +47,7 @@ class Schedule(ABC):
         advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
 
     def forget_tokens(self) -> None:
-        """Count the tokens of the round from 0 again, because a rollback has undone its steps."""
+        """Count the tokens of the round from 0 again, because a rollback has undone its steps. They still count as steps."""
 
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
