@@ -33,6 +33,15 @@ TABLES = {
         weights: a resumed run reads them again
           - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
           + open_initial_weights(run.recipe, run.mesh, run.prepared)
+    seen by unit/test_mirror_fetch.py
+        resume: a newer version's checkpoint is given up for an older one of the mirror
+          -     except NewerFormatError:
+          +     except ZeroDivisionError:
+        length: a finished run begins anew because its mirror is empty
+          -         run.mesh.broadcast_from_main(run.directory.check_may_begin)
+          -
+          +         pass
+          +
     seen by distributed/test_mirror.py
         run: its mirror belongs to nobody
           - run.mirror.claim(run.mesh)
