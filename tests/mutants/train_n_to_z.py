@@ -206,6 +206,10 @@ TABLES = {
         trainer: a good step does not end a row of skipped ones
           - (self.skipped_in_a_row + 1) * skipped
           + self.skipped_in_a_row + skipped
+    seen by unit/test_device_numbers.py
+        trainer: a checkpoint ends a row of skipped steps
+          - skipped_in_a_row: Number = resharded(0, by=by_replica(max))
+          + skipped_in_a_row: Number = 0
     seen by distributed/test_resume_training.py
         trainer: due at exact multiples only
           - return every is not None and self.global_step // every > self.previous_global_step // every
@@ -265,6 +269,9 @@ TABLES = {
         wandb: what is no OSError is shown as a traceback
           - except BaseException as error:
           + except OSError as error:
+        wandb: a copied folder continues the other run
+          - or owner not in ("", name):
+          + or False:
         wandb: at the end, every child is killed
           - if child.name().startswith("wandb"):
           + if True:
