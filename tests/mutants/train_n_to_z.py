@@ -119,6 +119,9 @@ TABLES = {
         length: fewer steps than are done end the run at once
           - if not self.is_none and self.step >= total and not is_end:
           + if False:
+        length: another outer step is not said
+          - instead of {old:,}{self._other_outer_step()}"
+          + instead of {old:,}"
         length: a decay that begins with the next step is a jump
           - _is_close(new.at(step), last) or␣
         length: the old rate is a jump
