@@ -199,6 +199,10 @@ class Mirror:
         self.worker = LatestStepWorker(self._upload, "copies checkpoints")
         self._last: int | None = None
         """Step of the newest checkpoint submitted for copying."""
+        self._complete: int | None = None
+        """Step of the newest checkpoint that is in the mirror together with the best one up to it."""
+        self._there: int | None = None
+        """Step of a checkpoint that the mirror had at the start, and that is therefore not copied again."""
         self._candidates: set[int] = set()
         """Steps of the checkpoints of which the best is being looked for or copied."""
 
@@ -247,8 +251,10 @@ class Mirror:
         return None
 
     def upload_if_newer(self, checkpoint: Path | None) -> None:
-        """Copy the checkpoint that the run continues from, if it is newer than every checkpoint in the mirror."""
-        if checkpoint is not None and (self.newest is None or step_of(checkpoint) > self.newest):
+        """Copy the checkpoint that the run continues from, if it is newer than every checkpoint in the mirror, and the best one
+        up to it, if the mirror has none that is as good."""
+        if checkpoint is not None:
+            self._there = self.newest
             self.upload_async(step_of(checkpoint))
 
     # ---- during training
@@ -282,22 +288,22 @@ class Mirror:
         return mesh.broadcast_from_main(lambda: self._missing(within))
 
     def _upload(self, step: int) -> None:
-        self._problem = ""
+        self._problem, what = "", f"step {step}"
         try:
-            self._copy(step)
-        except Exception as error:  # every file system has its own exceptions
-            self._problem = f"step {step} could not be copied to {self.url}: {one_line(error)}"
-            self.note(f"{self._problem}; training continues, and the next checkpoint is tried again")
-            return
-        self.newest = step
-        try:
+            if step != self._there:
+                self._copy(step)
+            self.newest, self._there, what = step, None, "the best checkpoint"
             if self.recipe.checkpoint.keep_best:
                 self._copy_best(step)
+        except Exception as error:  # every file system has its own exceptions
+            self._problem = f"{what} could not be copied to {self.url}: {one_line(error)}"
+            self.note(f"{self._problem}; training continues, and the next checkpoint is tried again")
+            return
+        self._complete = step
+        try:
             self._remote.retain(step, self.recipe.checkpoint)
         except Exception as error:
-            self.note(
-                f"{self.url}: the best checkpoint, or which to keep: {one_line(error)}; the next copy tries again"
-            )
+            self.note(f"{self.url}: which checkpoints to keep: {one_line(error)}; the next copy tries again")
 
     def _copy(self, step: int) -> None:
         began = time.monotonic()
@@ -313,7 +319,7 @@ class Mirror:
             here = {
                 step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step in self._candidates
             }
-            there = self._remote.losses()
+            there = {step: loss for step, loss in self._remote.losses().items() if step <= newest}
             best = best_step(there | here)
             self._candidates &= {best}
             if best is not None and best not in there:
@@ -326,9 +332,10 @@ class Mirror:
         return left > 0 and not self.worker.join(min(left, LOOK_SECONDS))
 
     def _missing(self, within: str) -> str | None:
-        if self._last is None or self.newest == self._last:
+        if self._last is None or self._complete == self._last:
             return None
-        late = f"step {self._last} was not copied to {self.url} within {within}"
+        what = "the best checkpoint" if self.newest == self._last else f"step {self._last}"
+        late = f"{what} was not copied to {self.url} within {within}"
         return f"{self._problem or late}; it is complete in {self.directory.checkpoints}, start the same command again to copy it"
 
     # ---- on the main rank

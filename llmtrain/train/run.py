@@ -11,7 +11,15 @@ import torch
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
-from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError, DataError, TrainingError, one_line
+from llmtrain.errors import (
+    DONE,
+    STOPPED_EARLY,
+    CheckpointError,
+    DataError,
+    NewerFormatError,
+    TrainingError,
+    one_line,
+)
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.comms import MESSAGE_LENGTH, is_lost_peer
 from llmtrain.parallel.device_time import clock_of
@@ -201,16 +209,21 @@ def _reserve(directory: RunDirectory, prepared: TokenDataset) -> None:
 
 def _newest_checkpoint(run: OpenRun) -> Path | None:
     """Return the newest valid checkpoint of the run directory and the mirror, from which it is fetched; None if there is none.
-    A collective of all ranks."""
+    Raises RecipeError then if the run was complete. A collective of all ranks."""
     here, problem = None, None
     try:
         here = latest_valid(run.directory.checkpoints, run.mesh, run.console.print)
+    except NewerFormatError:
+        raise  # it is not damaged, and the mirror may end before it
     except CheckpointError as error:
         problem = error
     there = run.mirror.fetch(run.mesh, newer_than=-1 if here is None else step_of(here))
     if there is None and problem is not None:
         raise problem
-    return there or here
+    found = there or here
+    if found is None:
+        run.mesh.broadcast_from_main(run.directory.check_may_begin)
+    return found
 
 
 def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:

@@ -144,7 +144,14 @@ class RunDirectory:
             change = LengthChange(before, self.recipe, summary["steps"])
         if change is not None:
             change.check(str(self.path))
-        if is_lost and not change.is_none and self.finished() is None and self.recipe.checkpoint.mirror is None:
+        if is_lost and not change.is_none and self.recipe.checkpoint.mirror is None:
+            self.check_may_begin()
+
+    def check_may_begin(self) -> None:
+        """Raise RecipeError if the directory, for which no checkpoint was found, is that of a run that was complete with fewer
+        steps."""
+        summary = self.summary()
+        if summary is not None and summary["stopped"] == "done" and self.finished() is None:
             raise RecipeError(
                 f"{self.path} is complete after {summary['steps']} steps, but has no checkpoint to continue from; put one back, or "
                 "choose another run.name"

@@ -43,7 +43,13 @@ class LengthChange:
     def describe(self) -> str:
         """Return a short description for the console; empty if nothing changes."""
         old, new = self.before.train.total_steps, self.after.train.total_steps
-        return "" if self.is_none else f", for {new:,} steps instead of {old:,}"
+        return "" if self.is_none else f", for {new:,} steps instead of {old:,}{self._other_outer_step()}"
+
+    def _other_outer_step(self) -> str:
+        """Return the values of `sync.outer` that the new length or its recipe gives, for `describe`."""
+        before, after = (recipe.sync.outer.model_dump() for recipe in (self.before, self.after))
+        given = [f"sync.outer.{key}={value}" for key, value in after.items() if value != before.get(key)]
+        return f" (now {', '.join(given)})" if given else ""
 
     def rate_jump(self) -> str | None:
         """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause;

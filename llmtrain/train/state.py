@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.reshard import first, mean, mean_over_replicas, own_step, resharded, rules_of, split_evenly
+from llmtrain.reshard import by_replica, first, mean, mean_over_replicas, own_step, resharded, rules_of, split_evenly
 from llmtrain.train.device_numbers import Number, host_numbers
 
 
@@ -26,7 +26,7 @@ class TrainState:
     skipped: Number = resharded(0, by=mean_over_replicas)
     """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`). If steps can be skipped, this and
     the other counts that depend on it are scalars on the device, so that training does not wait for them."""
-    skipped_in_a_row: Number = 0
+    skipped_in_a_row: Number = resharded(0, by=by_replica(max))
     """Steps of this replica skipped since its last gradient that was finite."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     """Tokens that this rank has trained on."""
@@ -73,5 +73,6 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any], global_step: int) -> None:
         """Restore the stored fields from a checkpoint of `global_step`. Other entries of `state` are ignored."""
         for name in rules_of(type(self)):
-            setattr(self, name, state[name])
+            if name in state:  # a later version has added others
+                setattr(self, name, state[name])
         self.global_step = self.previous_global_step = self.last_saved = global_step

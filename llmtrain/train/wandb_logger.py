@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
@@ -24,7 +25,8 @@ ranks that take longer than its PATIENCE_SECONDS, and the error is printed after
 
 
 class WandbLogger(Logger):
-    """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id.
+    """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id,
+    unless its folder was copied or renamed.
 
     A thread makes all calls, because they may hang. The first error ends it: wandb's own process may be killed, and
     metrics.jsonl has the lines, too.
@@ -35,16 +37,14 @@ class WandbLogger(Logger):
         import wandb
 
         section = recipe.log.wandb
-        id_file = directory.path / "wandb_id.txt"
-        if not (resumed_step and id_file.exists()):
-            atomic_write(id_file, uuid.uuid4().hex[:8] + "\n")
+        run_id = _id_of(directory.path / "wandb_id.txt", recipe.run.name, is_new=not resumed_step)
         try:
             self._run = wandb.init(
                 project=section.project,
                 entity=section.entity,
                 mode=section.mode,
                 name=recipe.run.name,
-                id=id_file.read_text().strip(),
+                id=run_id,
                 resume="allow",
                 dir=directory.path,
                 config=recipe.model_dump(mode="json"),
@@ -110,3 +110,13 @@ class WandbLogger(Logger):
         """Print a line, once."""
         note, self._note = self._note, lambda text: None
         note(f"warning: log.wandb: {text}")
+
+
+def _id_of(file: Path, name: str, is_new: bool) -> str:
+    """Return the id that `file` keeps for the run `name`, or a new one. A copy of a run's folder under another name has another
+    run's id, whose lines would mix with its own. Earlier versions kept no name."""
+    run_id, _, owner = ("" if is_new or not file.exists() else file.read_text().strip()).partition(" ")
+    if not run_id or owner not in ("", name):
+        run_id = uuid.uuid4().hex[:8]
+    atomic_write(file, f"{run_id} {name}\n")
+    return run_id

@@ -16,6 +16,10 @@ TABLES = {
           + block_sync.blocks[index : index + max(self.prefetch, 1) + 1]
     """,
     "llmtrain/sync/schedules/delayed.py": r"""
+    seen by distributed/test_methods_resume.py
+        delayed: after a start, the last mean seems to have waited for no steps
+          - self.staleness = max(
+          + self.nothing = max(
     seen by SCENARIOS
         delayed: a shrinking learning rate may scale up
           - return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))

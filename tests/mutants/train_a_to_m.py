@@ -236,8 +236,8 @@ TABLES = {
           - except UNUSABLE as error:
           + except Exception as error:
         mirror: any copy counts as the last one's
-          - or self.newest == self._last:
-          + or self.newest is not None:
+          - or self._complete == self._last:
+          + or self._complete is not None:
     seen by unit/test_mirror_fetch.py
         mirror: fetches a checkpoint that is here already
           - if step > newer_than)
@@ -248,6 +248,17 @@ TABLES = {
           -
           +                 pass
           +
+        best: at the end, the mirror may lack it
+          - or self._complete == self._last:
+          + or self.newest == self._last:
+        best: a start copies the newest again with it
+          - if step != self._there:
+          + if True:
+        best: one of the mirror that the run has gone back from
+          - self._remote.losses().items() if step <= newest}
+          -             best
+          + self._remote.losses().items()}
+          +             best
         best: it is deleted while it is copied
           - return self.worker.pending_steps() | self._candidates
           + return self.worker.pending_steps()

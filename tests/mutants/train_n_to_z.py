@@ -33,6 +33,15 @@ TABLES = {
         weights: a resumed run reads them again
           - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
           + open_initial_weights(run.recipe, run.mesh, run.prepared)
+    seen by unit/test_mirror_fetch.py
+        resume: a newer version's checkpoint is given up for an older one of the mirror
+          -     except NewerFormatError:
+          +     except ZeroDivisionError:
+        length: a finished run begins anew because its mirror is empty
+          -         run.mesh.broadcast_from_main(run.directory.check_may_begin)
+          -
+          +         pass
+          +
     seen by distributed/test_mirror.py
         run: its mirror belongs to nobody
           - run.mirror.claim(run.mesh)
@@ -110,6 +119,9 @@ TABLES = {
         length: fewer steps than are done end the run at once
           - if not self.is_none and self.step >= total and not is_end:
           + if False:
+        length: another outer step is not said
+          - instead of {old:,}{self._other_outer_step()}"
+          + instead of {old:,}"
         length: a decay that begins with the next step is a jump
           - _is_close(new.at(step), last) or␣
         length: the old rate is a jump
@@ -197,6 +209,10 @@ TABLES = {
         trainer: a good step does not end a row of skipped ones
           - (self.skipped_in_a_row + 1) * skipped
           + self.skipped_in_a_row + skipped
+    seen by unit/test_device_numbers.py
+        trainer: a checkpoint ends a row of skipped steps
+          - skipped_in_a_row: Number = resharded(0, by=by_replica(max))
+          + skipped_in_a_row: Number = 0
     seen by distributed/test_resume_training.py
         trainer: due at exact multiples only
           - return every is not None and self.global_step // every > self.previous_global_step // every
@@ -256,6 +272,9 @@ TABLES = {
         wandb: what is no OSError is shown as a traceback
           - except BaseException as error:
           + except OSError as error:
+        wandb: a copied folder continues the other run
+          - or owner not in ("", name):
+          + or False:
         wandb: at the end, every child is killed
           - if child.name().startswith("wandb"):
           + if True:

@@ -84,3 +84,43 @@ def test_a_best_that_is_damaged_in_the_mirror_is_copied_again(tmp_path: Path, ur
     for step in (20, 30, 40):
         again.save(step, 2.0 + step)
     assert steps_at(url) == [10, 30, 40]
+
+
+def test_a_best_that_is_not_copied_at_the_end_is_said_and_copied_by_the_next_start(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, upload = Machine(tmp_path / "disk", url), RemoteRun.upload
+    machine.start()
+    machine.directory.checkpoints.mkdir()
+    write(machine.directory.checkpoints, 20, loss=1.0)
+
+    def recorded(self: RemoteRun, checkpoint: Path, step: int, metrics: Path) -> None:
+        if step == 20:
+            raise OSError("the network is gone")
+        upload(self, checkpoint, step, metrics)
+
+    monkeypatch.setattr(RemoteRun, "upload", recorded)
+    machine.hand_in(30, 2.0)
+    missing = machine.mirror.finish(ALONE)
+    assert missing.startswith(
+        f"the best checkpoint could not be copied to {url}/a: the network is gone; it is complete"
+    )
+    monkeypatch.undo()
+    again = Machine(tmp_path / "disk", url)
+    again.mirror.open(ALONE)
+    again.mirror.fetch(ALONE, newer_than=30)
+    again.mirror.upload_if_newer(again.directory.checkpoints / "step-00000030")
+    assert again.mirror.finish(ALONE) is None and again.mirror.newest == 30
+    assert steps_at(url) == [20, 30] and len(again.said) == 1, "only the best is copied"
+
+
+def test_a_later_checkpoint_of_the_mirror_from_before_a_run_went_back_is_not_the_best(tmp_path: Path, url: str) -> None:
+    first = Machine(tmp_path / "first", url)
+    first.start()
+    first.save(40, 0.5)
+    second = Machine(tmp_path / "second", url)
+    second.start(newer_than=40)
+    second.directory.checkpoints.mkdir()
+    write(second.directory.checkpoints, 10, loss=1.0)
+    second.save(20, 2.0)
+    assert steps_at(url) == [10, 20, 40]

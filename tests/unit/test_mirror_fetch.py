@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.errors import CheckpointError, NewerFormatError
+from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError
 from llmtrain.train import mirror
-from llmtrain.train.checkpoint_files import STATE_FILE, find_corruption, read_state
+from llmtrain.train.checkpoint_files import FORMAT, STATE_FILE, find_corruption, read_state
 from llmtrain.train.mirror import RemoteRun
+from llmtrain.train.run import _newest_checkpoint
 from tests.unit.test_checkpoint_files import flip, write
 from tests.unit.test_mirror import ALONE, Machine, file_at, flip_at, steps_at, url
 
@@ -37,7 +39,7 @@ def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str
     assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
     assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
     second.mirror.upload_if_newer(there)
-    assert second.mirror.worker.pending_steps() == set(), "it is there already"
+    assert second.mirror.finish(ALONE) is None and len(second.said) == 1, "it is there already"
     second.save(30)
     assert steps_at(url) == [20, 30]
 
@@ -198,6 +200,40 @@ def test_a_checkpoint_of_a_newer_version_is_not_taken_for_a_damaged_one(tmp_path
     monkeypatch.setattr(mirror, "read_state", refuse)
     with pytest.raises(NewerFormatError):
         Machine(tmp_path / "second", url).start()
+
+
+def newest_of(machine: Machine) -> Path | None:
+    """Return what a run of this machine continues from."""
+    console = SimpleNamespace(print=machine.said.append)
+    run = SimpleNamespace(directory=machine.directory, mirror=machine.mirror, mesh=ALONE, console=console)
+    return _newest_checkpoint(run)
+
+
+def test_a_newer_versions_checkpoint_is_not_given_up_for_an_older_one_of_the_mirror(tmp_path: Path) -> None:
+    """Its copy was cut short when the run was stopped."""
+    machine = Machine(tmp_path / "disk", f"file://{tmp_path}/there")
+    machine.start()
+    machine.save(10)
+    write(machine.directory.checkpoints, 20)
+    state = machine.directory.checkpoints / "step-00000020" / STATE_FILE
+    state.write_text(f'{{"format": {FORMAT + 1}}}')
+    with pytest.raises(NewerFormatError, match="step-00000020 has format"):
+        newest_of(machine)
+    state.write_text("{")
+    assert newest_of(machine).name == "step-00000010", "a damaged one is"
+
+
+def test_a_finished_run_without_checkpoints_does_not_begin_anew_for_an_empty_mirror(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "disk", f"file://{tmp_path}/there")
+    machine.start()
+    assert newest_of(machine) is None
+    steps = machine.recipe.train.total_steps
+    machine.directory.write_summary({"stopped": "done", "steps": steps - 1})
+    machine.directory.check_recipe()  # does not look into the mirror
+    with pytest.raises(
+        RecipeError, match=f"a is complete after {steps - 1} steps, but has no checkpoint to continue from"
+    ):
+        newest_of(machine)
 
 
 def test_only_the_main_rank_removes_what_it_fetched_in_vain(tmp_path: Path) -> None:

@@ -69,6 +69,18 @@ def test_a_jump_of_the_rate_is_said_with_what_avoids_it() -> None:
     assert shorter is not None and "to 0.000727" in shorter and "now spans 400 steps" in shorter
 
 
+def test_an_outer_step_that_follows_the_length_is_said() -> None:
+    auto = ("sync.method=diloco", "sync.outer=auto", "sync.period.every=30", "sync.warmup_steps=0")
+    before, after = recipe(300, *auto), recipe(3000, *auto)
+    outer = after.sync.outer
+    assert before.sync.outer.lr != outer.lr
+    assert LengthChange(before, after, 300).describe() == (
+        f", for 3,000 steps instead of 300 (now sync.outer.lr={outer.lr}, sync.outer.momentum={outer.momentum}, "
+        f"sync.outer.rounds={outer.rounds.model_dump()})"
+    )
+    assert LengthChange(recipe(300), recipe(600), 300).describe() == ", for 600 steps instead of 300"
+
+
 def test_no_jump_is_none() -> None:
     constant = "schedule.kind=constant"
     drop_there = ("schedule.kind=step", "schedule.decay_at=[0.5]")

@@ -17,7 +17,7 @@ from llmtrain.machine_check import check_machine
 from llmtrain.recipe_check import check
 from llmtrain.train import wandb_logger
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.wandb_logger import WandbLogger
+from llmtrain.train.wandb_logger import WandbLogger, _id_of
 from tests.unit.test_loggers import recipe_in
 
 OFFLINE = "log.wandb={project: across, mode: offline}"
@@ -46,6 +46,16 @@ def test_an_offline_run_holds_its_recipe_and_its_lines_and_keeps_its_id(tmp_path
     assert any("<pre>text of step 1 &lt;b&gt;</pre>" in text for text in texts), "a text is no HTML"
     assert {path.name for path in log_two_lines(recipe, 2)} == {first.name}, "wandb sync makes one run of both"
     assert len({path.name for path in log_two_lines(recipe, 0)}) == 2, "begun again, it is another run"
+
+
+def test_a_copy_of_a_run_under_another_name_has_its_own_id(tmp_path: Path) -> None:
+    file = tmp_path / "wandb_id.txt"
+    kept = _id_of(file, "a", is_new=True)
+    assert _id_of(file, "a", is_new=False) == kept
+    other = _id_of(file, "b", is_new=False)
+    assert other != kept and _id_of(file, "b", is_new=False) == other
+    file.write_text(f"{kept}\n")  # of an earlier version
+    assert _id_of(file, "c", is_new=False) == kept
 
 
 def fake_wandb(

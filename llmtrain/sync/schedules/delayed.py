@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmtrain.sync.message import Message
 from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 
 
@@ -15,6 +18,10 @@ class DelayedSchedule(FragmentSchedule):
     If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
     seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
     excluded from a block, its anchor stays as it is."""
+
+    def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
+        super().load_state_dict(state, tensors)
+        self.staleness = max((int(message.local_steps.steps) for message in self._in_flight), default=0)
 
     def finish(self) -> None:
         with self.block_sync.stats.time_exposed():
