@@ -42,8 +42,9 @@ each process would need.
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
 overrides. They may have base files themselves.
 
-**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Numbers that YAML reads in
-another base (`0400`, `1:30`) and comments are refused. There are three equivalent forms:
+**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Values that YAML reads as others than they seem
+are refused: numbers in another base (`0400`, `1:30`), comments, text that it changes, and an empty value; `null` is no value, and
+`'""'`, with quotes within quotes, empty text. There are three equivalent forms:
 
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=mine --sync.period.every 32
 

@@ -154,14 +154,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             ) from None
         key, _, text = item.partition("=")
         _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
-        _check_reading(argument, text, _leaves(data))
+        _check_reading(argument, key, text, _leaves(data))
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
 
-def _check_reading(argument: str, text: str, leaves: Mapping[str, Any]) -> None:
+def _check_reading(argument: str, key: str, text: str, leaves: Mapping[str, Any]) -> None:
     """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `leaves`, as another than it seems:
-    numbers in base 8 or 60, text after a comment sign, and escapes outside of double quotes."""
+    numbers in base 8 or 60, text after a comment sign, text without quotes as other text or as nothing, and escapes outside of
+    double quotes."""
     in_quotes, end = "quotes within quotes: key='\"...\"'", 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if not isinstance(token, yaml.ScalarToken | yaml.FlowMappingEndToken | yaml.FlowSequenceEndToken):
@@ -179,6 +180,11 @@ def _check_reading(argument: str, text: str, leaves: Mapping[str, Any]) -> None:
         raise RecipeError(
             f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
         )
+    value = leaves.get(key, text)  # `text` for a mapping, which is no leaf
+    if isinstance(value, str) and value != text and text[0] not in "'\"|>":  # signs before text that YAML may change
+        raise RecipeError(f"{COMMAND_LINE}: YAML reads {argument!r} as {format_value(value)}; put text in {in_quotes}")
+    if value is None and text.strip().lower() not in ("null", "~"):
+        raise RecipeError(f"{COMMAND_LINE}: YAML reads no value in {argument!r}; write null, or text in {in_quotes}")
     for key, value in leaves.items():
         if key.endswith("separator") and isinstance(value, str) and re.search(r"\\[nt]", value):
             raise RecipeError(

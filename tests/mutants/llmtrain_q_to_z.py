@@ -98,12 +98,6 @@ TABLES = {
         recipe: a period without a kind is one of steps
           - kind = period.get("kind", kind)
           + kind = period.get("kind", "steps")
-        overrides: text after a comment sign is dropped
-          - if text[end:].lstrip().startswith("#"):
-          + if False:
-        overrides: a number with a leading zero is in base 8
-          - if not isinstance(number, str):
-          + if False:
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}
@@ -111,6 +105,19 @@ TABLES = {
         outer: auto counts synchronous steps as rounds
           - outer_for(rounds, local_steps(recipe) / rounds)
           + outer_for(rounds, recipe.train.total_steps / rounds)
+    seen by unit/test_overrides.py
+        overrides: text after a comment sign is dropped
+          - if text[end:].lstrip().startswith("#"):
+          + if False:
+        overrides: a number with a leading zero is in base 8
+          - if not isinstance(number, str):
+          + if False:
+        overrides: a separator that YAML skips is null
+          - if value is None and text
+          + if False and text
+        overrides: text is what YAML makes of it
+          - isinstance(value, str) and value != text
+          + False
     """,
     "llmtrain/recipe_messages.py": r"""
     seen by unit/test_recipe_messages.py
