@@ -87,17 +87,23 @@ TABLES = {
           - and not str(above.get("source")).startswith(HUB)
           +
         recipe: a method's own wire stays with another method
-          - if "wire" in before or "wire" in preset or
-          + if "wire" in preset or
+          - & {key for preset in presets for key in preset}
+          + & {*presets[1]}
         recipe: a wire lies above the one of the new method's preset
-          - if "wire" in before or "wire" in preset or
-          + if "wire" in before or
+          - & {key for preset in presets for key in preset}
+          + & {*presets[0]}
+        recipe: the learning rate that ends a synchronous phase outlives its method
+          - dropped |= {"wire", "warmup_until_lr"} &
+          + dropped |= {"wire"} &
         recipe: gradients lose their wire with the method
-          - (averages_gradients and not sync.get("wire", {}).get("gradients"))
-          + averages_gradients
-        recipe: a period without a kind is one of steps
-          - kind = period.get("kind", kind)
-          + kind = period.get("kind", "steps")
+          - if not isinstance(wire, dict) or not wire.get("gradients"):
+          + if True:
+        recipe: a period without a kind is not the old method's
+          - below: dict[str, Any] = {"sync": presets[0]}
+          + below: dict[str, Any] = {"sync": {}}
+        recipe: a run's own recipe.yaml keeps the optimizer of another method
+          - "optim": {*inner_preset(before), *inner_preset(method)}
+          + "optim": ()
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}

@@ -255,6 +255,35 @@ def test_a_wire_stays_unless_it_is_one_methods_own(sync_of: Callable) -> None:
     assert sync_of("{method: streaming_diloco}", "sync.method=diloco", "sync.wire=int4").wire.kind == "int4"
 
 
+def test_what_gradients_send_is_decided_by_all_layers(write: Write) -> None:
+    write("base.yaml", "sync: {method: edit, wire: {kind: int8, gradients: true}}")
+    path = write("r.yaml", "base: base.yaml\nsync: {wire: {gradients: false}}")
+    assert load_recipe(path, ["sync.method=synchronous"]).sync.wire.kind == "fp32"
+    empty = write("r.yaml", "base: base.yaml\nsync: {wire: }")
+    assert load_recipe(empty, ["sync.method=synchronous"]).sync.wire.kind == "fp32"
+
+
+def test_the_learning_rate_that_ends_a_synchronous_phase_is_post_local_sgds_own(sync_of: Callable) -> None:
+    there = "{method: post_local_sgd, warmup_until_lr: 0.9}"
+    assert sync_of(there, "sync.method=diloco").warmup_until_lr is None
+    assert sync_of("{method: edit, warmup_until_lr: 0.9}", "sync.method=diloco").warmup_until_lr == 0.9
+    assert sync_of("{method: edit, warmup_until_lr: 0.9}", "sync.method=synchronous").warmup_until_lr is None
+
+
+def test_a_runs_own_recipe_with_another_method_is_that_method(write: Write) -> None:
+    """Though it names every key."""
+
+    def other(method: str, *overrides: str) -> Recipe:
+        run = load_recipe(write("r.yaml", f"train: {{steps: 9}}\nsync: {{method: {method}}}"))
+        return load_recipe(write("recipe.yaml", resolved_yaml(run)), overrides)
+
+    assert other("edit", "sync.method=post_local_sgd").sync.warmup_until_lr == 0.5
+    optim = other("edit", "sync.method=muloco").optim
+    assert (optim.kind, optim.muon.momentum) == ("muon", 0.9)
+    assert other("muloco", "sync.method=diloco").optim.kind == "adamw"
+    assert other("edit", "optim.kind=sgd", "sync.method=muloco").optim.kind == "sgd"
+
+
 def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> None:
     write("base.yaml", "train: {steps: 5}\ndata: {source: 'hf:a/b', subset: c, split: d, validation: e, text_key: f}")
     path = write("r.yaml", "base: base.yaml")

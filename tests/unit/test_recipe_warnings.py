@@ -83,6 +83,10 @@ __all__ = ["keys"]  # the fixture
             ["optim.kind=sgd", "optim.betas=[0.5, 0.9]"],
             "optim.betas is [0.5, 0.9], but optim.kind is sgd, which has no moments",
         ),
+        (
+            ["data.sources=[{source: a.txt, validation_fraction: 0.1}]"],
+            "data.validation_fraction is 0.2, but each text of the list has its own",
+        ),
         (["optim.kind=sgd", "optim.eps=0.1"], "optim.eps is 0.1, but optim.kind is sgd, which has no moments"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -109,6 +113,7 @@ def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
         ],
         ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
         ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
+        ["data.sources=[{source: a.txt, validation_fraction: 0.1}, {source: b.txt}]"],
     ],
 )
 def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
