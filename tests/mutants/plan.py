@@ -156,6 +156,9 @@ TABLES = {
         warnings: validation text that is trained on passes
           - if _is_in(text, section.source) and not is_left_out:
           + if False:
+        warnings: a timed round with more steps than the run has no end, silently
+          - period.min_steps > local * mesh.replicas
+          + False
         warnings: synchronous steps count as local ones
           - period, local = recipe.sync.period, local_steps(recipe)
           + period, local = recipe.sync.period, recipe.train.total_steps
@@ -164,7 +167,7 @@ TABLES = {
           - if mesh.replicas == 1 and not
           + if False and not
         warnings: a method for one replica averages with nobody, too
-          -  or is_for_one_replica(recipe.sync.method)
+          - is_for_one_replica(recipe.sync.method) or
     seen by unit/test_outer_rule.py
         warnings: outer momentum overshoots with a warm-up, too
           -  and not outer.rounds.momentum_warmup
