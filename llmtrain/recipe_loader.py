@@ -284,17 +284,25 @@ def _of_the_package(path: Path) -> str:
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     """Return `data` with {} for empty sections and with short forms expanded (SHORT_FORMS).
 
-    Raises RecipeError for a value with `${`.
+    Raises RecipeError for a value with `${`, and for a key that YAML reads as something else than text or a whole number.
     """
+    _check_keys(data, label)
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
-    data = json.loads(json.dumps(data, default=str))  # makes text of keys that YAML reads as numbers or booleans
+    data = json.loads(json.dumps(data, default=str))  # makes text of keys that are whole numbers
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     for section, forms in SHORT_FORMS.items():
         if isinstance(data.get(section), dict):
             data[section] = {key: forms.get(key, _as_it_is)(value) for key, value in data[section].items()}
     return data
+
+
+def _check_keys(data: Any, label: str, path: str = "the recipe") -> None:
+    for key, value in data.items() if isinstance(data, dict) else ():
+        if type(key) not in (str, int):
+            raise RecipeError(f"{label}: YAML reads a key of {path} as {format_value(key)}; put the key in quotes")
+        _check_keys(value, label, key)
 
 
 def _as_it_is(value: Any) -> Any:

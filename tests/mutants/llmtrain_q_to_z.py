@@ -104,6 +104,9 @@ TABLES = {
         recipe: a run's own recipe.yaml keeps the optimizer of another method
           - "optim": {*inner_preset(before), *inner_preset(method)}
           + "optim": ()
+        recipe: the key that YAML reads names a text
+          - if type(key) not in (str, int):
+          + if False:
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}

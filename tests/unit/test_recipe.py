@@ -340,6 +340,16 @@ def test_resolved_recipe_of_each_method_reads_back_the_same(write: Write, method
     assert load_recipe(write("resolved.yaml", resolved_yaml(recipe))) == recipe
 
 
+def test_a_key_that_yaml_reads_as_another_is_refused(write: Write) -> None:
+    reason = "YAML reads a key of sets as false; put the key in quotes"
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write("r.yaml", "eval: {sets: {no: norsk.txt}}"))
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write("r.yaml", ""), ["eval.sets={no: norsk.txt}"])
+    path = write("r.yaml", 'eval: {sets: {"no": norsk.txt, 2024: news.txt}}')
+    assert load_recipe(path, ["eval.sets.no=other.txt"]).eval.sets == {"no": "other.txt", "2024": "news.txt"}
+
+
 def test_resolved_recipe_holds_every_key(write: Write) -> None:
     text = resolved_yaml(load_recipe(write("r.yaml", "train: {steps: 5}")))
     for section, field in Recipe.model_fields.items():
