@@ -229,6 +229,9 @@ TABLES = {
           - return value_of(recipe, key) != default
           + return name in value_of(recipe, path).model_fields_set
     seen by unit/test_recipe_warnings.py
+        warnings: a key of which one text of a list has another value is unused
+          - if texts and all(
+          + if texts and any(
         warnings: the keys of wsd have an effect on every schedule
           - schedule.kind != "wsd"
           + False
