@@ -42,8 +42,9 @@ each process would need.
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
 overrides. They may have base files themselves.
 
-**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Numbers that YAML reads in
-another base (`0400`, `1:30`) and comments are refused. There are three equivalent forms:
+**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Values that YAML reads as others than they seem
+are refused: numbers in another base (`0400`, `1:30`), comments, text that it changes, and an empty value; `null` is no value, and
+`'""'`, with quotes within quotes, empty text. There are three equivalent forms:
 
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=lower_lr --sync.period.every 32
 
@@ -51,12 +52,13 @@ another base (`0400`, `1:30`) and comments are refused. There are three equivale
 by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
 names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` no longer apply: they were
 chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are
-exceptions: a period of another kind than the new method's is dropped, a wire if one of the two methods has its own
-(`streaming_diloco`, `sparseloco`), and if the new method averages gradients in every step, `warmup_steps` and a wire that is not for
-gradients. There is no interpolation (`${...}`), and the environment is not read.
+exceptions: a period of another kind than the new method's is dropped, and so is what one of the two methods chooses itself: a wire
+(`streaming_diloco`, `sparseloco`), `warmup_until_lr` (`post_local_sgd`), `optim.kind` and `optim.muon` (`muloco`). If the new method
+averages gradients in every step, the warm-up and a wire that is not for gradients are dropped, too. There is no interpolation
+(`${...}`), and the environment is not read.
 
 **Texts.** A recipe names one text (`data.source`), a mixture (`data.sources`) or a text for each replica (`data.per_replica`):
-[texts.md](texts.md). A layer that names texts replaces those of the layers below it.
+[texts.md](texts.md). A layer that names texts replaces those of the layers below it; a file in their `data.validation` stays.
 
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).

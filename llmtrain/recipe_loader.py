@@ -4,9 +4,10 @@ Later layers win: preset < base files in their order < the file itself < the com
 but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced completely by one of another kind. If a layer
 names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` are dropped, because
 they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round
-length. There are two exceptions: a period of another kind than the new method's is dropped, and so is `warmup_steps`
-if that method synchronizes every step. A layer that names texts (`data.source`, `sources`, `per_replica`) drops those of
-the layers below it. There is no interpolation, and the environment is not read.
+length. There are exceptions: a period of another kind than the new method's is dropped, so are `wire`, `warmup_until_lr` and
+keys of `optim` that one of the two methods chooses, and, if the new method synchronizes every step, the warm-up. A layer that
+names texts (`data.source`, `sources`, `per_replica`) drops those of the layers below it. There is no interpolation, and the
+environment is not read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +155,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             ) from None
         key, _, text = item.partition("=")
         _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
-        _check_reading(argument, text, _leaves(data))
+        _check_reading(argument, key, text, _leaves(data))
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
 
-def _check_reading(argument: str, text: str, leaves: Mapping[str, Any]) -> None:
+def _check_reading(argument: str, key: str, text: str, leaves: Mapping[str, Any]) -> None:
     """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `leaves`, as another than it seems:
-    numbers in base 8 or 60, text after a comment sign, and escapes outside of double quotes."""
+    numbers in base 8 or 60, text after a comment sign, text without quotes as other text or as nothing, and escapes outside of
+    double quotes."""
     in_quotes, end = "quotes within quotes: key='\"...\"'", 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if not isinstance(token, yaml.ScalarToken | yaml.FlowMappingEndToken | yaml.FlowSequenceEndToken):
@@ -179,6 +181,11 @@ def _check_reading(argument: str, text: str, leaves: Mapping[str, Any]) -> None:
         raise RecipeError(
             f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
         )
+    value = leaves.get(key, text)  # `text` for a mapping, which is no leaf
+    if isinstance(value, str) and value != text and text[0] not in "'\"|>":  # signs before text that YAML may change
+        raise RecipeError(f"{COMMAND_LINE}: YAML reads {argument!r} as {format_value(value)}; put text in {in_quotes}")
+    if value is None and text.strip().lower() not in ("null", "~"):
+        raise RecipeError(f"{COMMAND_LINE}: YAML reads no value in {argument!r}; write null, or text in {in_quotes}")
     for key, value in leaves.items():
         if key.endswith("separator") and isinstance(value, str) and re.search(r"\\[nt]", value):
             raise RecipeError(
@@ -277,17 +284,25 @@ def _of_the_package(path: Path) -> str:
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     """Return `data` with {} for empty sections and with short forms expanded (SHORT_FORMS).
 
-    Raises RecipeError for a value with `${`.
+    Raises RecipeError for a value with `${`, and for a key that YAML reads as something else than text or a whole number.
     """
+    _check_keys(data, label)
     for key, value in _leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
-    data = json.loads(json.dumps(data, default=str))  # makes text of keys that YAML reads as numbers or booleans
+    data = json.loads(json.dumps(data, default=str))  # makes text of keys that are whole numbers
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     for section, forms in SHORT_FORMS.items():
         if isinstance(data.get(section), dict):
             data[section] = {key: forms.get(key, _as_it_is)(value) for key, value in data[section].items()}
     return data
+
+
+def _check_keys(data: Any, label: str, path: str = "the recipe") -> None:
+    for key, value in data.items() if isinstance(data, dict) else ():
+        if type(key) not in (str, int):
+            raise RecipeError(f"{label}: YAML reads a key of {path} as {format_value(key)}; put the key in quotes")
+        _check_keys(value, label, key)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -305,35 +320,42 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
             hint = f"; did you mean {near}?" if near else ""
             raise RecipeError(f"{layer.label}: sync.method is {format_value(named)}, expected {one_of(METHODS)}{hint}")
         if named != method:
-            kept = _for_method(kept, METHODS[method].PRESET, METHODS[named].PRESET)
+            kept = _for_method(kept, method, named)
             method = named
         kept.append(layer)
     preset = {"sync": METHODS[method].PRESET | {"method": method}, "optim": inner_preset(method)}
     return [Overlay(f"preset {method}", _normalize(preset, method)), *kept]
 
 
-def _for_method(layers: list[Overlay], before: Mapping[str, Any], preset: Mapping[str, Any]) -> list[Overlay]:
-    """Return layers on the preset `before` without the keys that were chosen for its method, because a layer above them names
-    the method with this `preset`."""
-    kind, kept = before["period"]["kind"], []
+def _for_method(layers: list[Overlay], before: str, method: str) -> list[Overlay]:
+    """Return layers on the preset of the method `before` without the keys that were chosen for it, because a layer above them
+    names another `method`."""
+    presets = METHODS[before].PRESET, METHODS[method].PRESET
+    below: dict[str, Any] = {"sync": presets[0]}
     for layer in layers:
-        sync = layer.data.get("sync")
-        if not isinstance(sync, dict):
-            kept.append(layer)
-            continue
-        dropped = {"reduction", "outer", "schedule", "pull", "moments"}
-        if isinstance(period := sync.get("period"), dict):
-            kind = period.get("kind", kind)
-            if kind != preset["period"]["kind"]:
-                dropped.add("period")  # its length means nothing to a period of another kind
-        averages_gradients = preset["period"]["kind"] == "every_step"
-        if averages_gradients:
-            dropped.add("warmup_steps")
-        if "wire" in before or "wire" in preset or (averages_gradients and not sync.get("wire", {}).get("gradients")):
+        below = _merge(below, layer.data)
+    sync, wanted = below["sync"], presets[1]["period"]["kind"]
+    period, wire = (sync.get(key) if isinstance(sync, dict) else None for key in ("period", "wire"))
+    dropped = {"reduction", "outer", "schedule", "pull", "moments"}
+    dropped |= {"wire", "warmup_until_lr"} & {key for preset in presets for key in preset}
+    if isinstance(period, dict) and period.get("kind") != wanted:
+        dropped.add("period")  # its length means nothing to a period of another kind
+    if wanted == "every_step":
+        dropped |= {"warmup_steps", "warmup_until_lr"}
+        if not isinstance(wire, dict) or not wire.get("gradients"):
             dropped.add("wire")
-        rest = {key: value for key, value in sync.items() if key not in dropped}
-        kept.append(Overlay(layer.label, layer.data | {"sync": rest}))
-    return kept
+    chosen = {"sync": dropped, "optim": {*inner_preset(before), *inner_preset(method)}}
+    return [Overlay(layer.label, _without(layer.data, chosen)) for layer in layers]
+
+
+def _without(data: dict[str, Any], dropped: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """Return `data` without the `dropped` keys of its sections."""
+    return {
+        section: {key: value for key, value in keys.items() if key not in dropped.get(section, ())}
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in data.items()
+    }
 
 
 def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -344,7 +366,7 @@ def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[st
     dropped = {*TEXT_KEYS}
     if str(below.get("source")).startswith(HUB) and not str(above.get("source")).startswith(HUB):
         dropped |= {"subset", "split", "validation"}
-    return under | {"data": {key: value for key, value in below.items() if key not in dropped}}
+    return _without(under, {"data": dropped})
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from llmtrain.config import Recipe
 from llmtrain.recipe_loader import UNION_KEYS
 
 BASE = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],
     "description": "Recipe files, relative to this one, whose values this one overrides.",
 }
 
@@ -22,8 +22,10 @@ BASE = {
 def file_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe file, which may have base files."""
     schema = _without_requirements(Recipe.model_json_schema())
-    schema["properties"] = {"base": BASE} | schema["properties"]
     kinds = schema["$defs"]
+    for section in schema["properties"].values():
+        kinds[section["$ref"].rpartition("/")[2]]["type"] = ["object", "null"]  # all of its keys may be commented out
+    schema["properties"] = {"base": BASE} | schema["properties"]
     sync = kinds["SyncSection"]["properties"]
     for key in UNION_KEYS:
         options = sync[key].pop("anyOf", None) or [{"$ref": sync[key].pop("$ref")}]

@@ -87,6 +87,10 @@ def _period(recipe: Recipe, texts: Mapping[str, TokenDataset], mesh: MeshSize | 
         if seconds is not None and period.every > local * seconds:
             run = format_duration(local * seconds)
             yield f"sync.period.every is {period.every:g} s, but the run's {local:,} local steps take about {run}: {once}"
+        elif mesh is not None and mesh.replicas and period.min_steps > local * mesh.replicas:
+            yield (
+                f"sync.period.min_steps is {period.min_steps:,}, but {mesh.replicas} x {local:,} local steps are all of the run: {once}"
+            )
     elif period.min_length is not None and period.min_length > local:
         yield (
             f"sync.period.{period.shortest_round} is {period.min_length:,}, but the run has {local:,} local steps: {once}"
@@ -170,11 +174,10 @@ def _ranks(recipe: Recipe, mesh: MeshSize | None) -> Iterator[str]:
     """Yield a line if replicas that would average are one, and one if a rank that would be profiled does not exist."""
     if mesh is None:
         return
-    is_meant = recipe.parallel.replicas == 1 or is_for_one_replica(recipe.sync.method)
-    if mesh.replicas == 1 and not (is_meant or recipe.sync.period.averages_gradients):
+    if mesh.replicas == 1 and not (is_for_one_replica(recipe.sync.method) or recipe.sync.period.averages_gradients):
         yield (
-            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, start more processes "
-            "(llmtrain launch), or give parallel.in_process=true parallel.replicas=2"
+            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, give "
+            "parallel.replicas=auto and start more processes (llmtrain launch), or parallel.in_process=true parallel.replicas=2"
         )
     missing = [rank for rank in recipe.log.profile.ranks if rank >= mesh.ranks] if recipe.log.profile else []
     if missing:

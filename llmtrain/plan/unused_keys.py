@@ -18,6 +18,11 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
     is_empty = sync.moments is not None and sync.moments.first is None and sync.moments.second is None
     sends_none = not averages and warmup_steps(recipe) == 0
     is_other_optimizer = optim.kind != "muon" and not inner_preset(sync.method)
+    texts = (
+        recipe.data.texts().values() if recipe.data.is_list and not recipe.eval.sets else ()
+    )  # sets use the keys of `data`
+    shared = ("subset", "split", "text_key", "separator", "validation", "validation_fraction")
+    own = [key for key in shared if texts and all(getattr(text, key) != getattr(recipe.data, key) for text in texts)]
     table: list[tuple[str, bool, str]] = [  # keys, whether they are unused, and why
         (
             "sync.warmup_steps sync.warmup_until_lr",
@@ -67,6 +72,7 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
             schedule.kind in ("constant", "step"),
             f"{only} cosine, linear and wsd have a final rate",
         ),
+        (" ".join(f"data.{key}" for key in own), bool(own), "each text of the list has its own"),
         ("optim.betas optim.eps", optim.kind == "sgd", "optim.kind is sgd, which has no moments"),
     ]
     for keys, is_unused, why in table:

@@ -159,8 +159,11 @@ TABLES = {
           + schedule.decay_shape
     seen by unit/test_lr.py, unit/test_period.py
         lr: the step schedule drops one step early
-          - step > share * self.total_steps
+          - step > share * self.total_steps * (1 + 1e-12)
           + step >= share * self.total_steps
+        lr: the step schedule drops early where a fraction is rounded down
+          - self.total_steps * (1 + 1e-12)
+          + self.total_steps
         lr: a quarter of a cosine, not half of one
           - 0.5 * (1 + math.cos(math.pi * progress))
           + math.cos(math.pi * progress / 2)

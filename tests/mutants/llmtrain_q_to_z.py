@@ -87,22 +87,25 @@ TABLES = {
           - and not str(above.get("source")).startswith(HUB)
           +
         recipe: a method's own wire stays with another method
-          - if "wire" in before or "wire" in preset or
-          + if "wire" in preset or
+          - & {key for preset in presets for key in preset}
+          + & {*presets[1]}
         recipe: a wire lies above the one of the new method's preset
-          - if "wire" in before or "wire" in preset or
-          + if "wire" in before or
+          - & {key for preset in presets for key in preset}
+          + & {*presets[0]}
+        recipe: the learning rate that ends a synchronous phase outlives its method
+          - dropped |= {"wire", "warmup_until_lr"} &
+          + dropped |= {"wire"} &
         recipe: gradients lose their wire with the method
-          - (averages_gradients and not sync.get("wire", {}).get("gradients"))
-          + averages_gradients
-        recipe: a period without a kind is one of steps
-          - kind = period.get("kind", kind)
-          + kind = period.get("kind", "steps")
-        overrides: text after a comment sign is dropped
-          - if text[end:].lstrip().startswith("#"):
-          + if False:
-        overrides: a number with a leading zero is in base 8
-          - if not isinstance(number, str):
+          - if not isinstance(wire, dict) or not wire.get("gradients"):
+          + if True:
+        recipe: a period without a kind is not the old method's
+          - below: dict[str, Any] = {"sync": presets[0]}
+          + below: dict[str, Any] = {"sync": {}}
+        recipe: a run's own recipe.yaml keeps the optimizer of another method
+          - "optim": {*inner_preset(before), *inner_preset(method)}
+          + "optim": ()
+        recipe: the key that YAML reads names a text
+          - if type(key) not in (str, int):
           + if False:
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
@@ -111,6 +114,19 @@ TABLES = {
         outer: auto counts synchronous steps as rounds
           - outer_for(rounds, local_steps(recipe) / rounds)
           + outer_for(rounds, recipe.train.total_steps / rounds)
+    seen by unit/test_overrides.py
+        overrides: text after a comment sign is dropped
+          - if text[end:].lstrip().startswith("#"):
+          + if False:
+        overrides: a number with a leading zero is in base 8
+          - if not isinstance(number, str):
+          + if False:
+        overrides: a separator that YAML skips is null
+          - if value is None and text
+          + if False and text
+        overrides: text is what YAML makes of it
+          - isinstance(value, str) and value != text
+          + False
     """,
     "llmtrain/recipe_messages.py": r"""
     seen by unit/test_recipe_messages.py

@@ -156,6 +156,9 @@ TABLES = {
         warnings: validation text that is trained on passes
           - if _is_in(text, section.source) and not is_left_out:
           + if False:
+        warnings: a timed round with more steps than the run has no end, silently
+          - period.min_steps > local * mesh.replicas
+          + False
         warnings: synchronous steps count as local ones
           - period, local = recipe.sync.period, local_steps(recipe)
           + period, local = recipe.sync.period, recipe.train.total_steps
@@ -164,7 +167,7 @@ TABLES = {
           - if mesh.replicas == 1 and not
           + if False and not
         warnings: a method for one replica averages with nobody, too
-          -  or is_for_one_replica(recipe.sync.method)
+          - is_for_one_replica(recipe.sync.method) or
     seen by unit/test_outer_rule.py
         warnings: outer momentum overshoots with a warm-up, too
           -  and not outer.rounds.momentum_warmup
@@ -226,6 +229,9 @@ TABLES = {
           - return value_of(recipe, key) != default
           + return name in value_of(recipe, path).model_fields_set
     seen by unit/test_recipe_warnings.py
+        warnings: a key of which one text of a list has another value is unused
+          - if texts and all(
+          + if texts and any(
         warnings: the keys of wsd have an effect on every schedule
           - schedule.kind != "wsd"
           + False

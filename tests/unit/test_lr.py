@@ -39,6 +39,8 @@ def test_a_step_schedule_drops_after_its_shares_of_the_run():
     schedule = LRScheduleSection(kind="step", warmup_steps=2, decay_at=(0.5, 0.75), decay_factor=0.1)
     rates = [LRSchedule(2.0, 8, schedule).at(step) for step in range(1, 9)]
     assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 0.2, 0.2, 0.02, 0.02])
+    rounded_down = LRSchedule(1.0, 100, LRScheduleSection(kind="step", decay_at=(0.29,), decay_factor=0.1))
+    assert (rounded_down.at(29), rounded_down.at(30)) == (1.0, 0.1)
 
 
 def test_a_schedule_of_plain_values_is_that_of_a_recipe() -> None:

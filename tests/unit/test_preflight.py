@@ -287,7 +287,7 @@ AUTO = ["parallel.replicas=auto", "parallel.shards=auto", "parallel.on_cpu=null"
         (["parallel.shards=2"], 2, [ONE_REPLICA]),
         (["parallel.shards=2", "log.profile={ranks: [0, 4]}"], 4, [f"{RANK_4} are 0 to 3,"]),
         (["parallel.shards=2", "log.profile={ranks: [0, 3]}"], 4, []),
-        ([*AUTO, "parallel.replicas=1"], 1, []),
+        ([*AUTO, "parallel.replicas=1"], 1, [ONE_REPLICA]),
         ([*AUTO, "sync.method=gpa", "sync.period=1", "sync.outer.decay=0.5"], 1, []),
         ([*AUTO, "sync.method=synchronous", "sync.period=every_step", "sync.warmup_steps=0"], 1, []),
         ([*AUTO, "parallel.replicas=4", "parallel.in_process=true", "log.profile={ranks: [3]}"], 1, []),

@@ -20,7 +20,7 @@ from llmtrain.config import (
     SgdSection,
 )
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_loader import differences, load_recipe, parse_overrides, resolved_yaml
+from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
 Write = Callable[[str, str], Path]
@@ -152,63 +152,6 @@ def test_length_in_tokens_is_rounded_down_to_steps(write: Write) -> None:
     assert load_recipe(path).train.total_steps == 1000 // 64
 
 
-# -- overrides --
-
-
-@pytest.mark.parametrize("arguments", [["optim.lr=2"], ["--optim.lr=2"], ["--optim.lr", "2"]])
-def test_three_forms_of_override(arguments: list[str]) -> None:
-    assert parse_overrides(arguments) == {"optim": {"lr": 2}}
-
-
-def test_overrides_merge_and_the_last_wins() -> None:
-    arguments = ["optim.lr=1", "--optim.eps", "3", "optim.lr=2", "eval.sample_prompt=a=b", "data.subset=null"]
-    expected = {"optim": {"lr": 2, "eps": 3}, "eval": {"sample_prompt": "a=b"}, "data": {"subset": None}}
-    assert parse_overrides(arguments) == expected
-
-
-def test_override_takes_a_negative_number_and_a_mapping() -> None:
-    assert parse_overrides(["--run.seed", "-1"]) == {"run": {"seed": -1}}
-    assert parse_overrides(["sync.period={kind: steps, every: 4}"]) == {
-        "sync": {"period": {"kind": "steps", "every": 4}}
-    }
-
-
-@pytest.mark.parametrize(
-    ("argument", "reason"),
-    [
-        ("train.steps=0400", "YAML reads 0400 in 'train.steps=0400' as 256;"),
-        ("run.seed=-010", "YAML reads -010 .* as -8;"),
-        ("checkpoint.every=1:30", "YAML reads 1:30 .* as 90;"),
-        ("optim.betas=[0.9, 010]", "YAML reads 010 .* as 8;"),
-        ("eval.sample_prompt=# Title", "the end of .*, from # on, as a comment; put text in quotes within quotes"),
-        ("eval.sample_prompt=C # is not", "from # on, as a comment"),
-        ("sync={method: edit} # for now", "from # on, as a comment"),
-        (r"data.separator=\n\n", r"data\.separator is .*, with a backslash: .* write data\.separator='\"\\n\\n\"'"),
-        (r"data={separator: '\t'}", r"data\.separator is \\t, with a backslash"),
-    ],
-)
-def test_a_value_that_yaml_reads_as_another_is_refused(argument: str, reason: str) -> None:
-    with pytest.raises(RecipeError, match=f"^command line: .*{reason}"):
-        parse_overrides(["optim.lr=1", argument])
-
-
-def test_values_that_yaml_reads_as_written() -> None:
-    """Also of quoted text, and of names."""
-    seeds = {text: parse_overrides([f"run.seed={text}"])["run"]["seed"] for text in ("0", "-1", "1_000", "08", "1:99")}
-    assert seeds == {"0": 0, "-1": -1, "1_000": 1000, "08": "08", "1:99": "1:99"}
-    prompts = {
-        text: parse_overrides([f"eval.sample_prompt={text}"])["eval"]["sample_prompt"]
-        for text in ("'a # b'", "a#b", "")
-    }
-    assert prompts == {"'a # b'": "a # b", "a#b": "a#b", "": None}
-    assert parse_overrides(["run={name: 010, seed: 4}", "run.out_dir=1:00h"])["run"] == {
-        "name": "010",
-        "seed": 4,
-        "out_dir": "1:00h",
-    }
-    assert parse_overrides([r'data.separator="\n\n"'])["data"]["separator"] == "\n\n"
-
-
 NEEDED = {"qsr": ["sync.period.alpha=1e-3"]}
 """Keys that a method's preset leaves to the recipe."""
 
@@ -312,6 +255,35 @@ def test_a_wire_stays_unless_it_is_one_methods_own(sync_of: Callable) -> None:
     assert sync_of("{method: streaming_diloco}", "sync.method=diloco", "sync.wire=int4").wire.kind == "int4"
 
 
+def test_what_gradients_send_is_decided_by_all_layers(write: Write) -> None:
+    write("base.yaml", "sync: {method: edit, wire: {kind: int8, gradients: true}}")
+    path = write("r.yaml", "base: base.yaml\nsync: {wire: {gradients: false}}")
+    assert load_recipe(path, ["sync.method=synchronous"]).sync.wire.kind == "fp32"
+    empty = write("r.yaml", "base: base.yaml\nsync: {wire: }")
+    assert load_recipe(empty, ["sync.method=synchronous"]).sync.wire.kind == "fp32"
+
+
+def test_the_learning_rate_that_ends_a_synchronous_phase_is_post_local_sgds_own(sync_of: Callable) -> None:
+    there = "{method: post_local_sgd, warmup_until_lr: 0.9}"
+    assert sync_of(there, "sync.method=diloco").warmup_until_lr is None
+    assert sync_of("{method: edit, warmup_until_lr: 0.9}", "sync.method=diloco").warmup_until_lr == 0.9
+    assert sync_of("{method: edit, warmup_until_lr: 0.9}", "sync.method=synchronous").warmup_until_lr is None
+
+
+def test_a_runs_own_recipe_with_another_method_is_that_method(write: Write) -> None:
+    """Though it names every key."""
+
+    def other(method: str, *overrides: str) -> Recipe:
+        run = load_recipe(write("r.yaml", f"train: {{steps: 9}}\nsync: {{method: {method}}}"))
+        return load_recipe(write("recipe.yaml", resolved_yaml(run)), overrides)
+
+    assert other("edit", "sync.method=post_local_sgd").sync.warmup_until_lr == 0.5
+    optim = other("edit", "sync.method=muloco").optim
+    assert (optim.kind, optim.muon.momentum) == ("muon", 0.9)
+    assert other("muloco", "sync.method=diloco").optim.kind == "adamw"
+    assert other("edit", "optim.kind=sgd", "sync.method=muloco").optim.kind == "sgd"
+
+
 def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> None:
     write("base.yaml", "train: {steps: 5}\ndata: {source: 'hf:a/b', subset: c, split: d, validation: e, text_key: f}")
     path = write("r.yaml", "base: base.yaml")
@@ -366,6 +338,16 @@ eval: {{sample_prompt: "def é: '\\"\\n"}}
 def test_resolved_recipe_of_each_method_reads_back_the_same(write: Write, method: str) -> None:
     recipe = load_recipe(write("r.yaml", f"sync: {{method: {method}}}"), NEEDED.get(method, []))
     assert load_recipe(write("resolved.yaml", resolved_yaml(recipe))) == recipe
+
+
+def test_a_key_that_yaml_reads_as_another_is_refused(write: Write) -> None:
+    reason = "YAML reads a key of sets as false; put the key in quotes"
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write("r.yaml", "eval: {sets: {no: norsk.txt}}"))
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(write("r.yaml", ""), ["eval.sets={no: norsk.txt}"])
+    path = write("r.yaml", 'eval: {sets: {"no": norsk.txt, 2024: news.txt}}')
+    assert load_recipe(path, ["eval.sets.no=other.txt"]).eval.sets == {"no": "other.txt", "2024": "news.txt"}
 
 
 def test_resolved_recipe_holds_every_key(write: Write) -> None:

@@ -28,6 +28,10 @@ __all__ = ["keys"]  # the fixture
             ["sync.method=a_edit", "sync.period.every=37"],
             "sync.period.every is 37 s, but the run's 18 local steps take about 36 seconds",
         ),
+        (
+            ["sync.method=a_edit", "sync.period={every: 1, min_steps: 37}"],
+            "sync.period.min_steps is 37, but 2 x 18 local steps are all of the run: replicas synchronize once",
+        ),
         (["log.trace.first=21"], "log.trace.first is 21, but the run has 20 steps"),
         (["sync.method=local_sgd", "sync.offload=true"], "sync.offload is true, but sync.method=local_sgd keeps no"),
         (["sync.method=synchronous", "sync.period=every_step"], "sync.warmup_steps is 2, but sync.method=synchronous"),
@@ -83,6 +87,10 @@ __all__ = ["keys"]  # the fixture
             ["optim.kind=sgd", "optim.betas=[0.5, 0.9]"],
             "optim.betas is [0.5, 0.9], but optim.kind is sgd, which has no moments",
         ),
+        (
+            ["data.sources=[{source: a.txt, validation_fraction: 0.1}]"],
+            "data.validation_fraction is 0.2, but each text of the list has its own",
+        ),
         (["optim.kind=sgd", "optim.eps=0.1"], "optim.eps is 0.1, but optim.kind is sgd, which has no moments"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -109,6 +117,8 @@ def test_a_value_with_less_effect_than_it_seems_to_have_is_a_warning(
         ],
         ["schedule.kind=constant", "schedule.final_ratio=0.1", "optim.betas=[0.9, 0.95]", "optim.kind=sgd"],
         ["optim.betas=[0.5, 0.9]", "optim.eps=0.1", "sync.warmup_until_lr=0.5"],
+        ["data.sources=[{source: a.txt, validation_fraction: 0.1}, {source: b.txt}]"],
+        ["sync.method=a_edit", "sync.period={every: 1, min_steps: 36}"],
     ],
 )
 def test_a_value_that_has_its_effect_or_is_the_default_is_no_warning(keys: list[str], fine: Sequence[str]) -> None:
@@ -132,6 +142,11 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
     entries = f"{{source: {folder}/a.txt, name: a, validation: {folder}/held.txt}}, {{source: {folder}, name: b}}"
     (line,) = warnings_of(f"data.sources=[{entries}]")
     assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
+
+
+def test_a_method_that_replaces_one_for_one_replica_averages_with_nobody() -> None:
+    recipe = load_recipe(RECIPE.with_name("snoo_gpt_neo_8m.yaml"), ["sync.method=diloco"])
+    assert [line for line in recipe_warnings(recipe, mesh=MeshSize(4, 1, 4)) if "averages with nobody" in line]
 
 
 def test_no_recipe_of_the_repository_has_a_warning() -> None:
