@@ -45,7 +45,10 @@ def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) 
     a, b, c = (section(tmp_path / name, texts) for name, texts in {"a": TEXTS, "b": TEXTS, "c": TEXTS[::-1]}.items())
     assert ranks.run(checked, [a, b], world_size=2) == ["", ""]
     one, other = ranks.run(checked, [a, c], world_size=2)
-    assert one.startswith(f"DataError: {a.source}: rank 1 on ") and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
+    assert (
+        one.startswith(f"DataError: {a.source}: rank 1 on ")
+        and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
+    )
     assert other.startswith(f"DataError: {c.source}: rank 1 on ")
 
 
