@@ -141,6 +141,12 @@ TABLES = {
         stream: hosts do not compare what has come since
           - if post["digest"] != posts[0]["digest"]:
           + if False:
+        stream: every host tokenizes, also for one folder
+          - yield is_first and next(seen, mesh.world.rank) == mesh.world.rank
+          + yield is_first
+        stream: one host tokenizes for all, also for those that do not see its folder
+          - name is not None and os.path.exists(folder / name))
+          + name is not None)
         stream: a host's error is its own
           - {} if failed is None else {
           + {} if True else {
