@@ -207,6 +207,9 @@ TABLES = {
         stream: progress does not count
           - before, moved = progress, now
           + before = progress
+        stream: an index is known by its time alone
+          - (found.st_ino, found.st_size, found.st_mtime_ns)
+          + (0, 0, found.st_mtime_ns)
         stream: more tokens than the run's are read
           - self._tokens = TokenShards(self._shards, self.most)
           + self._tokens = TokenShards(self._shards)
@@ -214,7 +217,7 @@ TABLES = {
           - if "error" in status:
           + if False:
         data: an index whose time can't be read ends the thread
-          -         stamp = 0
+          -         stamp = (0, 0, 0)
           -
     """,
     "llmtrain/data/text_identity.py": r"""
@@ -290,6 +293,9 @@ TABLES = {
           - backend.encode_special_tokens = True
           + backend.encode_special_tokens = False
     seen by unit/test_data_tokenizing.py
+        num_proc: a process that was killed is the text's fault
+          - return UnavailableError(
+          + return DataError(
         num_proc: batches are taken as they are completed
           -         found = self._result(waiting[0])
           -         waiting.popleft()
