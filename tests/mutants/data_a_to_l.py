@@ -213,6 +213,17 @@ TABLES = {
         token files: changed files are the same source
           - path.stat().st_size, path.stat().st_mtime_ns) for path in files]
           + 0, 0) for path in files]
+    seen by unit/test_data_sources.py
+        text: a byte order mark is text
+          - encoding="utf-8-sig"
+          + encoding="utf-8"
+        text: a separator of Windows is never found
+          - separator.replace("\r\n", "\n")
+          + separator
+    seen by unit/test_data_progress.py
+        text: files of a folder are passed over in silence
+          - f"{ending} ({count})" for ending in UNREAD if (count := unread[ending])
+          + f"{ending}" for ending in () if (count := unread[ending])
     seen by unit/test_data_stories.py
         text: a damaged compressed file is a traceback
           - DAMAGED_GZIP = (EOFError,␣
