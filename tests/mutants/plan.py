@@ -156,6 +156,12 @@ TABLES = {
         warnings: validation text that is trained on passes
           - if _is_in(text, section.source) and not is_left_out:
           + if False:
+        warnings: the standard library is not known to be in python
+          - if {STDLIB, PYTHON} <= keys.keys():
+          + if False:
+        warnings: a file in a pattern passes
+          - if places == [None]:
+          + if False:
         warnings: synchronous steps count as local ones
           - period, local = recipe.sync.period, local_steps(recipe)
           + period, local = recipe.sync.period, recipe.train.total_steps
