@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 """Characters of a text file that are read at once."""
 
 
-UNREAD = (".arrow", ".bz2", ".csv", ".gz", ".json", ".tsv", ".xz", ".zip", ".zst")
+SKIPPED = (".arrow", ".bz2", ".csv", ".gz", ".json", ".tsv", ".xz", ".zip", ".zst")
 """Endings of files of text that no reader exists for."""
 
 
@@ -60,16 +60,16 @@ def _files(source: str, key: str) -> list[Path]:
     return found
 
 
-def unread_files(source: str) -> str | None:
+def describe_skipped(source: str) -> str | None:
     """Return a line about the files of a folder that no reader exists for but that may well be text, or None if there are none."""
     path = local_path(source)
     if path is None or not path.is_dir():
         return None
     files = visible_files(path)
-    unread = Counter(file.suffix.lower() for file in files if _reader(file) is None)
-    kinds = ", ".join(f"{ending} ({count})" for ending in UNREAD if (count := unread[ending]))
+    skipped = Counter(file.suffix.lower() for file in files if _reader(file) is None)
+    kinds = ", ".join(f"{ending} ({count})" for ending in SKIPPED if (count := skipped[ending]))
     return (
-        f"{source}: {len(files) - unread.total()} of {len(files)} files are read; not read: {kinds}" if kinds else None
+        f"{source}: {len(files) - skipped.total()} of {len(files)} files are read; not read: {kinds}" if kinds else None
     )
 
 

@@ -222,8 +222,8 @@ TABLES = {
           + separator
     seen by unit/test_data_progress.py
         text: files of a folder are passed over in silence
-          - f"{ending} ({count})" for ending in UNREAD if (count := unread[ending])
-          + f"{ending}" for ending in () if (count := unread[ending])
+          - f"{ending} ({count})" for ending in SKIPPED if (count := skipped[ending])
+          + f"{ending}" for ending in () if (count := skipped[ending])
     seen by unit/test_data_stories.py
         text: a damaged compressed file is a traceback
           - DAMAGED_GZIP = (EOFError,␣

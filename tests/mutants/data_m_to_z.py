@@ -203,13 +203,14 @@ TABLES = {
           +                 pass
     """,
     "llmtrain/data/stream.py": r"""
+    seen by unit/test_data_damage.py
+        stream: an index is known by its time alone
+          - (found.st_ino, found.st_size, found.st_mtime_ns)
+          + (0, 0, found.st_mtime_ns)
     seen by unit/test_data_stream.py
         stream: progress does not count
           - before, moved = progress, now
           + before = progress
-        stream: an index is known by its time alone
-          - (found.st_ino, found.st_size, found.st_mtime_ns)
-          + (0, 0, found.st_mtime_ns)
         stream: more tokens than the run's are read
           - self._tokens = TokenShards(self._shards, self.most)
           + self._tokens = TokenShards(self._shards)

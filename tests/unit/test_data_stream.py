@@ -29,7 +29,6 @@ from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
 from llmtrain.errors import DataError, UnavailableError
-from llmtrain.files import atomic_write
 from tests.end_to_end.runs import is_gone, wait_until
 from tests.unit.test_data_damage import searched
 from tests.unit.test_data_prepare import TEXTS
@@ -226,17 +225,6 @@ def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
     monkeypatch.setattr(Path, "read_bytes", read)
     monkeypatch.setattr(Path, "stat", refuse)
     tokens.refresh()
-
-
-def test_an_index_that_is_written_twice_in_one_tick_of_the_clock_is_read_twice(data: DataSection) -> None:
-    tokens = growing(begun(data))
-    index, path = dataset.read_index(tokens.directory), tokens.directory / dataset.INDEX
-    before = path.stat().st_mtime_ns
-    train = index.splits["train"].model_copy(update={"exhausted": True})
-    atomic_write(path, index.model_copy(update={"splits": {**index.splits, "train": train}}).model_dump_json(indent=1))
-    os.utime(path, ns=(before, before))
-    tokens.refresh()
-    assert tokens.is_complete
 
 
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
