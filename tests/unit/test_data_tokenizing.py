@@ -173,6 +173,6 @@ def test_no_batch_is_kept_that_comes_after_one_that_failed() -> None:
             return found
 
     found: list[tuple[str, int]] = []
-    with pytest.raises(DataError, match="a process that tokenizes was killed"):
+    with pytest.raises(UnavailableError, match="a process that tokenizes was killed"):
         found.extend(Tokenizer(None, 0, 2).in_order([("first", 1), ("second", 2), ("third", 3)]))
     assert found == [("first", 1)]
