@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -32,13 +34,21 @@ def announced(what: str, at_most: float | None = None, quiet: float | None = Non
 def acquire(path: Path, seconds: float, announce: Callable[[], object]) -> AbstractContextManager:
     """Acquire the lock of a file until the end of a `with` block. If another process holds it, call `announce` and wait.
 
-    Raises Timeout after `seconds`, and OSError at once if the file can't be created.
+    Raises Timeout after `seconds`, and OSError at once if no file can be created. On a file system that has no locks (ENOSYS),
+    filelock's newer versions put a file in the lock's place. Where that fails, too, one line says that nothing is locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()  # fails at once if no file can be created, where FileLock would retry until its timeout
+    # Fails at once if no file can be created, where FileLock would retry until its timeout. The lock's own file must not be
+    # created: without flock, FileLock takes one that it has not created for another process's lock.
+    tempfile.TemporaryFile(dir=path.parent).close()
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=0)
     except Timeout:
         announce()
         return lock.acquire(timeout=seconds)
+    except (NotImplementedError, OSError) as error:  # of older versions of filelock; of NFS without a lock server
+        if isinstance(error, OSError) and error.errno != errno.ENOLCK:
+            raise
+        print(f"{path.parent} has no file locks: let one process at a time write there", file=sys.stderr, flush=True)
+        return nullcontext()

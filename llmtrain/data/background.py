@@ -1,4 +1,5 @@
-"""Tokenizing in the background of training: one low-priority process per host, and its supervisor in the host's first rank.
+"""Tokenizing in the background of training: one low-priority process per host, or per folder that several hosts see, and its
+supervisor in a host's first rank.
 
 The process is `python -m llmtrain.data.background`. It holds the folder's lock and commits each block when it is complete.
 Its standard input is a pipe whose other end the rank holds, so it notices when the rank ends, even if the rank is killed.

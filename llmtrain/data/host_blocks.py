@@ -8,10 +8,13 @@ collective for another host's tokenizer. A host's error is an error of all ranks
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -115,3 +118,26 @@ def hosts_of(mesh: Mesh) -> list[int]:
     """Return the first rank of each host. All ranks must call this, because it is a collective."""
     local = mesh.all_ranks.all_gather_object(mesh.world.local_rank, "counting hosts")
     return [rank for rank, number in enumerate(local) if number == 0]
+
+
+@contextmanager
+def chosen_tokenizer(mesh: Mesh, folder: Path) -> Iterator[bool]:
+    """Provide whether this rank tokenizes for all hosts that see its prepared folder: on file systems whose locks hold on one
+    host only, several of them would write the same shards.
+
+    The first rank of each host puts a file into its folder, and all ranks look for these. A collective of all ranks, at both
+    ends: when the block has ended on one rank, it has on all.
+    """
+    is_first = mesh.world.local_rank == 0
+    mark = folder / f"{secrets.token_hex(8)}.host"
+    try:
+        if is_first:
+            with suppress(OSError):  # a folder that can't be written is the tokenizer's to report
+                mark.touch()
+        marks = mesh.all_ranks.all_gather_object(mark.name if is_first else None, "choosing hosts that tokenize")
+        seen = (rank for rank, name in enumerate(marks) if name is not None and os.path.exists(folder / name))
+        yield is_first and next(seen, mesh.world.rank) == mesh.world.rank
+        mesh.all_ranks.all_gather_object(None, "starting to tokenize")
+    finally:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)

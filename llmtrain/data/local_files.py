@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,10 @@ from llmtrain.files import local_path, visible_files
 
 CHUNK = 1 << 20
 """Characters of a text file that are read at once."""
+
+
+SKIPPED = (".arrow", ".bz2", ".csv", ".gz", ".json", ".tsv", ".xz", ".zip", ".zst")
+"""Endings of files of text that no reader exists for."""
 
 
 def source_files(data: DataSection, key: str) -> list[Path]:
@@ -55,6 +60,19 @@ def _files(source: str, key: str) -> list[Path]:
     return found
 
 
+def describe_skipped(source: str) -> str | None:
+    """Return a line about the files of a folder that no reader exists for but that may well be text, or None if there are none."""
+    path = local_path(source)
+    if path is None or not path.is_dir():
+        return None
+    files = visible_files(path)
+    skipped = Counter(file.suffix.lower() for file in files if _reader(file) is None)
+    kinds = ", ".join(f"{ending} ({count})" for ending in SKIPPED if (count := skipped[ending]))
+    return (
+        f"{source}: {len(files) - skipped.total()} of {len(files)} files are read; not read: {kinds}" if kinds else None
+    )
+
+
 def without_held_out(files: Sequence[Path], held_out: Sequence[Path], data: DataSection) -> list[Path]:
     """Return the files of `data.source` that are not of `data.validation`. Raises DataError if there are none."""
     validated = {path.resolve() for path in held_out}
@@ -79,7 +97,7 @@ def documents_of_file(path: Path, data: DataSection, read: BytesRead) -> Iterato
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     """Yield the documents between separators, stripped. Not more than one document and one chunk of the file is in memory."""
     try:
-        with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8") as file:
+        with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8-sig") as file:
             read.follow(raw, path.stat().st_size)
             yield from split_text(file, data.separator)
     except UnicodeDecodeError as error:
@@ -93,6 +111,7 @@ def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
 def split_text(file: TextIO, separator: str | None) -> Iterator[str]:
     """Yield the texts between separators, stripped, without empty ones; the whole text without a separator. Not more than one of
     them and one chunk of the file is in memory."""
+    separator = separator and separator.replace("\r\n", "\n")  # as a text file's lines are read
     begun: list[str] = []  # parts of a text that has not ended
     rest = ""  # the last part, in which the separator may begin
     while chunk := file.read(CHUNK):

@@ -25,6 +25,7 @@ from llmtrain.config import DataSection
 from llmtrain.config.data import HUB
 from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex, TokenDataset, open_dataset
 from llmtrain.data.extend import extend
+from llmtrain.data.local_files import describe_skipped
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured
@@ -85,6 +86,8 @@ def prepare(
         if cached.index.ready_made is not None:
             cached = _measure(cached, show_progress)
         elif not _is_sufficient(cached, needed):
+            if show_progress and (line := describe_skipped(data.source)) is not None:
+                print(line, flush=True)
             extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, on_progress)
             cached = open_dataset(directory, limits)
             _check_documents(cached, data)

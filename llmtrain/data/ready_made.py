@@ -81,13 +81,14 @@ def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
             )
         if data.validation != data.source:
             paths = without_held_out(paths, held_out, data)
-    elif any(map(_is_for_validation, paths)) and not all(map(_is_for_validation, paths)):
-        held_out = list(filter(_is_for_validation, paths))
+    elif any(map(is_for_validation, paths)) and not all(map(is_for_validation, paths)):
+        held_out = list(filter(is_for_validation, paths))
         paths = [path for path in paths if path not in held_out]
     return ReadyMadeFiles(read_headers(paths, "data.source"), read_headers(held_out or [], "data.validation"))
 
 
-def _is_for_validation(path: Path) -> bool:
+def is_for_validation(path: Path) -> bool:
+    """Return whether a token file's name says that it has validation text."""
     words = "".join(character if character.isalpha() else " " for character in path.stem.lower()).split()
     return any(word in VALIDATION_NAMES for word in words)
 

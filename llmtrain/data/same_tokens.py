@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.token_digests import token_digest
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
 
 
@@ -21,7 +21,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
     for rank, (host, _, problem) in enumerate(of_ranks):
         if problem is not None:
-            raise DataError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
+            raise UnavailableError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
     first: dict[str, tuple[int, str, str]] = {}  # (rank, host, digest) of the first rank that reads a text, by name
     for rank, (host, digests, _) in enumerate(of_ranks):
         for name, digest in digests.items():
@@ -42,5 +42,5 @@ def _digests(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | N
     """Return (digest of each text, None), or (no digests, the error) if a text could not be read."""
     try:
         return {name: token_digest(text) for name, text in texts.items()}, None
-    except OSError as error:
+    except UnavailableError as error:
         return {}, str(error)

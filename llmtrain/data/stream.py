@@ -102,8 +102,9 @@ class GrowingTokens(Tokens):
         self._timeout, self._announce, self._agree = timeout_seconds, announce, agree
         self._shards: list[LazyShard] = []
         self._tokens = TokenShards([])
-        self._stamp = 0
-        """Modification time in nanoseconds of the index that was read last."""
+        self._stamp = (0, 0, 0)
+        """Number, size and modification time in nanoseconds of the index that was read last. Two may be written within one tick
+        of a file system's clock."""
         self._last_wait = -math.inf
         """Time at which text was last waited for, by `time.monotonic`."""
         self._agreed = 0
@@ -139,9 +140,10 @@ class GrowingTokens(Tokens):
 
     def refresh(self) -> None:
         """Read the index if it has changed. Raises DataError if it or a new shard is damaged."""
-        stamp = 0
+        stamp = (0, 0, 0)
         with suppress(OSError):  # read_index says why
-            if (stamp := (self.directory / INDEX).stat().st_mtime_ns) == self._stamp:
+            found = (self.directory / INDEX).stat()
+            if (stamp := (found.st_ino, found.st_size, found.st_mtime_ns)) == self._stamp:
                 return
         index = read_index(self.directory)
         entry = index.splits["train"]

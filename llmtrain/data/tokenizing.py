@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 
 from llmtrain.data.sources import Split
-from llmtrain.errors import DataError, panics_as_errors, reason
+from llmtrain.errors import DataError, UnavailableError, panics_as_errors, reason
 from llmtrain.process_limits import usable_cores
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ class BatchTokenizer:
         except BrokenProcessPool:
             raise self._ended() from None
 
-    def _ended(self) -> DataError:
-        return DataError(
+    def _ended(self) -> UnavailableError:
+        return UnavailableError(
             f"data.num_proc={self._processes}: a process that tokenizes was killed, or could not start; start the same command "
             "again, with a smaller data.num_proc if memory is short"
         )

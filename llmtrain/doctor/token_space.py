@@ -9,10 +9,10 @@ import numpy as np
 
 from llmtrain.config import DataSection, Recipe
 from llmtrain.config.data import HUB
-from llmtrain.data.dataset import read_index
+from llmtrain.data.dataset import TokenDataset, read_index
 from llmtrain.data.prepare import cache_path, token_dtype, tokens_to_prepare
 from llmtrain.data.sources import SPLITS, Split
-from llmtrain.data.text_list import texts_of
+from llmtrain.data.text_list import texts_of, with_tokenizer_of
 from llmtrain.errors import UserError
 from llmtrain.train.prepare_data import tokens_of
 
@@ -35,17 +35,25 @@ def _missing_tokens(recipe: Recipe, replicas: Iterable[int]) -> int | None:
     """Return the number of tokens that a node with these replicas adds for its hub datasets, or None if it has none."""
     texts = texts_of(recipe.data, replicas)
     counts = []
+    prepared: list[TokenDataset] = []
     for section, tokens in zip(texts.values(), tokens_of(recipe, texts), strict=True):
+        if (text := _find_prepared(with_tokenizer_of(prepared, section))) is not None:
+            prepared.append(text)
         if section.source.startswith(HUB):
-            there = _prepared_tokens(section)
+            there = {} if text is None else _tokens_there(text)
             needed = tokens_to_prepare(section, tokens, recipe.eval.tokens + 1)
             counts.append(sum(max(0, needed[split] - there.get(split, 0)) for split in SPLITS))
     return sum(counts) if counts else None
 
 
-def _prepared_tokens(section: DataSection) -> dict[Split, float]:
-    """Return the number of tokens of each split that are prepared; a split whose source has ended lacks none."""
+def _find_prepared(section: DataSection) -> TokenDataset | None:
     with suppress(UserError):
-        splits = read_index(cache_path(section)).splits
-        return {split: float("inf") if entry.exhausted else entry.tokens for split, entry in splits.items()}
-    return {}
+        directory = cache_path(section)
+        return TokenDataset(directory, read_index(directory))
+    return None
+
+
+def _tokens_there(text: TokenDataset) -> dict[Split, float]:
+    """Return the number of tokens of each split that are prepared; a split whose source has ended lacks none."""
+    splits = text.index.splits
+    return {split: float("inf") if entry.exhausted else entry.tokens for split, entry in splits.items()}

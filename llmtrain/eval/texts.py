@@ -141,7 +141,7 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     learned positions.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             texts = read_documents(file, section.separator, section.every, limit)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmtrain.config import MomentumSection, NesterovSection, PrimalAverageSection, Recipe
 from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.python_files import PYTHON, STDLIB
+from llmtrain.data.ready_made import is_for_validation
 from llmtrain.data.text_list import key_of
+from llmtrain.data.token_files import find_token_files
+from llmtrain.errors import DataError
 from llmtrain.files import local_path
 from llmtrain.plan.mesh_plan import size_or_assumed
 from llmtrain.plan.model_size import size_of
@@ -134,6 +139,9 @@ def _trained_on(recipe: Recipe) -> Iterator[str]:
         if section.validation not in (None, section.source):  # its own text leaves these files out
             key = key_of(recipe.data, name).removesuffix("source") + "validation"
             held_out.append((key, name, section.validation))
+    keys = {section.source: key_of(recipe.data, name) for name, section in texts.items()}
+    if {STDLIB, PYTHON} <= keys.keys():
+        yield f"{keys[STDLIB]}: {STDLIB} is in {keys[PYTHON]}={PYTHON}, so validation text is trained on; leave one of them out"
     for key, owner, text in held_out:
         for name, section in texts.items():
             is_left_out = name == owner or (section.validation != section.source and _is_in(text, section.validation))
@@ -144,9 +152,16 @@ def _trained_on(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_in(text: str, folder: str | None) -> bool:
-    """Return whether a file or folder is another one, or in it."""
-    here, there = local_path(text), None if folder is None else local_path(folder)
-    return here is not None and there is not None and here.resolve().is_relative_to(there.resolve())
+    """Return whether a file or folder is another one or in it, or one of the token files that are named together."""
+    here = local_path(text)
+    if here is None or folder is None:
+        return False
+    places = [local_path(folder)]
+    if places == [None]:  # a pattern, or the beginning of a name
+        with suppress(DataError):
+            named = find_token_files(folder, "", ()) or []
+            places = [path for path in named if not is_for_validation(path)]
+    return any(place is not None and here.resolve().is_relative_to(place.resolve()) for place in places)
 
 
 def _recordings(recipe: Recipe) -> Iterator[str]:

@@ -18,9 +18,8 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
     is_empty = sync.moments is not None and sync.moments.first is None and sync.moments.second is None
     sends_none = not averages and warmup_steps(recipe) == 0
     is_other_optimizer = optim.kind != "muon" and not inner_preset(sync.method)
-    texts = (
-        recipe.data.texts().values() if recipe.data.is_list and not recipe.eval.sets else ()
-    )  # sets use the keys of `data`
+    # Texts of `eval.sets` use the keys of `data`.
+    texts = recipe.data.texts().values() if recipe.data.is_list and not recipe.eval.sets else ()
     shared = ("subset", "split", "text_key", "separator", "validation", "validation_fraction")
     own = [key for key in shared if texts and all(getattr(text, key) != getattr(recipe.data, key) for text in texts)]
     table: list[tuple[str, bool, str]] = [  # keys, whether they are unused, and why

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from llmtrain.config import DataSection, Recipe
@@ -12,8 +12,10 @@ from llmtrain.data.documents import document_samples
 from llmtrain.data.mixture import most_of, shares_of
 from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.ready_made import check_separators
+from llmtrain.data.sites import tokenizer_digest
 from llmtrain.data.stream import shuffles_in_blocks
 from llmtrain.data.text_list import check_token_files, sets_of, texts_of, with_tokenizer_of
+from llmtrain.data.tokenizer import tokenizer_files, trained_size
 from llmtrain.errors import DataError
 
 
@@ -24,6 +26,7 @@ def prepare_texts(
 
     Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
     be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
+    Raises DataError if texts of a mixture have other tokenizers.
     """
     texts = texts_of(recipe.data, replicas)
     check_token_files(recipe.data, texts)
@@ -37,7 +40,23 @@ def prepare_texts(
             show_progress=show_progress,
             first_block_only=to_begin and shuffles_in_blocks(own),
         )
+    if recipe.data.sources:
+        _check_one_tokenizer(recipe.data.tokenizer, list(prepared.values()))
     return prepared
+
+
+def _check_one_tokenizer(name: str, texts: Sequence[TokenDataset]) -> None:
+    """Raise DataError if texts were tokenized with different versions of a hub tokenizer. A folder's name has a digest of a local
+    tokenizer's files, but of one on the hub only its name."""
+    if tokenizer_files(name) or trained_size(name) is not None:
+        return
+    first = tokenizer_digest(texts[0])
+    for text in texts[1:]:
+        if (other := tokenizer_digest(text)) != first:
+            raise DataError(
+                f"data.tokenizer: {text.directory} has another version of {name} ({other}) than {texts[0].directory} ({first}); "
+                "delete the older folder to prepare its text again"
+            )
 
 
 def tokens_of(recipe: Recipe, texts: Mapping[str, DataSection]) -> list[int]:

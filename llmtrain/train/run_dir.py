@@ -283,7 +283,8 @@ def lock_folder(folder: Path, otherwise: str) -> FileLock:
 
     Raises an error, which suggests `otherwise`, if another process holds the lock: RecipeError on this host, and TrainingError on
     another host, because that may have been lost and a later start may succeed. Raises OSError if the folder can't be written.
-    File systems without locks offer no such protection.
+    On a file system without locks, newer versions of filelock put a file in the lock's place, which a process leaves there if it
+    is killed; older versions offer no protection.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from llmtrain.config import Recipe
 from llmtrain.data.background import BackgroundTokenizer
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.data.host_blocks import HostBlocks, hosts_of, posted_blocks
+from llmtrain.data.host_blocks import HostBlocks, chosen_tokenizer, hosts_of, posted_blocks
 from llmtrain.data.stream import GrowingTokens, shuffles_in_blocks
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
@@ -32,8 +32,8 @@ def tokens_read(recipe: Recipe) -> int:
 @contextmanager
 def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Iterator[TrainText | None]:
     """Provide the training tokens if the run reads its first epoch in shuffled blocks, which may be tokenized while it trains;
-    None otherwise. The first rank of each host starts the process that tokenizes what is missing, and ends it on exit. A
-    collective of all ranks."""
+    None otherwise. The first rank of each host, or of the hosts that see one folder, starts the process that tokenizes what is
+    missing, and ends it on exit. A collective of all ranks."""
     if not shuffles_in_blocks(recipe.data):
         yield None
         return
@@ -41,9 +41,11 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
     hosts = [0] if mesh.store is None else hosts_of(mesh)
     with ExitStack() as stack:
         tokenizer: BackgroundTokenizer | None = None
-        if is_first and not GrowingTokens(prepared, timeout).is_complete:
-            tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
-            stack.enter_context(tokenizer)
+        choice = chosen_tokenizer(mesh, prepared.directory) if len(hosts) > 1 else nullcontext(is_first)
+        with choice as tokenizes:
+            if tokenizes and not GrowingTokens(prepared, timeout).is_complete:
+                tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
+                stack.enter_context(tokenizer)  # deletes the status of an earlier run before another host may read it
         if len(hosts) == 1:
             tokens = GrowingTokens(prepared, timeout, announce=is_first)
         else:

@@ -27,7 +27,7 @@ from llmtrain.parallel.world import World
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run import run_training
-from llmtrain.train.train_text import open_train_text
+from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
@@ -57,12 +57,24 @@ def section(folder: Path, texts: list[str]) -> DataSection:
     return DataSection(source=str(folder / "stories.txt"), separator="\n~~~\n", shuffle="blocks", **keys)
 
 
+@contextmanager
+def on_two_hosts(data: DataSection, store: dist.Store, tokenizer: object) -> Iterator[TrainText]:
+    """The text of a rank that is alone on its host, with another `tokenizer` than the background one."""
+    mesh = build_mesh(World(dist.get_rank(), 2, 0, 1), torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60), store)
+    run = SimpleNamespace(timeout_seconds=60.0)
+    train = SimpleNamespace(total_steps=MANY, tokens_per_step=1)
+    recipe = SimpleNamespace(data=data, run=run, train=train, eval=SimpleNamespace(tokens=100))
+    with small_blocks(), mock.patch("llmtrain.train.train_text.BackgroundTokenizer", tokenizer):
+        prepared = prepare(data, MANY, 100, first_block_only=True)
+        with open_train_text(recipe, mesh, prepared) as text:
+            yield text
+
+
 def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
     """The tokens that this rank, alone on its host, has waited for, or its error. The second host tokenizes once the first
     one waits for it, or fails with `error` then."""
     rank = dist.get_rank()
     store, data = meeting_store(), sections[rank]
-    mesh = build_mesh(World(rank, 2, 0, 1), torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60), store)
     tokenized, first_waits = threading.Event(), store.clone()
 
     class InThread:
@@ -87,28 +99,36 @@ def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
         def __exit__(self, *_: object) -> None:
             self.thread.join()
 
-    run = SimpleNamespace(timeout_seconds=60.0)
-    train = SimpleNamespace(total_steps=MANY, tokens_per_step=1)
-    recipe = SimpleNamespace(data=data, run=run, train=train, eval=SimpleNamespace(tokens=100))
-    with small_blocks(), mock.patch("llmtrain.train.train_text.BackgroundTokenizer", InThread):
-        prepared = prepare(data, MANY, 100, first_block_only=True)
-        with open_train_text(recipe, mesh, prepared) as text:
-            try:
-                text.tokens.wait_for(FIRST + 1)
-                if rank == 0:
-                    tokenized.wait(60)  # nothing of its own is missing
-                    threading.Thread(
-                        target=lambda: (
-                            wait_until(lambda: text.tokens.is_waiting(0.0), "does not wait"),
-                            store.set("the first host waits", "1"),
-                        )
-                    ).start()
-                count = text.tokens.wait_for(MANY)
-                return text.tokens.window(0, count).tolist()
-            except DataError as found:
-                return str(found)
-            finally:
-                dist.barrier()
+    with on_two_hosts(data, store, InThread) as text:
+        try:
+            text.tokens.wait_for(FIRST + 1)
+            if rank == 0:
+                tokenized.wait(60)  # nothing of its own is missing
+                threading.Thread(
+                    target=lambda: (
+                        wait_until(lambda: text.tokens.is_waiting(0.0), "does not wait"),
+                        store.set("the first host waits", "1"),
+                    )
+                ).start()
+            count = text.tokens.wait_for(MANY)
+            return text.tokens.window(0, count).tolist()
+        except DataError as found:
+            return str(found)
+        finally:
+            dist.barrier()
+
+
+def started_on_two_hosts(data: DataSection) -> tuple[int, list[str]]:
+    """The number of tokenizers that this rank has started, and what the choice has left in the folder."""
+    tokenizer = mock.MagicMock()
+    with on_two_hosts(data, meeting_store(), tokenizer):
+        dist.barrier()
+        return tokenizer.call_count, [path.name for path in cache_path(data).glob("*.host")]
+
+
+def test_hosts_that_see_one_folder_have_one_tokenizer(ranks: RankPool, tmp_path: Path) -> None:
+    data = section(tmp_path / "a", TEXTS)
+    assert ranks.run(started_on_two_hosts, data, world_size=2) == [(1, []), (0, [])]
 
 
 def test_hosts_wait_for_one_another_and_read_the_same(ranks: RankPool, tmp_path: Path) -> None:

@@ -141,6 +141,12 @@ TABLES = {
         stream: hosts do not compare what has come since
           - if post["digest"] != posts[0]["digest"]:
           + if False:
+        stream: every host tokenizes, also for one folder
+          - yield is_first and next(seen, mesh.world.rank) == mesh.world.rank
+          + yield is_first
+        stream: one host tokenizes for all, also for those that do not see its folder
+          - name is not None and os.path.exists(folder / name))
+          + name is not None)
         stream: a host's error is its own
           - {} if failed is None else {
           + {} if True else {
@@ -207,6 +213,17 @@ TABLES = {
         token files: changed files are the same source
           - path.stat().st_size, path.stat().st_mtime_ns) for path in files]
           + 0, 0) for path in files]
+    seen by unit/test_data_sources.py
+        text: a byte order mark is text
+          - encoding="utf-8-sig"
+          + encoding="utf-8"
+        text: a separator of Windows is never found
+          - separator.replace("\r\n", "\n")
+          + separator
+    seen by unit/test_data_progress.py
+        text: files of a folder are passed over in silence
+          - f"{ending} ({count})" for ending in SKIPPED if (count := skipped[ending])
+          + f"{ending}" for ending in () if (count := skipped[ending])
     seen by unit/test_data_stories.py
         text: a damaged compressed file is a traceback
           - DAMAGED_GZIP = (EOFError,␣

@@ -61,6 +61,9 @@ TABLES = {
         doctor: tokens that are prepared are counted again
           - needed[split] - there.get(split, 0)
           + needed[split]
+        doctor: each text of a mixture is looked for under a tokenizer of its own
+          - _find_prepared(with_tokenizer_of(prepared, section))
+          + _find_prepared(section)
         doctor: a node holds the texts of all replicas
           - for rank, name in enumerate(nodes) if name == node}
           + for rank, name in enumerate(nodes)}

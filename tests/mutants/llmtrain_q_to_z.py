@@ -317,13 +317,19 @@ TABLES = {
     "llmtrain/waiting.py": r"""
     seen by unit/test_export_folder.py, unit/test_data_prepare.py
         export: waits on a lock where no file can be made
-          -     path.touch()
-          +     path.exists()
+          -     tempfile.TemporaryFile(dir=path.parent).close()
+          -
     seen by unit/test_export_folder.py
         export: waits for another export without a word
           - return lock.acquire(timeout=0)
           + return lock.acquire(timeout=seconds)
     seen by unit/test_waiting.py
+        waiting: a process waits for the lock file that it has created
+          - tempfile.TemporaryFile(dir=path.parent).close()
+          + path.touch()
+        waiting: NFS without a lock server is a folder that can't be written
+          - error.errno != errno.ENOLCK:
+          + True:
         waiting: a slow wait is silent
           -     timer.start()
           -

@@ -159,6 +159,12 @@ TABLES = {
         warnings: a timed round with more steps than the run has no end, silently
           - period.min_steps > local * mesh.replicas
           + False
+        warnings: the standard library is not known to be in python
+          - if {STDLIB, PYTHON} <= keys.keys():
+          + if False:
+        warnings: a file in a pattern passes
+          - if places == [None]:
+          + if False:
         warnings: synchronous steps count as local ones
           - period, local = recipe.sync.period, local_steps(recipe)
           + period, local = recipe.sync.period, recipe.train.total_steps

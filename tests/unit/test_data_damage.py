@@ -13,8 +13,9 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data.checksum_scan import ChecksumScan
-from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.dataset import INDEX, TokenDataset, open_dataset
 from llmtrain.data.prepare import cache_path, prepare
+from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError, UnavailableError
 from tests.mother import session
 from tests.unit import processes
@@ -138,3 +139,15 @@ def test_a_full_disk_is_one_line_and_preparing_goes_on_once_there_is_room(data: 
         assert searched(prepare(data, MANY, MANY)) is None
     finally:
         subprocess.run(["umount", "--lazy", str(cache)], check=True)
+
+
+def test_an_index_that_is_written_twice_in_one_tick_of_the_clock_is_read_twice(prepared: TokenDataset) -> None:
+    path = prepared.directory / INDEX
+    whole = path.read_text()
+    path.write_text(whole.replace('"exhausted": true', '"exhausted": false'))
+    written, tokens = path.stat().st_mtime_ns, GrowingTokens(prepared, 60)
+    assert not tokens.is_complete
+    path.write_text(whole)
+    os.utime(path, ns=(written, written))
+    tokens.refresh()
+    assert tokens.is_complete

@@ -74,16 +74,22 @@ def test_a_wait_for_validation_tokens_alone_is_named(
     """A run that needs few tokens of training reads much more text to hold its validation tokens out of it."""
     monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
     monkeypatch.setattr(extending, "PLAIN_SECONDS", 0.0)
-    (tmp_path / "a.txt").write_text("<|endoftext|>".join(f"Document {i} says {i * i} times." for i in range(1000)))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("<|endoftext|>".join(f"Document {i} says {i * i} times." for i in range(1000)))
+    for name in ("b.jsonl.zst", "c.jsonl.zst", "README.md"):
+        (folder / name).write_text("")
     data = DataSection(
-        source=str(tmp_path / "a.txt"),
+        source=str(folder),
         tokenizer="train:320",
         validation_fraction=0.1,
         max_tokens=500,
         cache_dir=str(tmp_path),
     )
     prepare(data, 1, 700, show_progress=True)
-    lines = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr()
+    assert said.out == f"{folder}: 1 of 4 files are read; not read: .zst (2)\n"
+    lines = said.err.splitlines()
     assert any(line.startswith("train and validation tokens: ") for line in lines)
     alone = [
         line

@@ -45,6 +45,9 @@ def test_txt_is_cut_at_the_separator_stripped_and_empties_dropped(tmp_path: Path
     path.write_text("one\n---\ntwo")
     assert sorted(read(path, separator="---")) == ["one", "two"]
     assert read(path, separator=None) == ["one\n---\ntwo"]
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo")  # as on Windows
+    for separator in ("\n\n", "\r\n\r\n"):
+        assert sorted(read(path, separator=separator)) == ["one", "two"]
 
 
 def test_txt_separator_across_read_chunks(tmp_path: Path) -> None:

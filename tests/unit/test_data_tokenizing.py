@@ -21,7 +21,7 @@ from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.tokenizing import BatchTokenizer, processes_of
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from tests.end_to_end.runs import is_gone, wait_until
 from tests.unit.test_data_prepare import TEXTS, all_tokens
 
@@ -106,7 +106,7 @@ def test_what_ends_early_loses_nothing_and_goes_on_with_another_number(
     index = open_dataset(cache_path(two)).index
     read = sum(split.documents for split in index.splits.values())
     assert read > 130, "what was read before is tokenized"
-    with monkeypatch.context() as patch, pytest.raises(DataError) as error:
+    with monkeypatch.context() as patch, pytest.raises(UnavailableError) as error:
         patch.setattr(extending, "BatchTokenizer", Killed)
         prepare(two, MANY, MANY)
     assert str(error.value) == (
@@ -173,6 +173,6 @@ def test_no_batch_is_kept_that_comes_after_one_that_failed() -> None:
             return found
 
     found: list[tuple[str, int]] = []
-    with pytest.raises(DataError, match="a process that tokenizes was killed"):
+    with pytest.raises(UnavailableError, match="a process that tokenizes was killed"):
         found.extend(Tokenizer(None, 0, 2).in_order([("first", 1), ("second", 2), ("third", 3)]))
     assert found == [("first", 1)]

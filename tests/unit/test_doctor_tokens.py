@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import FORMAT, INDEX, Index, SplitIndex
+from llmtrain.data.dataset import FORMAT, INDEX, TOKENIZER, Index, SplitIndex
 from llmtrain.data.prepare import cache_path
 from llmtrain.data.sources import Position
 from llmtrain.doctor import machine
@@ -92,6 +92,15 @@ def test_tokens_that_are_prepared_are_not_counted_again(tmp_path: Path) -> None:
     assert missing_token_bytes(recipe, GPT2, ONE_HOST, 8) == 2 * VALIDATION
     prepare_tokens(recipe.data, 10**9, is_all=True)
     assert missing_token_bytes(recipe, GPT2, ONE_HOST, 8) == 0, "the dataset has no more"
+
+
+def test_later_texts_of_a_mixture_have_the_tokenizer_of_the_first(tmp_path: Path) -> None:
+    mixed = "data.sources=[{source: stdlib}, {source: 'hf:some/text'}]"
+    recipe = one_billion(tmp_path, mixed, "data.tokenizer=train:300")
+    first, second = recipe.data.texts().values()
+    prepare_tokens(first, 1000, is_all=True)
+    prepare_tokens(second.model_copy(update={"tokenizer": str(cache_path(first) / TOKENIZER)}), 1000, is_all=True)
+    assert missing_token_bytes(recipe, 300, ONE_HOST, 8) == 0
 
 
 @pytest.mark.parametrize(("free", "level"), [(150, "warning"), (250, "ok")])

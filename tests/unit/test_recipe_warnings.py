@@ -142,6 +142,13 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
     entries = f"{{source: {folder}/a.txt, name: a, validation: {folder}/held.txt}}, {{source: {folder}, name: b}}"
     (line,) = warnings_of(f"data.sources=[{entries}]")
     assert line.startswith(f"data.sources[0].validation: {folder}/held.txt is in data.sources[1].source={folder}")
+    (line,) = warnings_of("data.sources=[{source: stdlib}, {source: python}]")
+    assert line.startswith("data.sources[0].source: stdlib is in data.sources[1].source=python, so validation text is")
+    for name in ("test", "val"):
+        (folder / f"{name}.bin").write_bytes(b"")
+    pattern, sets = f"data.source={folder}/*.bin", f"eval.sets={{test: {folder}/test.bin, val: {folder}/val.bin}}"
+    (line,) = warnings_of(pattern, sets)
+    assert line.startswith(f"eval.sets.test: {folder}/test.bin is in {pattern}, so it is trained on")
 
 
 def test_a_method_that_replaces_one_for_one_replica_averages_with_nobody() -> None:

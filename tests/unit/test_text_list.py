@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from llmtrain.cli import main
 from llmtrain.config import DataSection, Recipe
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.text_list import key_of, texts_of
-from llmtrain.errors import RecipeError
+from llmtrain.errors import DataError, RecipeError
 from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here
@@ -128,8 +129,12 @@ def keys(tmp_path: Path) -> list[str]:
     return [*folders, "parallel.replicas=2", "parallel.shards=1", "data.tokenizer=train:300"]
 
 
-def test_the_first_text_of_a_mixture_trains_the_tokenizer_of_all(tmp_path: Path, keys: list[str]) -> None:
-    made = recipe(*keys, f"data.sources=[{{source: {tmp_path}/a.txt}}, {{source: {tmp_path}/b.txt}}]")
+def test_the_texts_of_a_mixture_have_one_tokenizer(
+    tmp_path: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is trained on the first text, or one version of a tokenizer of the hub."""
+    sources = f"data.sources=[{{source: {tmp_path}/a.txt}}, {{source: {tmp_path}/b.txt}}]"
+    made = recipe(*keys, sources)
     check(made, 2)
     assert check_here(made).prepared is None
     texts = prepare_texts(made, None, show_progress=False)
@@ -138,6 +143,14 @@ def test_the_first_text_of_a_mixture_trains_the_tokenizer_of_all(tmp_path: Path,
     first, second = ((text.directory / "tokenizer/tokenizer.json").read_text() for text in texts.values())
     assert first == second and texts["b"].directory != cache_path(made.data.texts()["b"])
     assert list(check_here(made).texts) == ["a", "b"]
+
+    hub = recipe(*keys[:-1], "data.tokenizer=org/model", sources)
+    monkeypatch.setattr("llmtrain.train.prepare_data.prepare", lambda data, *_, **__: texts[Path(data.source).stem])
+    assert prepare_texts(hub, None, show_progress=False) == texts
+    texts["b"] = replace(texts["b"], index=texts["b"].index.model_copy(update={"eos_id": 7}))
+    with pytest.raises(DataError, match=r"\S+/b-\S+ has another version of org/model \(\S+\) than \S+/a-"):
+        prepare_texts(hub, None, show_progress=False)
+    assert prepare_texts(made, None, show_progress=False) == texts, "a digest of it is in the folder's name"
 
 
 def test_every_text_is_checked_before_a_start_by_its_key(tmp_path: Path, keys: list[str]) -> None:

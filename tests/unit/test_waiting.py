@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -20,7 +22,7 @@ from llmtrain.launch.nodes import Nodes
 from llmtrain.parallel import world
 from llmtrain.sync.group_averager import GroupAverager
 from llmtrain.train import run_dir
-from llmtrain.waiting import announced
+from llmtrain.waiting import acquire, announced
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,21 @@ def test_a_process_in_the_run_directory_is_waited_for_aloud(
     with FileLock(tmp_path / ".lock"), pytest.raises(RecipeError, match="another process works in"):
         run_dir.lock_folder(tmp_path, "choose another")
     assert capsys.readouterr().err == f"waiting for the process that works in {tmp_path} to end (at most 1 s)\n"
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_nobody_waits_for_a_lock_where_there_are_no_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process must not take the file that it creates itself for another process's lock."""
+    waits: list[str] = []
+    for number in (errno.ENOSYS, errno.ENOLCK):
+        monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, "no locks")))
+        for name in "ab":
+            with acquire(tmp_path / f"{number}.lock", 0.01, lambda name=name: waits.append(name)):
+                pass
+        said = f"{tmp_path} has no file locks: let one process at a time write there\n"
+        assert (waits, capsys.readouterr().err) == ([], 2 * said if number == errno.ENOLCK else "")
 
 
 def test_the_hub_is_waited_for_aloud(
