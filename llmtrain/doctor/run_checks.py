@@ -330,7 +330,7 @@ class ClusterCheck:
         with open_mesh(
             self.world, replicas, shards, backend, self.timeout_seconds, self.peers, parallel.connections
         ) as mesh:
-            findings, rate = bench_collectives(mesh, bytes_a_round)
+            findings, rate = bench_collectives(mesh, bytes_a_round, round_trip / 1000, self.timeout_seconds)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
                 flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))

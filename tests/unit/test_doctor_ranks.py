@@ -78,6 +78,11 @@ class Opened(list):
     rate: float | None = None
     """Bytes per second that are measured between replicas."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: set[tuple[float, float]] = set()
+        """(round trip, timeout) in seconds that measurements were given."""
+
     @contextmanager
     def open_mesh(
         self,
@@ -91,8 +96,11 @@ class Opened(list):
     ) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
 
-    def axes(self, mesh: SimpleNamespace, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
+    def axes(
+        self, mesh: SimpleNamespace, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
+    ) -> tuple[list[Finding], float | None]:
         self.append((mesh.replicas, mesh.shards, bytes_a_round))
+        self.waits.add((round_trip, timeout_seconds))
         return [ok("measured")], self.rate
 
 
@@ -162,6 +170,7 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     predicted = network_use(given, plan.size, 2, 2, HardwareRates(1e10, 16.0, 20.0))
     for sections in examined(given, ["a", "a", "b", "b"]):
         assert sections["collectives"] == [ok("measured"), predicted]
+    assert opened.waits == {(0.04, 20)}
     assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
