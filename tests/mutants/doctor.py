@@ -54,9 +54,6 @@ TABLES = {
         doctor: the bandwidth of one rank is taken for that of its replica
           - 8e-6 * rate * shards, round_trip / 2)
           + 8e-6 * rate, round_trip / 2)
-        doctor: under ZeRO, checkpoints in the foreground are advised
-          - if recipe.checkpoint.background and not is_zero else
-          + if recipe.checkpoint.background else
     seen by unit/test_doctor.py
         doctor: warns of a public network although the recipe allows it
           - if found and not parallel.allow_unencrypted else []

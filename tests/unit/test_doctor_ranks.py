@@ -208,6 +208,18 @@ def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
     assert {finding.level for finding in found} == {Level.OK}
 
 
+def test_the_disk_must_also_hold_what_evaluations_export(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
+    lengths = ["train.steps=1900", "checkpoint.every=100"]
+    for suite in ("null", "{name: small, every: 5}"):
+        _, plan = fit(recipe(*lengths, f"eval.suite={suite}"), ["a"] * 4, [GIB] * 4)
+    without, _, with_suite, _ = needed
+    assert with_suite - without == 4 * 4 * plan.size.parameters, "after steps 500, 1000, 1500 and 1900"
+
+
 @pytest.mark.parametrize(("share", "level"), [(0.79, Level.OK), (0.81, Level.WARNING)])
 def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, share: float, level: Level
@@ -247,7 +259,8 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     ("keys", "on_gpu", "what", "advice"),
     [
         ([], True, "memory", ["micro_batch", "activation_checkpointing=true", "sync.offload=true", "shards"]),
-        ([], False, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
+        ([], False, "memory", ["micro_batch", "activation_checkpointing=true", "background=false", "shards"]),
+        (["parallel.engine=zero"], False, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
         (["sync.offload=true"], True, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
         (
             ["train.micro_batch=1", "parallel.activation_checkpointing=true", "sync.method=local_sgd"],
