@@ -196,9 +196,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
             "ranks": task["shard"],
             "peak": peak,
             "reserved": taken,
-            "predicted": estimate(recipe, size, 1, task["shard"]).total(mesh.device.type == "cuda")
-            if is_ours
-            else None,
+            "predicted": estimate(recipe, size, 1, task["shard"]).device_total if is_ours else None,
             "grown": grown,
             "parameters": size.parameters,
         }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,13 +28,24 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import FAR_SECONDS
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.network import format_port_range
+from llmtrain.plan.network_time import STREAMS
 
 PINGS = 15
-SMALLEST, LARGEST = 2**16, 2**26
+SMALLEST, LARGEST = 2**16, 2**30
 """Bytes of the first and of the largest transfer. An all-reduce has SMALLEST fp32 values at first."""
+LARGEST_VALUES = 2**25
+"""Values of the largest all-reduce: with up to 8 replicas and 4 connections, gloo's hops are then as large as they get."""
 LONG_ENOUGH, COLLECTIVE_LONG_ENOUGH = 0.2, 0.3
-"""Seconds that a transfer or an all-reduce must take for its rate to count. A shorter one is repeated with twice the
+"""Minimum seconds that a transfer or an all-reduce must take for its rate to count. A shorter one is repeated with twice the
 bytes."""
+ROUND_TRIPS = 10
+"""Round trips that a transfer must take, too. One of them is subtracted; TCP's window may still grow during one or two more."""
+HOPS_COVERED = 3
+"""An all-reduce must also take this many times the round trips of its hops. Its bytes are then on their way during nearly all of
+these but the first, which is subtracted. On emulated hosts with 100 ms one way, 10 and 100 Mbit/s came out 5 to 15 % too low."""
+LONGEST_TRANSFER, LONGEST_COLLECTIVE = 1 / 20, 1 / 4
+"""Fractions of the timeout beyond which nothing more is demanded, because other ranks wait. The last transfer can take twice as
+long, and all of them together four times."""
 CHUNK = bytes(2**16)
 SECRET_BYTES = 16
 
@@ -106,12 +118,13 @@ def measure_link(
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
             pings = [_ping(connection) for _ in range(PINGS)]
+            round_trip = median(seconds for seconds, _ in pings)
             return Link(
                 here,
                 there,
-                milliseconds=1000 * median(seconds for seconds, _ in pings),
-                sent=_rate(lambda size: _upload(connection, size)),
-                received=_rate(lambda size: _download(connection, size)),
+                milliseconds=1000 * round_trip,
+                sent=_rate(lambda size: _upload(connection, size), round_trip, timeout_seconds),
+                received=_rate(lambda size: _download(connection, size), round_trip, timeout_seconds),
                 skew=min(pings)[1],  # the shortest round trip gives the best estimate of the skew
             )
     except OSError as error:
@@ -170,24 +183,27 @@ def _ping(connection: socket.socket) -> tuple[float, float]:
     return seconds, other - (clock + seconds / 2)
 
 
-def _rate(transfer: Callable[[int], Any]) -> float:
-    """Return the bytes per second of the first transfer that is long enough, or of the largest one."""
+def _rate(transfer: Callable[[int], Any], round_trip: float, timeout_seconds: float) -> float:
+    """Return the bytes per second, without the round trip, of the first transfer that is long enough, or of the largest one."""
 
     def timed(size: int) -> float:
         began = time.perf_counter()
         transfer(size)
         return time.perf_counter() - began
 
-    size, seconds = _first_long_enough(timed, LARGEST, LONG_ENOUGH)
+    long_enough = max(LONG_ENOUGH, min(ROUND_TRIPS * round_trip, LONGEST_TRANSFER * timeout_seconds))
+    size, seconds = _first_long_enough(timed, LARGEST, long_enough, round_trip)
     return size / seconds
 
 
-def _first_long_enough(measure: Callable[[int], float], largest: int, long_enough: float) -> tuple[int, float]:
-    """Return (size, seconds) of the first measurement that takes long enough, or of the largest one."""
+def _first_long_enough(
+    measure: Callable[[int], float], largest: int, long_enough: float, round_trip: float
+) -> tuple[int, float]:
+    """Return (size, seconds without a round trip) of the first measurement that takes long enough, or of the largest one."""
     size = SMALLEST
     while (seconds := measure(size)) < long_enough and size < largest:
         size *= 2
-    return size, seconds
+    return size, max(seconds - round_trip, seconds / 2)
 
 
 def _upload(connection: socket.socket, size: int) -> float:
@@ -309,19 +325,24 @@ def _per_second(rate: float) -> str:
     return f"{decimal(int(rate))}/s"
 
 
-def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
+def bench_collectives(
+    mesh: Mesh, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
+) -> tuple[list[Finding], float | None]:
     """Return findings from all-reduces over the replica axis and the shard axis, and the bytes per second that a rank sends in
     one over the replica axis (None for one replica). All ranks must call this, because it is a collective.
 
-    `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. Raises TrainingError if a
-    collective fails or takes longer than the mesh's timeout.
+    `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. `round_trip` is the longest one
+    between hosts in seconds, and `timeout_seconds` the mesh's timeout; both are the same on all ranks. Raises TrainingError if
+    a collective fails or takes longer than that.
     """
     findings, between_replicas = [], None
     for comms, who in ((mesh.replica_comms, "between replicas"), (mesh.shard_comms, "inside a replica")):
         if comms.size == 1:
             findings.append(ok(f"{comms.axis} axis: one rank, nothing to send {who}"))
             continue
-        seconds, sent = _all_reduce(comms, mesh)
+        first_trip = round_trip if comms is mesh.replica_comms else 0.0  # a replica's own ranks are close together
+        seconds, sent = _all_reduce(comms, mesh, first_trip, timeout_seconds)
+        after = " after its first round trip" if first_trip else ""
         on_several = f" on {len(comms.groups)} connections to each peer" if len(comms.groups) > 1 else ""
         rate = sent / seconds
         if comms is mesh.replica_comms:
@@ -329,35 +350,39 @@ def bench_collectives(mesh: Mesh, bytes_a_round: float | None) -> tuple[list[Fin
         findings.append(
             ok(
                 f"{comms.axis} axis, {who}: all-reduce over {comms.size} ranks sends {decimal(int(sent))} from each in "
-                f"{seconds:.3f} s{on_several}, {decimal(int(rate))}/s"
+                f"{seconds:.3f} s{after}{on_several}, {decimal(int(rate))}/s"
             )
         )
         if comms is mesh.replica_comms and bytes_a_round is not None:
             findings.append(
                 ok(
                     f"a synchronization of this model: {decimal(int(bytes_a_round))} from each rank, about "
-                    f"{bytes_a_round / rate:.2g} s at that rate"
+                    f"{bytes_a_round / rate:.2g} s at that rate, without round trips"
                 )
             )
     return findings, between_replicas
 
 
-def _all_reduce(comms: Comms, mesh: Mesh) -> tuple[float, float]:
-    """Return (seconds of the slowest rank, bytes each rank sends) of the first all-reduce that counts."""
-    _timed(comms, mesh, SMALLEST)  # opens the connections
+def _all_reduce(comms: Comms, mesh: Mesh, round_trip: float, timeout_seconds: float) -> tuple[float, float]:
+    """Return (seconds of the slowest rank without a round trip, bytes each rank sends) of the first all-reduce that counts."""
+    covered = HOPS_COVERED * 2 * (comms.size - 1) * round_trip
+    long_enough = max(COLLECTIVE_LONG_ENOUGH, min(covered, LONGEST_COLLECTIVE * timeout_seconds))
     # The seconds are the same on all ranks, and so is the decision to continue.
-    values, seconds = _first_long_enough(lambda size: _timed(comms, mesh, size), LARGEST // 4, COLLECTIVE_LONG_ENOUGH)
+    timed = partial(_timed, comms, mesh)
+    values, seconds = _first_long_enough(timed, LARGEST_VALUES, long_enough, round_trip)
     return seconds, 2 * (comms.size - 1) / comms.size * 4 * values
 
 
 def _timed(comms: Comms, mesh: Mesh, values: int) -> float:
     tensor = torch.zeros(values, device=comms.device)
-    mesh.all_ranks.all_reduce(torch.zeros(1), "meeting before a measurement")
-    began = time.perf_counter()
-    # In as many messages as there are connections, as the messages of several blocks.
-    for pending in [comms.start_all_reduce(part, "measuring") for part in tensor.chunk(len(comms.groups))]:
-        pending.wait()
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    # Twice, because the first one opens TCP's window, which the wait since the last one may have closed. Ranks meet in it, too.
+    for _ in range(2):
+        began = time.perf_counter()
+        # In as many messages as gloo carries out at once, as the messages of several blocks.
+        parts = tensor.chunk(STREAMS * len(comms.groups))
+        for pending in [comms.start_all_reduce(part, "measuring") for part in parts]:
+            pending.wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
     seconds = time.perf_counter() - began
     return float(mesh.all_ranks.all_gather(torch.tensor([seconds], dtype=torch.float64), "comparing times").max())

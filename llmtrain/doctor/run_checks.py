@@ -48,7 +48,7 @@ from llmtrain.parallel.ranks import replica_backend
 from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
 from llmtrain.parallel.roll_call import format_ranks, gather_over_store
 from llmtrain.parallel.world import World, node_name
-from llmtrain.plan.memory import Memory, checkpoint_bytes, estimate
+from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate, run_bytes
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
@@ -188,7 +188,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
             findings.append(_cpu_memory(recipe, needed, ranks, memory_bytes(torch.device("cpu"))))
         sent = traffic(recipe, size, replicas)
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
-        written = recipe.checkpoint.max_on_disk(recipe.train.total_steps) * checkpoint_bytes(recipe, size, replicas)
+        written = run_bytes(recipe, size, replicas)
         tokens = missing_token_bytes(recipe, size.vocabulary, nodes, shards)
     again = "; what is there from earlier runs is counted again"
     findings.append(disk("run.out_dir", recipe.run.out_dir, written, advice=again))
@@ -203,6 +203,7 @@ def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Findi
         "lower train.micro_batch": recipe.train.micro_batch > 1,
         "set parallel.activation_checkpointing=true": parallel.activation_checkpointing is not True,
         "set sync.offload=true": on_gpu and needed.anchors > 0,  # without a GPU it moves nothing
+        "set checkpoint.background=false": not on_gpu and copies_background_checkpoints(recipe),
         "use a larger parallel.shards": not parallel.in_process,
         "train fewer parallel.replicas": parallel.in_process,
     }
@@ -211,14 +212,12 @@ def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Findi
 
 def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Finding:
     """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
-    is_zero = recipe.parallel.engine == "zero"
     offloads = {"sync.offload": recipe.sync.offload, "parallel.zero_offload": recipe.parallel.zero_offload}
     uses = [
         (
             needed.host_checkpoint,
             "copied for a checkpoint (pinned, which can take up to twice as much)",
-            # Under ZeRO, checkpoints are copied whether they are written in the background or not.
-            "set checkpoint.background=false" if recipe.checkpoint.background and not is_zero else "",
+            "set checkpoint.background=false" if copies_background_checkpoints(recipe) else "",
         ),
         (
             needed.pinned_total,
@@ -330,7 +329,7 @@ class ClusterCheck:
         with open_mesh(
             self.world, replicas, shards, backend, self.timeout_seconds, self.peers, parallel.connections
         ) as mesh:
-            findings, rate = bench_collectives(mesh, bytes_a_round)
+            findings, rate = bench_collectives(mesh, bytes_a_round, round_trip / 1000, self.timeout_seconds)
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
                 flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))

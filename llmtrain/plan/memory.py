@@ -7,6 +7,7 @@ guarantee that a run fits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
@@ -40,6 +41,8 @@ SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 IN_BACKWARD = 1.25
 """Peak activation memory of a layer's backward pass (saved activations plus activation gradients), relative to its
 saved activations."""
+EXPORTED = 4
+"""Bytes per parameter of an export for an evaluation, in fp32."""
 KEPT_SHARE, KEPT_BYTES = 0.1, 2**28
 """Largest fraction of a rank's estimated memory, and number of bytes, by which gathered parameters may increase it. Above both,
 `auto` frees them after forward."""
@@ -89,9 +92,14 @@ class Memory:
         return self.pinned_total + self.host_models + self.host_checkpoint + self.host_validation
 
     def total(self, on_gpu: bool) -> int:
-        """Return the peak bytes on the GPU or, without GPUs, of all parts but the copies for checkpoints and validation, which
-        are then in the same memory."""
-        return self.device_total + (0 if on_gpu else self.host + self.host_models)
+        """Return the peak bytes on the GPU or, without GPUs, of all parts, which are then in the same memory."""
+        return self.device_total + (0 if on_gpu else self.host + self.host_models + self.copies_on_cpu)
+
+    @property
+    def copies_on_cpu(self) -> int:
+        """Return the bytes that copies for checkpoints and validation add without GPUs. A checkpoint is written while training
+        continues. Validation keeps neither gradients nor activations, whose place its copy takes."""
+        return self.host_checkpoint + max(0, self.host_validation - self.gradients - self.activations)
 
 
 def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Memory:
@@ -232,6 +240,21 @@ def checkpoint_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
     sync = recipe.sync
     own = size.parameters * (2 if sync.wire.error_feedback else 1) + moment_values(recipe, size)
     return master * (replicas * own + size.parameters * _anchor_copies(recipe))
+
+
+def run_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
+    """Return the largest number of bytes that a run has on disk: its checkpoints, and the exports that background evaluations
+    leave if each of them is done before the next checkpoint."""
+    steps, checkpoint, suite = recipe.train.total_steps, recipe.checkpoint, recipe.eval.suite
+    exports = 0 if suite is None else math.ceil(steps / ((checkpoint.every or steps) * suite.every))
+    return (
+        checkpoint.max_on_disk(steps) * checkpoint_bytes(recipe, size, replicas) + exports * EXPORTED * size.parameters
+    )
+
+
+def copies_background_checkpoints(recipe: Recipe) -> bool:
+    """Return whether checkpoints are copied because they are written in the background. Under ZeRO, all are."""
+    return recipe.checkpoint.background and recipe.parallel.engine != "zero"
 
 
 def _checkpoint_copy(recipe: Recipe, others: int, anchors: int) -> int:

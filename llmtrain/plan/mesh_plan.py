@@ -9,7 +9,7 @@ from itertools import groupby
 
 from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
-from llmtrain.plan.memory import Memory, estimate, reshards
+from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate, reshards
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.quantities import GIB
 from llmtrain.recipe_messages import one_of
@@ -142,7 +142,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         raise RecipeError(
             f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shards} shards it needs "
             f"{what} {total / GIB:.1f} GiB {each}, and {there} {least / GIB:.1f} GiB; "
-            f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1))}"
+            f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1, on_gpu))}"
         )
     return replicas, shards, reason
 
@@ -171,7 +171,7 @@ def _state_of(memory: Memory, on_gpu: bool) -> int:
     return state + (0 if on_gpu else memory.host)
 
 
-def _remedies(recipe: Recipe, ours: bool, several_nodes: bool) -> list[str]:
+def _remedies(recipe: Recipe, ours: bool, several_nodes: bool, on_gpu: bool) -> list[str]:
     """Return changes that could make the run fit in memory. Recipe keys are among them only if the mesh was chosen here
     (`ours`), and not given by the recipe."""
     changes = ["more devices", "larger ones", "a smaller model"]
@@ -182,6 +182,8 @@ def _remedies(recipe: Recipe, ours: bool, several_nodes: bool) -> list[str]:
             changes.append(f"train.micro_batch below {recipe.train.micro_batch}")
         if not recipe.parallel.activation_checkpointing:
             changes.append("parallel.activation_checkpointing=true")
+        if copies_background_checkpoints(recipe) and not on_gpu:
+            changes.append("checkpoint.background=false")
         if several_nodes and not recipe.parallel.shard_across_nodes:
             changes.append("parallel.shard_across_nodes=true")
         changes.append("parallel.replicas and parallel.shards, to try all the same")

@@ -94,6 +94,8 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
         table.add_row("offloaded", *(f"{memory.host / scale:,.2f}" for memory in estimates))
     if any(memory.host_models for memory in estimates) and not hardware.on_gpu:
         table.add_row("newest models", *(f"{memory.host_models / scale:,.2f}" for memory in estimates))
+    if any(memory.copies_on_cpu for memory in estimates) and not hardware.on_gpu:
+        table.add_row("copies", *(f"{memory.copies_on_cpu / scale:,.2f}" for memory in estimates))
     table.add_section()
     table.add_row("total", *(f"{total / scale:,.2f}" for total in totals), style="bold")
     if hardware.on_gpu and any(memory.host_total for memory in estimates):

@@ -76,7 +76,9 @@ def test_between_hosts_it_measures_the_network(folders):
     (link,) = re.findall(
         rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms there and back, {number} sent, {number}", shown
     )
-    (replicas,) = re.findall(rf"replica axis, between replicas: all-reduce over 2 ranks sends .*? s, {number}", shown)
+    (replicas,) = re.findall(
+        rf"replica axis, between replicas: all-reduce over 2 ranks sends .*? round trip, {number}", shown
+    )
     for rate in (*link, replicas):
         assert 1 < float(rate) < 13, output
     assert "a synchronization of this model: " in shown

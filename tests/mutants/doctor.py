@@ -13,8 +13,17 @@ TABLES = {
     "llmtrain/doctor/network_speed.py": r"""
     seen by unit/test_network_speed.py
         connections: rates are measured on the first one
-          - tensor.chunk(len(comms.groups))
+          - tensor.chunk(STREAMS * len(comms.groups))
           + tensor.chunk(1)
+        doctor: a rate includes the round trip
+          - return size, max(seconds - round_trip, seconds / 2)
+          + return size, seconds
+        doctor: a transfer counts although it is mostly a round trip
+          - max(LONG_ENOUGH, min(ROUND_TRIPS * round_trip, LONGEST_TRANSFER * timeout_seconds))
+          + LONG_ENOUGH
+        doctor: an all-reduce counts although it is mostly round trips
+          - max(COLLECTIVE_LONG_ENOUGH, min(covered, LONGEST_COLLECTIVE * timeout_seconds))
+          + COLLECTIVE_LONG_ENOUGH
         doctor: the clock's offset by the slowest round trip
           - skew=min(pings)[1]
           + skew=max(pings)[1]
@@ -45,9 +54,6 @@ TABLES = {
         doctor: the bandwidth of one rank is taken for that of its replica
           - 8e-6 * rate * shards, round_trip / 2)
           + 8e-6 * rate, round_trip / 2)
-        doctor: under ZeRO, checkpoints in the foreground are advised
-          - if recipe.checkpoint.background and not is_zero else
-          + if recipe.checkpoint.background else
     seen by unit/test_doctor.py
         doctor: warns of a public network although the recipe allows it
           - if found and not parallel.allow_unencrypted else []

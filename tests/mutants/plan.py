@@ -66,6 +66,15 @@ TABLES = {
           - own.gathered + (own.reduced if size.parameters > BUCKET else 0)
           + own.gathered
     seen by unit/test_plan_memory.py, unit/test_doctor_ranks.py
+        doctor: under ZeRO, checkpoints in the foreground are advised
+          - recipe.checkpoint.background and recipe.parallel.engine != "zero"
+          + recipe.checkpoint.background
+        plan: exports of evaluations take no room on the disk
+          - + exports * EXPORTED * size.parameters
+          -
+        plan: without GPUs, the copy for a checkpoint takes no memory
+          - return self.host_checkpoint + max(
+          + return max(
         plan: a checkpoint in the background copies nothing
           - self.pinned_total + self.host_models + self.host_checkpoint
           + self.pinned_total + self.host_models

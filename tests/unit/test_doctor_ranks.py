@@ -78,6 +78,11 @@ class Opened(list):
     rate: float | None = None
     """Bytes per second that are measured between replicas."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: set[tuple[float, float]] = set()
+        """(round trip, timeout) in seconds that measurements were given."""
+
     @contextmanager
     def open_mesh(
         self,
@@ -91,8 +96,11 @@ class Opened(list):
     ) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
 
-    def axes(self, mesh: SimpleNamespace, bytes_a_round: float | None) -> tuple[list[Finding], float | None]:
+    def axes(
+        self, mesh: SimpleNamespace, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
+    ) -> tuple[list[Finding], float | None]:
         self.append((mesh.replicas, mesh.shards, bytes_a_round))
+        self.waits.add((round_trip, timeout_seconds))
         return [ok("measured")], self.rate
 
 
@@ -162,6 +170,7 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     predicted = network_use(given, plan.size, 2, 2, HardwareRates(1e10, 16.0, 20.0))
     for sections in examined(given, ["a", "a", "b", "b"]):
         assert sections["collectives"] == [ok("measured"), predicted]
+    assert opened.waits == {(0.04, 20)}
     assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
@@ -197,6 +206,18 @@ def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
     assert found[1] == problem("this GPU does not compute in bf16", "set parallel.precision=fp32")
     found, _ = fit(recipe("parallel.precision=fp32"), ["a"] * 4, [4 * GIB] * 4)
     assert {finding.level for finding in found} == {Level.OK}
+
+
+def test_the_disk_must_also_hold_what_evaluations_export(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
+    lengths = ["train.steps=1900", "checkpoint.every=100"]
+    for suite in ("null", "{name: small, every: 5}"):
+        _, plan = fit(recipe(*lengths, f"eval.suite={suite}"), ["a"] * 4, [GIB] * 4)
+    without, _, with_suite, _ = needed
+    assert with_suite - without == 4 * 4 * plan.size.parameters, "after steps 500, 1000, 1500 and 1900"
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.79, Level.OK), (0.81, Level.WARNING)])
@@ -238,7 +259,8 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     ("keys", "on_gpu", "what", "advice"),
     [
         ([], True, "memory", ["micro_batch", "activation_checkpointing=true", "sync.offload=true", "shards"]),
-        ([], False, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
+        ([], False, "memory", ["micro_batch", "activation_checkpointing=true", "background=false", "shards"]),
+        (["parallel.engine=zero"], False, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
         (["sync.offload=true"], True, "memory", ["micro_batch", "activation_checkpointing=true", "shards"]),
         (
             ["train.micro_batch=1", "parallel.activation_checkpointing=true", "sync.method=local_sgd"],

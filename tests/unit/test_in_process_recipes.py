@@ -111,7 +111,8 @@ def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) ->
 
 def test_what_is_planned_is_of_all_replicas(right: Path) -> None:
     """Memory and time of the process, which has to wait for no network."""
-    mesh, rates = ["parallel.shards=auto", "parallel.replicas=4"], HardwareRates(flops=1e12, mbit=10)
+    mesh = ["parallel.shards=auto", "parallel.replicas=4", "checkpoint.background=false"]
+    rates = HardwareRates(flops=1e12, mbit=10)
     apart, together = (load_recipe(right, [*mesh, f"parallel.in_process={given}"]) for given in ("false", "true"))
     size = size_or_assumed(apart)
     alone = estimate_time(apart, size, 4, 1, rates)

@@ -44,7 +44,8 @@ def test_every_pair_meets_once_and_nobody_twice_at_a_time(hosts):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    monkeypatch.setattr(network_speed, "LONG_ENOUGH", 0.01)
     running = LinkServer("127.0.0.1", SECRET, 5)
     yield running
     running.close()
@@ -69,15 +70,11 @@ def test_a_clock_that_is_off_is_seen(server, monkeypatch):
     assert link.skew == pytest.approx(100, abs=1)
 
 
-def test_clocks_are_compared_by_the_quickest_round_trip(monkeypatch) -> None:
+def test_clocks_are_compared_by_the_quickest_round_trip(server, monkeypatch) -> None:
     """What a message takes there and what it takes back differ most in a slow one."""
     pings = cycle([(0.5, 3.0), (0.01, 0.2), (0.8, -5.0)])
     monkeypatch.setattr(network_speed, "_ping", lambda connection: next(pings))
-    server = LinkServer("127.0.0.1", bytes(SECRET_BYTES), 5)
-    try:
-        link = network_speed.measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), bytes(SECRET_BYTES), 5)
-    finally:
-        server.close()
+    link = measure_link(0, 1, "127.0.0.1", ("127.0.0.1", server.port), SECRET, 1)
     assert (link.skew, link.milliseconds) == (0.2, pytest.approx(500))
 
 
@@ -96,8 +93,9 @@ def test_a_host_that_is_not_there_is_an_error_within_the_timeout():
     assert link.error == "no answer in 0.3 s"
 
 
-def test_all_links_are_measured_between_two_hosts():
+def test_all_links_are_measured_between_two_hosts(monkeypatch):
     """Both hosts in this process; the exchange of the real ones is a roll call."""
+    monkeypatch.setattr(network_speed, "LONG_ENOUGH", 0.01)
     barrier, told = threading.Barrier(2), {}
 
     def host(me: int) -> list[Link]:
@@ -209,15 +207,15 @@ def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[Simp
 def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
     mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
     sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
-    findings, rate = bench_collectives(mesh, 2.0 * sent)
+    findings, rate = bench_collectives(mesh, 2.0 * sent, 0.0, 60)
     found = [finding.what for finding in findings]
     assert rate == sent
     assert found == [
         "replica axis, between replicas: all-reduce over 2 ranks sends 262.1 kB from each in 1.000 s, 262.1 kB/s",
-        "a synchronization of this model: 524.3 kB from each rank, about 2 s at that rate",
+        "a synchronization of this model: 524.3 kB from each rank, about 2 s at that rate, without round trips",
         "shard axis, inside a replica: all-reduce over 4 ranks sends 393.2 kB from each in 1.000 s, 393.2 kB/s",
     ]
-    assert [finding.what for finding in bench_collectives(mesh, None)[0]] == [found[0], found[2]]
+    assert [finding.what for finding in bench_collectives(mesh, None, 0.0, 60)[0]] == [found[0], found[2]]
 
 
 def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +226,45 @@ def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.Monk
     fake = SimpleNamespace(zeros=lambda *_, **__: there, tensor=torch.tensor, float64=torch.float64)
     fake.cuda = SimpleNamespace(synchronize=lambda device: calls.append(f"synchronize {device}"))
     monkeypatch.setattr(network_speed, "torch", fake)
-    findings, _ = bench_collectives(mesh, None)
+    findings, _ = bench_collectives(mesh, None, 0.0, 60)
     assert " in 1.000 s on 2 connections to each peer, " in findings[0].what
-    assert calls[:5] == [
-        "all: meeting before a measurement",
-        "replica: measuring",
-        "replica: measuring",
-        "synchronize cuda:1",
-        "all: comparing times",
-    ]
+    measured = ["replica: measuring"] * 4 + ["synchronize cuda:1"]  # two messages at once on each connection
+    assert calls[:11] == [*measured, *measured, "all: comparing times"], "the first time opens TCP's window"
+
+
+def test_the_rate_of_a_distant_link_leaves_out_its_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, sizes = [0.0], []
+
+    def transfer(size: int) -> None:
+        sizes.append(size)
+        now[0] += 0.25 + size / rate
+
+    monkeypatch.setattr(network_speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    rate = 1e8
+    assert network_speed._rate(transfer, 0.25, 60) == pytest.approx(rate)
+    assert 2.5 < 0.25 + sizes[-1] / rate < 5, "ten round trips, and at most twice as long"
+    rate = 1e4
+    now[0] = 0.0
+    assert network_speed._rate(transfer, 0.25, 60) == pytest.approx(rate)
+    assert now[0] < 7, "over a slow link, the first one is long enough"
+    now[0], rate = 0.0, 1e6
+    network_speed._rate(transfer, 5.0, 20)
+    assert now[0] < 20 / 5, "each direction ends long before others' patience"
+
+
+def test_between_distant_replicas_an_all_reduce_counts_when_bytes_take_longer_than_hops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four replicas: six hops with round trips of 0.2 s, in which bytes travel if there are enough of them."""
+
+    def seconds(comms: Axis, mesh: Any, values: int) -> float:
+        alone = 1.5 * 4 * values / 1.25e7
+        return max(0.2 + alone, 6 * 0.2 + alone / 8)
+
+    monkeypatch.setattr(network_speed, "_timed", seconds)
+    mesh, _ = mesh_of(4, 1, ())
+    (found, _), rate = bench_collectives(mesh, None, 0.2, 60)
+    assert rate == pytest.approx(1.25e7)
+    assert found.what.endswith(" s after its first round trip, 12.5 MB/s")
+    _, rate = bench_collectives(mesh, None, 0.2, 4)
+    assert rate == pytest.approx(1.5 * 4 * SMALLEST / (seconds(None, None, SMALLEST) - 0.2)), "no time for more"

@@ -262,7 +262,8 @@ def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
     there = planned(tmp_path, "sync.offload=true", shard=2)
     assert there.host == 2 * 4 * 3864 / 2
     assert there.pinned_total == 2 * 5 * 2048
-    assert there.total(on_gpu=False) == there.device_total + there.host, "the CPU's own memory is not pinned"
+    on_cpu = there.device_total + there.host + there.host_checkpoint
+    assert there.total(on_gpu=False) == on_cpu, "the CPU's own memory is not pinned"
     exact = planned(tmp_path, "sync.offload=true", "model.config.vocab_size=128", "sync.outer=sgd")
     # The embedding is 4096 bytes, a power of two, the head 4128; layers are 3008.
     assert exact.pinned_total == 4096 + 3 * 4096 + 8192
@@ -284,6 +285,10 @@ def test_a_replicas_own_parameters_are_copied_while_others_are_validated(tmp_pat
     for method, replicas, copies in (("diloco", 1, 0), ("diloco", 2, 1), ("synchronous", 2, 0), ("gpa", 1, 1)):
         found = planned(tmp_path, f"sync.method={method}", replicas=replicas, shard=2)
         assert found.host_validation == copies * 4 * 3864 / 2
+    without = replace(found, host_validation=0)
+    assert found.total(on_gpu=False) == without.total(on_gpu=False), "in the place of gradients and activations"
+    larger = replace(found, host_validation=found.gradients + found.activations + 100)
+    assert larger.total(on_gpu=False) == without.total(on_gpu=False) + 100
 
 
 def test_runs_that_average_rounded_gradients_in_every_step_have_no_anchor(tmp_path) -> None:
@@ -303,7 +308,9 @@ def test_a_checkpoint_is_written_from_a_copy_in_cpu_memory(tmp_path, offload: st
     one = 4 * 3864 / 2
     assert (copied.host_checkpoint, at_once.host_checkpoint) == (5 * one, 2 * one if offload == "true" else 0)
     assert copied.host_total - at_once.host_total == copied.host_checkpoint - at_once.host_checkpoint
-    assert copied.device_total == at_once.device_total
+    assert copied.device_total == at_once.device_total == copied.total(on_gpu=True)
+    more = copied.total(on_gpu=False) - at_once.total(on_gpu=False)
+    assert more == copied.host_checkpoint - at_once.host_checkpoint, "the copy is there while training continues"
 
 
 @pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])
