@@ -50,7 +50,7 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
         return f"{label}: {key}.kind is {format_value(first['input'].get('kind'))}, expected {one_of(_variants(path, data))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         name = first["loc"][-1]
-        meaning = _section(path, data).model_fields[name].description
+        meaning = " ".join(_section(path, data).model_fields[name].description.split())
         return f"{label}: {key}.{name} is not given and has no default; {meaning[0].lower()}{meaning[1:]}"
     alternatives = [_expected(p) for p in problems if _key_path(p["loc"], data) == path]
     if "a mapping of keys" in alternatives:
