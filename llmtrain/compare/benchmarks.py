@@ -129,11 +129,13 @@ def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame
     for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
         counts = {result["results"].get(task, {}).get("n") for result in everything} - {None}
         chance = _first(result["tasks"].get(task, {}).get("chance") for result in everything)
+        windows = {result["tasks"].get(task, {}).get("window") for result in everything} - {None}
+        documents = _either(counts) or NOTHING
         has_chance = chance is not None and metric.startswith("acc")
         row = {
             "task": task,
             "metric": metric,
-            "documents": " or ".join(f"{count:,}" for count in sorted(counts)) or NOTHING,
+            "documents": f"{documents}, windows of {_either(windows)}" if len(windows) > 1 else documents,
             "chance": f"{chance:.3f}" if has_chance else NOTHING,
         }
         for run, of_run in runs.items():
@@ -158,6 +160,10 @@ def _cell(of_run: Sequence[dict[str, Any]], task: str, metric: str) -> str:
         count = sum(test["p"] < SIGNIFICANT and factor * test["difference"] > 0 for test in found)
         median += f" {word} in {count} of {len(found)}" if count else ""
     return median if low == high else f"{median} ({low} to {high})"
+
+
+def _either(numbers: Iterable[int]) -> str:
+    return " or ".join(f"{number:,}" for number in sorted(numbers))
 
 
 def _first(values: Iterable[Any]) -> Any:

@@ -96,13 +96,13 @@ def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant
     ]
 
 
-def test_results_of_other_numbers_of_documents_are_named(tmp_path: Path) -> None:
+def test_other_numbers_of_documents_and_other_windows_are_named(tmp_path: Path) -> None:
     for seed, count in ((1, 5), (2, 1000)):
         content = result(0.3, 2.0, None)
-        content["results"]["arc_easy"]["n"] = count
+        content["results"]["arc_easy"]["n"] = content["tasks"]["valid"]["window"] = count
         write_result(write_trial(tmp_path, "plain", "synchronous", seed, straight(60, 4.0)), content)
     [(_, _, table)] = benchmark_tables(gather(load_trials([tmp_path]), "synchronous"))
-    assert list(table["documents"]) == ["5 or 1,000", "5 or 1,000", "30"]
+    assert list(table["documents"]) == ["5 or 1,000", "5 or 1,000", "30, windows of 5 or 1,000"]
 
 
 def cells(folder: Path, baseline: str) -> dict[str, str]:
