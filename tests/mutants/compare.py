@@ -95,6 +95,9 @@ TABLES = {
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
+        compare: garbage may begin after a run's last step
+          - if garbage is not None and garbage.first >
+          + if False and garbage.first >
         compare: the recipes' warnings are not shown
           -                     progress.print(f"warning: runs.{run}: {line}")
           -
@@ -106,6 +109,9 @@ TABLES = {
         comparison: each part of a trial has the whole limit
           - (self.comparison.stop_after_minutes or math.inf) - trained
           + (self.comparison.stop_after_minutes or math.inf)
+        compare: faults after the end of a run are not told
+          - .faults_after(trained)
+          + .faults_after(math.inf)
     """,
     "llmtrain/compare/cluster/frame_switch.py": r"""
     seen by unit/test_frame_switch.py
