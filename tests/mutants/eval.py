@@ -30,6 +30,9 @@ TABLES = {
     """,
     "llmtrain/eval/harness.py": r"""
     seen by unit/test_eval_harness.py
+        eval: a generated answer may fill the model's context
+          - if asked >= model.max_length:
+          + if asked > model.max_length:
         eval: JSON with a standard error that is no number
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
