@@ -15,8 +15,14 @@ TABLES = {
           - sign = -1 if metric in LOWER_IS_BETTER else 1
           + sign = 1
         compare: a trial without its test against the baseline is not evaluated again
-          - if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
-          + if not is_wanted:
+          - (of_base and _is_against(result, one.directory, base.directory, of_base))
+          + of_base
+        compare: tests against a baseline that has no result any more are kept
+          - not (of_base and _is_against(
+          + not (True and _is_against(
+        compare: tests against a baseline that was trained again count
+          - if None not in digests and digests[0] != digests[1]:
+          + if False:
     """,
     "llmtrain/compare/comparison.py": r"""
     seen by unit/test_comparison.py

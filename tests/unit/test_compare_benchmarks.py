@@ -157,6 +157,28 @@ def test_tests_against_an_earlier_checkpoint_of_the_baseline_do_not_count(tmp_pa
     assert cells(tmp_path, "synchronous")["diloco"] == "0.300"
 
 
+def test_tests_against_a_baseline_that_was_trained_again_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, trial = (write_trial(tmp_path, "plain", run, 1, straight(60, 4.0)) for run in ("synchronous", "diloco"))
+    tested = result(0.3, 2.0, 3.5, {"acc": (0.1, 0.001)}, model=trial, baseline=base)
+    tested["against"]["digest"] = "first"
+    write_result(trial, tested)
+    evaluated = []
+    monkeypatch.setattr(benchmarks, "_evaluate", lambda one, *_: (evaluated.append(one.parent.name) or 1, Path("log")))
+    monkeypatch.setattr(benchmarks, "last_log_line", lambda log: "no")
+    both = planned(tmp_path, ("plain", "diloco", 1), ("plain", "synchronous", 1))
+    for digest, again, cell in (
+        ("first", [], "0.300 better in 1 of 1"),
+        ("second", ["diloco"], "0.300"),
+        (None, ["synchronous", "diloco"], None),
+    ):
+        write_result(base, {} if digest is None else result(0.2, 2.0, 3.5, model=base) | {"digest": digest})
+        evaluated.clear()
+        assert evaluate_trials(both, "synchronous", SUITE, lambda line: None) == (not again) and evaluated == again
+        assert cell is None or cells(tmp_path, "synchronous")["diloco"] == cell
+
+
 def planned(folder: Path, *names: tuple[str, str, int]) -> list[TrialSpec]:
     return [
         TrialSpec(condition, run, seed, Path("recipe.yaml"), (), folder / condition / run / f"seed-{seed}", ())

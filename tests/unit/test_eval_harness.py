@@ -131,7 +131,7 @@ def test_a_task_whose_generated_answers_leave_no_room_for_questions_is_named() -
         (task(max_gen_toks=255, max_tokens=300), task()),
         (task(max_new_tokens=9), task(max_tokens=300)),
     ):
-        with pytest.raises(ModelError, match="task second: answers may have (256|300) tokens and the model sees 256"):
+        with pytest.raises(ModelError, match=r"task second: answers may have (256|300) tokens and the model sees 256"):
             check_answers_fit({"first": fitting, "second": filling}, model)
 
 
