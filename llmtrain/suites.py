@@ -58,7 +58,8 @@ class TextSection(Section):
     limit: Count | None = None
     """Maximum number of documents; null: all."""
     window: Annotated[int, Field(ge=2)] | None = None
-    """Context length in tokens; null: the maximum of the model, at most 2048."""
+    """Context length in tokens; null: the length of the model's training sequences, or of its positions if that is shorter or all
+    that is known, at most 2048."""
     show: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
     """Metrics in the table and the curves."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config.data import LISTS
 from llmtrain.files import read_mapping
 from llmtrain.run_files import RECIPE
 
@@ -38,7 +39,7 @@ class ValidatedText:
     contexts: Mapping[str, Any]
     """Values of CONTEXT_KEYS that the recipe has."""
     bytes_per_token: float | None
-    """UTF-8 bytes of the text per token, measured in a validation."""
+    """UTF-8 bytes of the text per token, measured in a validation; of a list of texts, the mean by weight."""
 
     def has_tokenizer_of(self, other: ValidatedText) -> bool:
         """Return whether both runs have the same tokenizer."""
@@ -87,16 +88,35 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
     data = recipe.get("data") if isinstance(recipe.get("data"), dict) else {}
     evaluation = recipe.get("eval") if isinstance(recipe.get("eval"), dict) else {}
     file = run / "tokenizer" / "tokenizer.json"
-    pairs = ((line.get("eval/loss"), line.get("eval/bpb")) for line in lines)
-    ratios = (loss / math.log(2) / bits for loss, bits in pairs if loss and bits)
     return ValidatedText(
         keys=_keys_of(data),
         tokens=evaluation.get("tokens"),
         tokenizer=data.get("tokenizer"),
         contexts=_contexts(data, recipe.get("train")),
         digest=hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None,
-        bytes_per_token=next(ratios, None),
+        bytes_per_token=_bytes_per_token(data, lines),
     )
+
+
+def _bytes_per_token(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the UTF-8 bytes per token; of a list of texts, the mean by weight, because the ratio of all texts' loss to their bits
+    per byte is another one after each step. None if a text has not been validated."""
+    _, entries = _list_of(data)
+    weights = {f"eval/{entry.get('name')}/": entry.get("weight", 1.0) for entry in entries} or {"eval/": 1.0}
+    total = 0.0
+    for prefix, weight in weights.items():
+        pairs = ((line.get(f"{prefix}loss"), line.get(f"{prefix}bpb")) for line in lines)
+        ratio = next((loss / math.log(2) / bits for loss, bits in pairs if loss and bits), None)
+        if ratio is None:
+            return None
+        total += weight * ratio
+    return total / sum(weights.values())
+
+
+def _list_of(data: Mapping[str, Any]) -> tuple[str, list[Mapping[str, Any]]]:
+    """Return the key and the entries of the recipe's list of texts, both empty if it has none."""
+    found = ((key, data[key]) for key in LISTS if isinstance(data.get(key), list) and data[key])
+    return next(found, ("", []))
 
 
 def _contexts(data: Mapping[str, Any], train: Any) -> dict[str, Any]:
@@ -112,11 +132,11 @@ def _contexts(data: Mapping[str, Any], train: Any) -> dict[str, Any]:
 def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe keys that determine the validation text, with their values. A list of texts is one key. Its value has
     the texts with their weights, in an order of its own, so that two recipes may list them in different orders."""
-    for key in ("sources", "per_replica"):
-        if isinstance(entries := data.get(key), list) and entries:
-            weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
-            texts = [_text_keys(entry) | weight for entry, weight in zip(entries, weights, strict=True)]
-            return {f"data.{key}": sorted({json.dumps(text, sort_keys=True) for text in texts})}
+    key, entries = _list_of(data)
+    if entries:
+        weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
+        texts = [_text_keys(entry) | weight for entry, weight in zip(entries, weights, strict=True)]
+        return {f"data.{key}": sorted({json.dumps(text, sort_keys=True) for text in texts})}
     return {f"data.{name}": value for name, value in _text_keys(data).items()}
 
 

@@ -41,8 +41,8 @@ def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
     """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
-    the baseline's trial with the same condition and seed. Trials that already have such results, of the same suite and as many
-    documents, are left out. Return whether all evaluations succeeded."""
+    the baseline's trial with the same condition and seed. Trials that already have such results, of the same suite, as many
+    documents and the same model of the baseline, are left out. Return whether all evaluations succeeded."""
     done = [one for one in planned if one.state() == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
     _, suite, folders = load_suite(section.name, "suite.name")
@@ -50,11 +50,14 @@ def evaluate_trials(
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
         result = read_mapping(_result(one.directory, section))
+        of_base = None if base is None else read_mapping(_result(base.directory, section))
         is_of_suite = (
             result.get("limit", section.limit) == section.limit and result.get("suite_digest", digest) == digest
         )
         is_wanted = result and is_of_suite
-        if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
+        if not is_wanted or (
+            base is not None and not (of_base and _is_against(result, one.directory, base.directory, of_base))
+        ):
             missing.append((one, base))
     succeeded = True
     for number, (one, base) in enumerate(missing, 1):
@@ -74,7 +77,7 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
     return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
 
 
-def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None = None) -> bool:
+def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None) -> bool:
     """Return whether the result of the run in `directory` holds tests against the run in `base`, and against the model of the
     result `of_base` if it is given. Only the relative path from one export to the other counts, because the absolute paths in a
     result are those of the machine on which it was made."""
@@ -83,6 +86,9 @@ def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: di
         return False
     if of_base is not None and Path(other).name != Path(of_base.get("model", other)).name:
         return False  # of an earlier checkpoint
+    digests = (result["against"].get("digest"), (of_base or {}).get("digest"))
+    if None not in digests and digests[0] != digests[1]:
+        return False  # of the same step, before the baseline was trained again
     position = os.path.relpath(other, Path(model).parent.parent)  # from the run to the export of the other one
     return Path(os.path.abspath(directory / position)).is_relative_to(os.path.abspath(base))
 
@@ -129,11 +135,13 @@ def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame
     for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
         counts = {result["results"].get(task, {}).get("n") for result in everything} - {None}
         chance = _first(result["tasks"].get(task, {}).get("chance") for result in everything)
+        windows = {result["tasks"].get(task, {}).get("window") for result in everything} - {None}
+        documents = _either(counts) or NOTHING
         has_chance = chance is not None and metric.startswith("acc")
         row = {
             "task": task,
             "metric": metric,
-            "documents": " or ".join(f"{count:,}" for count in sorted(counts)) or NOTHING,
+            "documents": f"{documents}, windows of {_either(windows)}" if len(windows) > 1 else documents,
             "chance": f"{chance:.3f}" if has_chance else NOTHING,
         }
         for run, of_run in runs.items():
@@ -158,6 +166,10 @@ def _cell(of_run: Sequence[dict[str, Any]], task: str, metric: str) -> str:
         count = sum(test["p"] < SIGNIFICANT and factor * test["difference"] > 0 for test in found)
         median += f" {word} in {count} of {len(found)}" if count else ""
     return median if low == high else f"{median} ({low} to {high})"
+
+
+def _either(numbers: Iterable[int]) -> str:
+    return " or ".join(f"{number:,}" for number in sorted(numbers))
 
 
 def _first(values: Iterable[Any]) -> Any:

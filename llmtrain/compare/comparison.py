@@ -111,6 +111,11 @@ class ConditionSection(Section):
             return given or "no limits, no faults"
         return ", ".join(filter(None, (WITHOUT_LIMITS, given)))
 
+    def faults_after(self, seconds: float) -> list[str]:
+        """Return the pauses and deaths of hosts that come later than `seconds` after training began, in words."""
+        faults = [("pause", one) for one in self.pauses] + [("death", one) for one in self.kills]
+        return [f"the {kind} of host {one.host} at {one.at:g} s" for kind, one in faults if one.at > seconds]
+
 
 class RestartSection(Section):
     """Stop with a checkpoint, from which the run continues on a different number of hosts."""

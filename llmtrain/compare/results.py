@@ -58,6 +58,8 @@ class TrialRecord(BaseModel, frozen=True):
     """Name and address of each host, and, except on loopback, the bytes `sent` and `received` by its network card."""
     last_lines: list[str] = []
     """Last output lines of the host that failed first."""
+    missed: list[str] = []
+    """Pauses and deaths of the condition that never happened, because training ended before them."""
 
 
 class Trial(TrialRecord, frozen=True):

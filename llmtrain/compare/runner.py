@@ -109,7 +109,16 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
             recipe = load_recipe(planned.recipe, planned.overrides_of(stage))
             check(recipe, stage.replicas * comparison.hosts.processes)
             check_machine(recipe)
-        return load_recipe(planned.recipe, planned.overrides)
+        recipe, garbage = (
+            load_recipe(planned.recipe, planned.overrides),
+            comparison.conditions[planned.condition].garbage,
+        )
+        if garbage is not None and garbage.first > recipe.train.total_steps:
+            raise RecipeError(
+                f"conditions.{planned.condition}.garbage begins in step {garbage.first}, but the run has "
+                f"{recipe.train.total_steps} steps; give an earlier step, or train more"
+            )
+        return recipe
     except UserError as error:
         raise type(error)(f"runs.{planned.run}: {error}") from None
 
@@ -242,3 +251,5 @@ class ComparisonProgress(Progress):
         self.print(f"{self._name}: {record.state} in {seconds(record.wall_seconds)}{left}")
         for line in record.last_lines[-3:]:
             self.print(f"    {line}")
+        for fault in record.missed:
+            self.print(f"    warning: it ended before {fault}")

@@ -70,6 +70,7 @@ class TrialRun:
             commit=_commit(),
             hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=last_lines,
+            missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
         path = planned.directory / "trial.json"
         try:

@@ -17,6 +17,7 @@ from llmtrain.eval.scores import SEPARATE, Cache, write_json
 from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
 from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
+from llmtrain.export.folder import recorded
 from llmtrain.export.request import Step
 from llmtrain.run_files import step_name
 from llmtrain.suites import load_suite, suite_digest
@@ -123,6 +124,7 @@ def _result(
         "suite": suite,
         "checkpoint_step": checkpoint.step,
         "model": str(checkpoint.folder),
+        "digest": _digest(checkpoint),
         "tokens": checkpoint.tokens,
         "limit": limit,
         "headline": scores_on_one_line(each, show),
@@ -139,11 +141,18 @@ def _result(
         compared = {row: comparison(each, baseline, row) for row in rows_of([each], show)}
         result["against"] = {
             "baseline": str(baseline.checkpoint.folder),
+            "digest": _digest(baseline.checkpoint),
             "scores": [
                 {"task": row.name, "metric": row.metric, **vars(found)} for row, found in compared.items() if found
             ],
         }
     return result
+
+
+def _digest(checkpoint: Checkpoint) -> str | None:
+    """Return the digest of the training checkpoint that was exported, or None if the folder is no export."""
+    manifest = recorded(checkpoint.folder)
+    return None if manifest is None else manifest.checkpoint
 
 
 def _show(

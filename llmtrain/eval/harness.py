@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+ANSWER_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names that lm-eval knows for the largest number of tokens of a generated answer, the first one before the others."""
 BOOTSTRAP = 1000
 """Resamples for the standard error of a perplexity; lm-eval's command line uses 100,000, which takes minutes."""
 
@@ -173,17 +175,26 @@ def _is_finite(sample: Mapping[str, Any]) -> bool:
 
 
 def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
-    """Raise ModelError if a task has an answer longer than the model's context.
+    """Raise ModelError if a task has an answer longer than the model's context, or asks for one that would fill it.
 
     lm-eval only asserts that every answer fits. If a question does not fit, lm-eval drops its beginning.
     """
+    advice = "leave the task out in a suite of your own, or train a model with more positions on longer sequences"
     for name, task in tasks.items():
         continuations = {instance.args[1] for instance in task.instances if instance.request_type == "loglikelihood"}
         longest = max((len(model.tok_encode(answer)) for answer in continuations), default=0)
         if longest > model.max_length:
             raise ModelError(
                 f"task {name}: an answer has {longest} tokens and the model sees {model.max_length} at once, so it can't be "
-                "scored; leave the task out in a suite of your own, or train a model with more positions on longer sequences"
+                f"scored; {advice}"
+            )
+        generations = (instance.args[1] for instance in task.instances if instance.request_type == "generate_until")
+        given = ([keys[key] for key in ANSWER_TOKENS if keys.get(key) is not None] for keys in generations)
+        asked = max((int([*one, model.max_gen_toks][0]) for one in given), default=0)
+        if asked >= model.max_length:
+            raise ModelError(
+                f"task {name}: answers may have {asked} tokens and the model sees {model.max_length} at once, so no question has "
+                f"room; {advice}"
             )
 
 

@@ -52,7 +52,7 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
 def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
     """Return the paired test of two checkpoints on one score, or None if the score cannot be tested."""
     a, b = ours.entries[row.unit], theirs.entries[row.unit]
-    if row.name not in a.about or row.name not in b.about or _reads_apart(a, row) != _reads_apart(b, row):
+    if row.name not in a.about or row.name not in b.about or _context(a, row) != _context(b, row):
         return None
     sides = [[entry.answers[task] for task in entry.about[row.name]["members"]] for entry in (a, b)]
     found = compare(*sides, row.metric)
@@ -62,9 +62,10 @@ def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | Non
     return replace(found, difference=ours_is - theirs_is)  # a group's score may weight its tasks equally
 
 
-def _reads_apart(entry: Entry, row: Row) -> bool:
-    """Return whether the score is of documents that the model has read one by one."""
-    return SEPARATE in entry.about.get(row.name, {})
+def _context(entry: Entry, row: Row) -> tuple[bool, int | None]:
+    """Return whether the score is of documents that the model has read one by one, and the window of a text."""
+    about = entry.about.get(row.name, {})
+    return SEPARATE in about, about.get("window")
 
 
 def verdict_of(entry: Entry, row: Row) -> str:
@@ -127,9 +128,17 @@ def table_of(
         documents = evaluated[0].entries[row.unit].scores[row.name]["n"]
         table.add_row(row.name, row.metric, f"{documents:,}", *cells)
     everything = [*evaluated, baseline] if baseline else evaluated
-    apart = [
-        one.checkpoint.label for one in everything if any(_reads_apart(one.entries[row.unit], row) for row in rows)
-    ]
+    apart = [one.checkpoint.label for one in everything if any(_context(one.entries[row.unit], row)[0] for row in rows)]
+    for row in rows:
+        windows = [_context(one.entries[row.unit], row)[1] for one in everything]
+        if len(set(windows)) > 1:
+            each = ", ".join(
+                f"{window} ({one.checkpoint.label})" for one, window in zip(everything, windows, strict=True)
+            )
+            notes.append(
+                f"{row.name}: read in windows of {each} tokens; losses in other windows are not comparable, and not tested; "
+                "give `window:` in the suite"
+            )
     if apart:
         notes.append(
             f"{', '.join(dict.fromkeys(apart))}: trained on separate documents, so texts are read one document at a time; such losses are "

@@ -62,6 +62,7 @@ def _header(source: Source, scores: list[Score]) -> str:
             metric_value=score.value,
         )
         for score in scores
+        if not score.is_limited  # leaderboards show the value alone
     ]
     return ModelCardData(
         library_name="transformers",
@@ -133,8 +134,11 @@ def _usage(source: Source) -> str:
 def _evaluation(scores: list[Score]) -> str:
     if not scores:
         return "Not evaluated on benchmarks yet."
-    rows = [(score.suite, score.task, score.metric, str(score)) for score in scores]
-    return _table(("suite", "task", "metric", "value"), rows)
+    rows = [
+        (score.suite, score.task, score.metric, "–" if score.n is None else f"{score.n:,.0f}", str(score))
+        for score in scores
+    ]
+    return _table(("suite", "task", "metric", "documents", "value"), rows)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -159,16 +163,16 @@ class Score:
     stderr: float | None
     n: float | None
     """Number of documents, if it is known."""
-    shows_n: bool = False
+    is_limited: bool = False
+    """True if the evaluation was told to use fewer documents than the suite has (`--limit`)."""
 
     def __str__(self) -> str:
-        error = "" if self.stderr is None else f" ± {self.stderr:.4f}"
-        return f"{self.value:.4f}{error}" + (f" (n = {self.n:g})" if self.shows_n and self.n is not None else "")
+        return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
 
 
 def read_scores(folder: Path, step: int) -> list[Score]:
     """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name. Of several
-    evaluations, the newest score is returned; it shows its number of documents if another one had fewer or more.
+    evaluations, the newest score is returned.
 
     Files and values of any other form are skipped, because a model card does not need results.
     """
@@ -181,13 +185,9 @@ def read_scores(folder: Path, step: int) -> list[Score]:
         if isinstance(content, dict) and content.get("checkpoint_step") == step:
             suite, date = str(content.get("suite", file.stem)), str(content.get("date", ""))
             for key, score in _scores_of(suite, content.get("results")):
-                found.setdefault((suite, score.task, key), []).append((date, score))
-    return [_newest(scores) for scores in found.values()]
-
-
-def _newest(scores: list[tuple[str, Score]]) -> Score:
-    _, newest = max(reversed(scores), key=lambda dated: dated[0])
-    return replace(newest, shows_n=any(score.n != newest.n for _, score in scores))
+                limited = replace(score, is_limited=content.get("limit") is not None)
+                found.setdefault((suite, score.task, key), []).append((date, limited))
+    return [max(reversed(scores), key=lambda dated: dated[0])[1] for scores in found.values()]
 
 
 def _scores_of(suite: str, results: Any) -> Iterator[tuple[str, Score]]:

@@ -43,7 +43,7 @@ class ValidationSet:
     batches: Callable[[], Batches]
     """Function that returns an iterable of this rank's batches, from the first on at each call."""
     bytes_per_token: float
-    """UTF-8 bytes of the text divided by its tokens."""
+    """UTF-8 bytes of the text divided by its tokens. NaN for a text with parts."""
     parts: Sequence[ValidationSet] = ()
     """Texts of which this one consists, those of a mixture or of the sites. A text with parts has no batches of its own."""
     share: float = 1.0
@@ -52,8 +52,19 @@ class ValidationSet:
     def tags(self, found: Validation) -> dict[str, float]:
         """Return the tags to log: loss, perplexity and bits per byte under `eval/`, or under `eval/<name>/`."""
         prefix = f"eval/{self.name}/" if self.name else "eval/"
-        bits_per_byte = found.loss / math.log(2) / self.bytes_per_token
-        return {f"{prefix}loss": found.loss, f"{prefix}ppl": found.perplexity, f"{prefix}bpb": bits_per_byte}
+        return {
+            f"{prefix}loss": found.loss,
+            f"{prefix}ppl": found.perplexity,
+            f"{prefix}bpb": self.bits_per_byte(found),
+        }
+
+    def bits_per_byte(self, found: Validation) -> float:
+        """Return the bits per byte of the text; of a text with parts, the mean of theirs by the shares. The loss of all parts
+        divided by their bytes would depend on the tokenizer, which decides how many bytes a token of each part has."""
+        if not self.parts:
+            return found.loss / math.log(2) / self.bytes_per_token
+        bits = (part.share * found.parts[part.name] / math.log(2) / part.bytes_per_token for part in self.parts)
+        return sum(bits) / sum(part.share for part in self.parts)
 
 
 def in_all(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Validation:
@@ -65,8 +76,7 @@ def in_all(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Valid
 
 def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
     """Return the run's own text that consists of these parts."""
-    bytes_per_token = sum(part.share * part.bytes_per_token for part in parts) / sum(part.share for part in parts)
-    return ValidationSet("", tuple, bytes_per_token, tuple(parts))
+    return ValidationSet("", tuple, math.nan, tuple(parts))
 
 
 @contextmanager

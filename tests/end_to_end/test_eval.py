@@ -331,6 +331,7 @@ def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Pat
     assert json.loads((tmp_path / "a/eval/quick.json").read_text())["checkpoint_step"] == 20
     assert json.loads((tmp_path / "a/eval/quick-over-time.json").read_text())["checkpoints"] == results
     assert (tmp_path / "a/eval/quick-over-time.png").read_bytes().startswith(b"\x89PNG")
+    assert results[0]["against"]["digest"] == results[2]["digest"] == "abc"
     assert "against" not in results[2] and not (tmp_path / "b/eval/quick.json").exists()
     tests = {(each["task"], each["metric"]): each["test"] for each in results[0]["against"]["scores"]}
     assert tests == {("offline_piqa", "acc"): "McNemar's exact test", ("stories", "bits_per_byte"): "paired bootstrap"}

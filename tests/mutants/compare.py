@@ -15,8 +15,14 @@ TABLES = {
           - sign = -1 if metric in LOWER_IS_BETTER else 1
           + sign = 1
         compare: a trial without its test against the baseline is not evaluated again
-          - if not is_wanted or (base is not None and not _is_against(result, one.directory, base.directory)):
-          + if not is_wanted:
+          - (of_base and _is_against(result, one.directory, base.directory, of_base))
+          + of_base
+        compare: tests against a baseline that has no result any more are kept
+          - not (of_base and _is_against(
+          + not (True and _is_against(
+        compare: tests against a baseline that was trained again count
+          - if None not in digests and digests[0] != digests[1]:
+          + if False:
     """,
     "llmtrain/compare/comparison.py": r"""
     seen by unit/test_comparison.py
@@ -95,6 +101,9 @@ TABLES = {
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
+        compare: garbage may begin after a run's last step
+          - if garbage is not None and garbage.first >
+          + if False and garbage.first >
         compare: the recipes' warnings are not shown
           -                     progress.print(f"warning: runs.{run}: {line}")
           -
@@ -106,6 +115,9 @@ TABLES = {
         comparison: each part of a trial has the whole limit
           - (self.comparison.stop_after_minutes or math.inf) - trained
           + (self.comparison.stop_after_minutes or math.inf)
+        compare: faults after the end of a run are not told
+          - .faults_after(trained)
+          + .faults_after(math.inf)
     """,
     "llmtrain/compare/cluster/frame_switch.py": r"""
     seen by unit/test_frame_switch.py

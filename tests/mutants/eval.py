@@ -30,6 +30,9 @@ TABLES = {
     """,
     "llmtrain/eval/harness.py": r"""
     seen by unit/test_eval_harness.py
+        eval: a generated answer may fill the model's context
+          - if asked >= model.max_length:
+          + if asked > model.max_length:
         eval: JSON with a standard error that is no number
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
@@ -66,8 +69,11 @@ TABLES = {
     "llmtrain/eval/table.py": r"""
     seen by unit/test_eval_table.py
         eval: losses in other contexts are tested against each other
-          -  or _reads_apart(a, row) != _reads_apart(b, row):
+          -  or _context(a, row) != _context(b, row):
           + :
+        eval: losses in windows of other lengths are tested against each other
+          - return SEPARATE in about, about.get("window")
+          + return SEPARATE in about, None
     """,
     "llmtrain/eval/texts.py": r"""
     seen by unit/test_eval_texts.py

@@ -9,6 +9,9 @@ TABLES = {
         export: the card of one replica has the scores of the mean
           - is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
           + is_default = True
+        card: scores of a quick look are for leaderboards
+          - content.get("limit") is not None
+          + False
     seen by unit/test_export_folder.py
         card: the oldest of several scores
           - max(reversed(scores),

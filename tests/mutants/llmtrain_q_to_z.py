@@ -300,6 +300,9 @@ TABLES = {
         lists: mixtures of other weights are compared
           - texts = [_text_keys(entry) | weight for
           + texts = [_text_keys(entry) for
+        lists: the bytes per token are those of the whole, which losses change
+          -  for entry in entries} or {"eval/": 1.0}
+          +  for entry in entries[:0]} or {"eval/": 1.0}
     seen by unit/test_compare_runs.py
         documents: losses with and without other documents before them are ranked
           - self.contexts[key] != other.contexts[key]:

@@ -255,6 +255,11 @@ TABLES = {
           + forward_backward(micro_batches)
     """,
     "llmtrain/train/validation.py": r"""
+    seen by unit/test_run_texts.py
+        mixture: bits per byte are weighted by the tokenizer's bytes
+          - return sum(bits) / sum(part.share for part in self.parts)
+          + shares = sum(part.share for part in self.parts)
+          +         return found.loss / math.log(2) / sum(part.share / shares * part.bytes_per_token for part in self.parts)
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: each replica validates its own weights
           - stay = given is None and (is_synchronized or self.mesh.replicas == 1)

@@ -96,13 +96,13 @@ def test_a_table_has_medians_over_seeds_and_the_differences_that_are_significant
     ]
 
 
-def test_results_of_other_numbers_of_documents_are_named(tmp_path: Path) -> None:
+def test_other_numbers_of_documents_and_other_windows_are_named(tmp_path: Path) -> None:
     for seed, count in ((1, 5), (2, 1000)):
         content = result(0.3, 2.0, None)
-        content["results"]["arc_easy"]["n"] = count
+        content["results"]["arc_easy"]["n"] = content["tasks"]["valid"]["window"] = count
         write_result(write_trial(tmp_path, "plain", "synchronous", seed, straight(60, 4.0)), content)
     [(_, _, table)] = benchmark_tables(gather(load_trials([tmp_path]), "synchronous"))
-    assert list(table["documents"]) == ["5 or 1,000", "5 or 1,000", "30"]
+    assert list(table["documents"]) == ["5 or 1,000", "5 or 1,000", "30, windows of 5 or 1,000"]
 
 
 def cells(folder: Path, baseline: str) -> dict[str, str]:
@@ -155,6 +155,28 @@ def test_tests_against_an_earlier_checkpoint_of_the_baseline_do_not_count(tmp_pa
     assert cells(tmp_path, "synchronous")["diloco"] == "0.300 better in 1 of 1"
     write_result(base, result(0.2, 2.0, 3.5, model=base) | {"model": f"{base}/export/step-00000020"})
     assert cells(tmp_path, "synchronous")["diloco"] == "0.300"
+
+
+def test_tests_against_a_baseline_that_was_trained_again_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, trial = (write_trial(tmp_path, "plain", run, 1, straight(60, 4.0)) for run in ("synchronous", "diloco"))
+    tested = result(0.3, 2.0, 3.5, {"acc": (0.1, 0.001)}, model=trial, baseline=base)
+    tested["against"]["digest"] = "first"
+    write_result(trial, tested)
+    evaluated = []
+    monkeypatch.setattr(benchmarks, "_evaluate", lambda one, *_: (evaluated.append(one.parent.name) or 1, Path("log")))
+    monkeypatch.setattr(benchmarks, "last_log_line", lambda log: "no")
+    both = planned(tmp_path, ("plain", "diloco", 1), ("plain", "synchronous", 1))
+    for digest, again, cell in (
+        ("first", [], "0.300 better in 1 of 1"),
+        ("second", ["diloco"], "0.300"),
+        (None, ["synchronous", "diloco"], None),
+    ):
+        write_result(base, {} if digest is None else result(0.2, 2.0, 3.5, model=base) | {"digest": digest})
+        evaluated.clear()
+        assert evaluate_trials(both, "synchronous", SUITE, lambda line: None) == (not again) and evaluated == again
+        assert cell is None or cells(tmp_path, "synchronous")["diloco"] == cell
 
 
 def planned(folder: Path, *names: tuple[str, str, int]) -> list[TrialSpec]:

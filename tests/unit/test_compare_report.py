@@ -269,13 +269,17 @@ def test_reports_of_little(tmp_path: Path) -> None:
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     assert "plots/" not in text and "    gone" in text and "| edit | 1 failed | baseline | – |" in text
     lines = [validation(0, 0.0, None), logged(10, 5.0, sent=0.0), validation(10, 5.0, None)]
-    write_trial(tmp_path, "plain", "solo", 1, lines)
+    write_trial(
+        tmp_path, "plain", "solo", 1, lines, missed=["the pause of host 0 at 9 s", "the death of host 1 at 20 s"]
+    )
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     assert (
         "| solo | 1 done | not comparable | – | – |" in text
         and "plots/time-plain.png" in text
         and "plots/loss" not in text
     )
+    said = "\n\nWarning: solo with seed 1 ended before the pause of host 0 at 9 s and the death of host 1 at 20 s, which did not"
+    assert said in text and text.count("ended before") == 1
 
 
 def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_none(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
 
     def make(planned: Any, *_: Any) -> Any:
         made.append(planned.run)
-        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[])
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], missed=[])
 
     def report(*_: Any) -> Path:
         if len(made) == 1:
@@ -79,7 +79,7 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
         state, seconds = ("failed", 2.0) if (planned.run, planned.seed) in failing else ("done", 600.0)
         planned.directory.mkdir(parents=True, exist_ok=True)
         (planned.directory / "trial.json").write_text(json.dumps({"state": state, "wall_seconds": seconds}))
-        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[])
+        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[], missed=[])
 
     def times_left(retry: bool) -> list[str]:
         runner.run_comparison(file, (), shaping=False, retry=retry)
@@ -130,6 +130,16 @@ def test_a_recipe_that_is_refused_is_a_runs(tmp_path: Path) -> None:
     file = written(tmp_path, ONE.replace("warmup_steps", "warmup_step"))
     with pytest.raises(RecipeError, match=r"^runs\.diloco: .*sync\.warmup_step .*did you mean .*warmup_steps"):
         runner.run_comparison(file, shaping=False)
+
+
+@pytest.mark.usefixtures("goes_no_further")
+def test_garbage_begins_before_a_runs_end(tmp_path: Path) -> None:
+    file = written(tmp_path, ONE + "conditions: {bad: {garbage: {host: 1, first: 61, last: 99}}}\n")
+    with pytest.raises(
+        RecipeError, match=r"^runs\.diloco: conditions\.bad\.garbage begins in step 61, .* has 60 steps"
+    ):
+        runner.run_comparison(file, ["train.steps=60"], shaping=False)
+    assert runner.run_comparison(file, ["train.steps=61"], shaping=False) == STOPPED_EARLY
 
 
 @pytest.mark.usefixtures("goes_no_further")
@@ -246,7 +256,9 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     terminal: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
-    record = SimpleNamespace(state="failed", wall_seconds=75.0, last_lines=["the reason"])
+    record = SimpleNamespace(
+        state="failed", wall_seconds=75.0, last_lines=["the reason"], missed=["the death of host 1"]
+    )
     with ComparisonProgress(total=3, missing=2) as bars:
         bars.begin(planned, 60)
         bars.show_step(30)
@@ -254,3 +266,4 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     shown = capsys.readouterr().out
     assert "2/3" in shown and "30/60" in shown
     assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown
+    assert "warning: it ended before the death of host 1" in shown

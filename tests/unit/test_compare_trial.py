@@ -223,7 +223,18 @@ def test_hosts_stop_and_die_so_many_seconds_after_training_began(
         [["pause", "resume", "pause"], ["kill"]],
     ]
     assert hosts[0].done[3:] == ["resume", "resume"], "a host that is paused when the trial ends goes on"
-    assert (record.state, record.exit_codes) == ("failed", [0, -signal.SIGKILL])
+    assert (record.state, record.exit_codes, record.missed) == ("failed", [0, -signal.SIGKILL], [])
+
+
+def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., trial.TrialRecord]) -> None:
+    def look(folder: Path) -> None:
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    hosts = ScriptedHost(0, Torchrun(11.0)), ScriptedHost(1, Torchrun(11.0))
+    faults = "pauses: [{host: 0, at: 4, seconds: 3}, {host: 0, at: 12.5, seconds: 1}], kills: [{host: 1, at: 20}]"
+    record = made("plain", *hosts, look=look, faults=faults)
+    assert record.state == "done"
+    assert record.missed == ["the pause of host 0 at 12.5 s", "the death of host 1 at 20 s"]
 
 
 @pytest.mark.parametrize("git", [None, subprocess.TimeoutExpired("git", 10)], ids=["no git", "slow git"])

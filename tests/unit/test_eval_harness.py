@@ -121,6 +121,20 @@ def test_the_task_that_is_named_is_the_one_with_the_long_answer() -> None:
         check_answers_fit({"first": Task("abc"), "second": Task("abcd")}, model)
 
 
+def test_a_task_whose_generated_answers_leave_no_room_for_questions_is_named() -> None:
+    model = SimpleNamespace(tok_encode=list, max_length=256, max_gen_toks=256)
+
+    def task(**keys: int) -> Any:
+        return SimpleNamespace(instances=[SimpleNamespace(request_type="generate_until", args=("Question", keys))])
+
+    for fitting, filling in (
+        (task(max_gen_toks=255, max_tokens=300), task()),
+        (task(max_new_tokens=9), task(max_tokens=300)),
+    ):
+        with pytest.raises(ModelError, match=r"task second: answers may have (256|300) tokens and the model sees 256"):
+            check_answers_fit({"first": fitting, "second": filling}, model)
+
+
 def test_examples_are_not_taken_from_the_evaluated_documents() -> None:
     def task(**has: bool) -> Any:
         docs = {

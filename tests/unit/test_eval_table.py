@@ -56,6 +56,16 @@ def test_texts_read_one_document_at_a_time_are_tested_among_themselves() -> None
     )
 
 
+def test_losses_in_windows_of_other_lengths_are_not_tested() -> None:
+    short, also, long = (evaluated(label, [1.0] * 30 + [0.0] * 2) for label in ("short", "also", "long"))
+    for each, window in ((short, 256), (also, 256), (long, 1024)):
+        each.entries["quiz"].about["quiz"]["window"] = window
+    row = Row("quiz", "quiz", "acc")
+    assert comparison(short, also, row) and not comparison(short, long, row)
+    _, [note] = table_of("quiz", [short], {"quiz": ["acc"]}, baseline=long)
+    assert note.startswith("quiz: read in windows of 256 (short), 1024 (long) tokens; losses in other windows are not")
+
+
 def test_in_short_there_is_the_first_score_of_each_task() -> None:
     guess = evaluated("guess", [1.0, 0.0] * 16)
     entry = Entry(scores={"text": {"loss": 1.5, "loss_stderr": None, "n": 3}}, about={"text": {}}, shown=["text"])

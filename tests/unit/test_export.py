@@ -168,9 +168,11 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     folder = source.run / "eval"
     folder.mkdir()
     results = {"piqa": {"acc,none": 0.53, "acc_stderr,none": 0.0116, "alias": "piqa"}, "blimp": {"acc": 1, "n": None}}
+    quick = {"suite": "quick", "checkpoint_step": 1000, "limit": 200, "results": {"quiz": {"acc": 0.27, "n": 200}}}
     for step in (1000, 500):
         content = {"suite": f"suite{step}", "checkpoint_step": step, "results": results}
         (folder / f"{step}.json").write_text(json.dumps(content))
+    (folder / "zero.json").write_text(json.dumps(quick))
     (folder / "torn.json").write_text("{")
     (folder / "list.json").write_text("[]")
     (folder / "odd.json").write_text('{"checkpoint_step": 1000, "results": {"a": 3}}')
@@ -178,19 +180,18 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     assert [(s.suite, s.task, s.metric, s.value, s.stderr) for s in scores] == [
         ("suite1000", "piqa", "acc", 0.53, 0.0116),
         ("suite1000", "blimp", "acc", 1.0, None),
+        ("quick", "quiz", "acc", 0.27, None),
     ]
     text = card.model_card(source, MANIFEST)
-    assert "| suite1000 | piqa | acc | 0.5300 ± 0.0116 |" in text and "suite500" not in text
+    assert "| suite1000 | piqa | acc | – | 0.5300 ± 0.0116 |" in text and "suite500" not in text
+    assert "| quick | quiz | acc | 200 | 0.2700 |" in text, "for a quick look, so not in the header"
     [entry] = header_of(text)["model-index"]
     assert entry["name"] == "mine"
     for other in ({"weights": "replica:0"}, {"weights": "anchor"}, {"dtype": "bf16"}):
-        assert "suite1000" not in card.model_card(source, MANIFEST.model_copy(update=other)), (
-            "the scores are the mean's"
-        )
-    assert {(r["dataset"]["type"], r["metrics"][0]["type"], r["metrics"][0]["value"]) for r in entry["results"]} == {
-        ("piqa", "acc", 0.53),
-        ("blimp", "acc", 1.0),
-    }
+        of_other = card.model_card(source, MANIFEST.model_copy(update=other))
+        assert "suite1000" not in of_other, "the scores are the mean's"
+    found = {(r["dataset"]["type"], r["metrics"][0]["type"], r["metrics"][0]["value"]) for r in entry["results"]}
+    assert found == {("piqa", "acc", 0.53), ("blimp", "acc", 1.0)}
 
 
 def test_a_run_that_diverged_has_a_card(source: Source) -> None:

@@ -147,7 +147,7 @@ def test_a_card_has_each_score_once(tmp_path: Path) -> None:
         ("f1", "0.3000"),
     ]
     write("small.json", 12, 1838, **{"acc,none": 0.6})
-    assert [str(s) for s in read_scores(tmp_path, 1000)] == ["0.6000 (n = 1838)", "0.1000"]
+    assert [(str(s), s.n) for s in read_scores(tmp_path, 1000)] == [("0.6000", 1838), ("0.1000", 200)]
 
 
 def test_a_card_has_the_standard_errors_of_tasks_with_filters(tmp_path: Path) -> None:

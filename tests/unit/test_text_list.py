@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -223,3 +225,19 @@ def test_the_recipes_of_the_page_are_right(tmp_path: Path, number: int) -> None:
     made = load_recipe(tmp_path / "recipe.yaml")
     check(made, made.parallel.replicas * made.parallel.shards if number else None)
     assert list(made.data.texts()) == ["stories", "stdlib"]
+
+
+def test_the_texts_of_a_mixture_are_known_by_their_own_bytes_per_token(tmp_path: Path) -> None:
+    def identity(weights: str, *losses: float):
+        parts = zip(("eval/a/", "eval/b/", "eval/"), (*losses, sum(losses)), (3.0, 2.0, 9.0), strict=True)
+        line = {}
+        for prefix, loss, ratio in parts:
+            line |= {f"{prefix}loss": loss, f"{prefix}bpb": loss / math.log(2) / ratio}
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        path.mkdir()
+        data = {"sources": [{"name": name, "weight": int(w)} for name, w in zip("ab", weights, strict=True)]}
+        (path / "recipe.yaml").write_text(json.dumps({"data": data}))
+        return read_validated_text(path, [{"step": 1}, line]).bytes_per_token
+
+    assert identity("31", 4.0, 5.0) == pytest.approx(2.75) == identity("31", 3.0, 4.9)
+    assert identity("11", 4.0, 5.0) == pytest.approx(2.5) and identity("11", 4.0, 0.0) is None
