@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
-from llmtrain.config.section import kind, name, steps_or_kind
+from llmtrain.config.section import kind, leaves, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
@@ -155,7 +155,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             ) from None
         key, _, text = item.partition("=")
         _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
-        _check_reading(argument, key, text, _leaves(data))
+        _check_reading(argument, key, text, leaves(data))
         merged = _merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
@@ -205,7 +205,7 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
 
     `ignore` holds dotted keys or sections.
     """
-    left, right = _leaves(there.model_dump(mode="json")), _leaves(here.model_dump(mode="json"))
+    left, right = leaves(there.model_dump(mode="json")), leaves(here.model_dump(mode="json"))
     ignored = tuple(ignore)
     keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
 
@@ -287,7 +287,7 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     Raises RecipeError for a value with `${`, and for a key that YAML reads as something else than text or a whole number.
     """
     _check_keys(data, label)
-    for key, value in _leaves(data).items():
+    for key, value in leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
     data = json.loads(json.dumps(data, default=str))  # makes text of keys that are whole numbers
@@ -379,11 +379,3 @@ def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = 
         other_kind = both and key in tagged and value.get("kind", below.get("kind")) != below.get("kind")
         merged[key] = _merge(below, value, UNION_KEYS if key == "sync" else ()) if both and not other_kind else value
     return merged
-
-
-def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as {dotted key: value}; lists are kept as values."""
-    if not isinstance(data, dict) or (prefix and not data):
-        return {prefix: data}
-    dot = f"{prefix}." if prefix else ""
-    return {key: leaf for name, value in data.items() for key, leaf in _leaves(value, f"{dot}{name}").items()}

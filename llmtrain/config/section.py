@@ -59,3 +59,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as {dotted key: value}; lists are kept as values."""
+    if not isinstance(data, dict) or (prefix and not data):
+        return {prefix: data}
+    dot = f"{prefix}." if prefix else ""
+    return {key: leaf for name, value in data.items() for key, leaf in leaves(value, f"{dot}{name}").items()}

@@ -3,7 +3,6 @@ interfaces."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import resource
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import llmtrain
+from llmtrain.consistency import source_hash
 from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.errors import one_line
 from llmtrain.files import nearest_existing
@@ -167,7 +167,7 @@ def software() -> list[Finding]:
 def identity() -> dict[str, str]:
     """Return the software versions that are compared between ranks."""
     return {
-        "llmtrain": f"{llmtrain.__version__} (source {_source_hash()})",
+        "llmtrain": f"{llmtrain.__version__} (source {source_hash()})",
         "torch": torch.__version__,
         "transformers": installed_version("transformers") or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -183,14 +183,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _source_hash() -> str:
-    root = Path(llmtrain.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def _cuda() -> Finding | None:

@@ -3,16 +3,16 @@ whether the recipe fits them."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from llmtrain.config import ParallelSection, Recipe
+from llmtrain.consistency import inconsistency, recipe_values
 from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show_findings, warning
 from llmtrain.doctor.machine import (
     UNKNOWN,
@@ -54,11 +54,10 @@ from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
 from llmtrain.quantities import GIB
 from llmtrain.recipe_check import check, check_group
-from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.recipe_messages import one_of
 from llmtrain.train.devices import memory_bytes, memory_of_rank
 
-MUST_AGREE = ("llmtrain", "torch", "recipe")
+MUST_AGREE = ("llmtrain", "torch")
 """Ranks that differ in these compute different things or cannot communicate."""
 
 Sections = dict[str, list[Finding]]
@@ -76,6 +75,8 @@ class RankIdentity:
     """Address to which other hosts connect."""
     device: str
     versions: dict[str, str]
+    recipe: dict[str, str] = field(default_factory=dict)
+    """Values of the keys that must be the same on all hosts."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,6 @@ class NodeRanks:
 
     def __str__(self) -> str:
         return f"{self.leader.host} ({self.leader.address})"
-
-
-def versions(recipe: Recipe | None) -> dict[str, str]:
-    """Return the versions and the recipe hash of this rank, for comparison with other ranks."""
-    recipe_hash = hashlib.sha256(resolved_yaml(recipe).encode()).hexdigest()[:12] if recipe else "none"
-    return {**identity(), "recipe": recipe_hash}
 
 
 def group(ranks: Sequence[RankIdentity]) -> list[NodeRanks]:
@@ -120,11 +115,15 @@ def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
 
 
 def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
-    """Return a finding for each version that differs between ranks, or one finding that all agree.
+    """Return a finding for each version that differs between ranks, and one if recipes differ, or one finding that all agree.
 
-    A difference is a problem if its name is in MUST_AGREE, and a warning otherwise.
+    A difference is a problem if it is the recipe's or its name is in MUST_AGREE, and a warning otherwise.
     """
     findings = []
+    if differs := inconsistency([rank.recipe for rank in ranks], format_ranks):
+        findings.append(
+            problem(f"recipe differs: {differs}", "give every host the same recipe, its base files and overrides")
+        )
     for name in ranks[0].versions:
         values: dict[str, list[int]] = {}
         for rank in ranks:
@@ -132,13 +131,11 @@ def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
         if len(values) == 1:
             continue
         what = f"{name} differs: " + "; ".join(f"{value} on {format_ranks(who)}" for value, who in values.items())
-        if name == "recipe":
-            findings.append(problem(what, "give every host the same recipe, its base files and overrides"))
-        elif name in MUST_AGREE:
+        if name in MUST_AGREE:
             findings.append(problem(what, f"install the same {name} on all hosts"))
         else:
             findings.append(warning(what, f"install the same {name} on all hosts"))
-    return findings or [ok(f"the same {', '.join(ranks[0].versions)} on all {len(ranks)} ranks")]
+    return findings or [ok(f"the same {', '.join([*ranks[0].versions, 'recipe'])} on all {len(ranks)} ranks")]
 
 
 def encryption(hosts: Sequence[NodeRanks], parallel: ParallelSection) -> list[Finding]:
@@ -280,8 +277,9 @@ class ClusterCheck:
         rank_info = self.peers.ranks[self.world.rank]
         interface, address = replica_interface(self.peers.networks, rank_info.address)
         device = str(local_device(self.world))
+        values = recipe_values(self.recipe) if self.recipe else {}
         return RankIdentity(
-            self.world.rank, rank_info.node, rank_info.host, interface, address, device, versions(self.recipe)
+            self.world.rank, rank_info.node, rank_info.host, interface, address, device, identity(), values
         )
 
     def _complaints_of_others(self, hosts: Sequence[NodeRanks], own: Mapping[str, Sequence[Finding]]) -> list[Finding]:

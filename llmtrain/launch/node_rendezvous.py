@@ -21,8 +21,9 @@ from typing import Any
 
 from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
 
-from llmtrain.errors import FAILED, RecipeError, TrainingError, first_line
+from llmtrain.errors import BAD_USAGE, FAILED, RecipeError, TrainingError, first_line
 from llmtrain.launch.attempts import NodeExit
+from llmtrain.launch.node_info import NodeInfo, check_nodes
 from llmtrain.launch.nodes import Nodes
 from llmtrain.waiting import announced
 
@@ -88,10 +89,10 @@ class NodeRendezvous:
     """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
     waits."""
 
-    def __init__(self, nodes: Nodes, store: TimeoutStore | None, per_node: int = 1):
-        """Represent a node that starts `per_node` processes."""
-        self.nodes, self._per_node = nodes, per_node
+    def __init__(self, nodes: Nodes, store: TimeoutStore | None, info: NodeInfo):
+        self.nodes, self._info = nodes, info
         self._store = store
+        self._attempt = 0  # whose exit is not published yet
         self._host = socket.gethostname()
         self._members = list(range(nodes.count))
 
@@ -103,17 +104,18 @@ class NodeRendezvous:
         """
         if self._store is None:
             return first()
-        if self.nodes.rank == 0:
-            answer = first()
-            self._store.set("answer 0", answer)
-        else:
-            self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
-            answer = self._store.get("answer 0").decode()
-            if not answer:
-                others()
-        self._store.set(f"ready {self.nodes.rank}", "yes")
-        self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
-        self._linger_until_acked("ready")
+        with self.needs_node_0("prepare the data"):
+            if self.nodes.rank == 0:
+                answer = first()
+                self._store.set("answer 0", answer)
+            else:
+                self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
+                answer = self._store.get("answer 0").decode()
+                if not answer:
+                    others()
+            self._store.set(f"ready {self.nodes.rank}", "yes")
+            self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
+            self._linger_until_acked("ready")
         return answer
 
     def exchange_exits(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
@@ -125,15 +127,16 @@ class NodeRendezvous:
         """
         if self._store is None:
             return {0: mine}
-        with self._needs_node_0("tell how their ranks ended"):
+        with self.needs_node_0("tell how their ranks ended"):
             told = self._exits_of_all_nodes(attempt, mine, allow_node_loss)
         self._members = list(told)
         return told
 
     def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
-        if mine.code == FAILED:
+        if mine.code in (FAILED, BAD_USAGE):
             self._store.set(f"failed {attempt}", "yes")
         self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
+        self._attempt = attempt + 1
         outcome = f"outcome{attempt}"
         if self.nodes.rank == 0:
             gone = self._gone(f"ended{attempt}")
@@ -158,7 +161,8 @@ class NodeRendezvous:
         return {int(node): NodeExit(**ended) for node, ended in told.items()}
 
     @contextmanager
-    def _needs_node_0(self, purpose: str) -> Iterator[None]:
+    def needs_node_0(self, purpose: str) -> Iterator[None]:
+        """Turn errors of the store within the `with` block into a TrainingError that says that node 0 is lost."""
         try:
             yield
         except DistError as error:
@@ -168,7 +172,7 @@ class NodeRendezvous:
             ) from error
 
     def has_failed(self, attempt: int) -> bool:
-        """Return whether any node has reported that its ranks failed in this attempt. False if the store does not
+        """Return whether any node has reported that its ranks or its launcher failed in this attempt. False if the store does not
         answer."""
         try:
             return self._store is not None and self._has(f"failed {attempt}")
@@ -234,15 +238,11 @@ class NodeRendezvous:
         counted = int(self._store.get("count 0"))
         if counted != count:
             raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
-        self._store.set(f"processes {rank}", str(self._per_node))
+        self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
         self._store.set(f"host {rank}", self._host)
         self._wait("host", range(count), "come", timeout_seconds)
-        processes = [int(self._store.get(f"processes {node}")) for node in range(count)]
-        if len(set(processes)) > 1:
-            starts = ", ".join(f"{self._name(node)} starts {number}" for node, number in enumerate(processes))
-            raise RecipeError(
-                f"nodes need equally many processes, but {starts}; set NPROC_PER_NODE={min(processes)} on all of them"
-            )
+        told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
+        check_nodes(told, [self._name(node) for node in range(count)])
         self._store.set("complete 0", "yes")
 
     def is_complete(self) -> bool:
@@ -254,8 +254,9 @@ class NodeRendezvous:
 
     def announce_failure(self, message: str) -> None:
         """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
-        next wait. Does nothing if node 0 is gone."""
+        next wait, and their ranks unless this node's have ended. Does nothing if node 0 is gone."""
         try:
+            self._store.set(f"failed {self._attempt}", "yes")
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
             self._linger_until_acked("failure")
@@ -278,7 +279,7 @@ class NodeRendezvous:
         started = time.monotonic()
         is_reported = False
         heard: dict[int, tuple[int, float]] = {}
-        with self._needs_node_0(purpose):
+        with self.needs_node_0(purpose):
             while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
                 if self._has("failure"):
                     raise TrainingError(self._store.get("failure").decode())
@@ -312,26 +313,26 @@ class NodeRendezvous:
 
 
 @contextmanager
-def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, per_node: int = 1) -> Iterator[NodeRendezvous]:
-    """Meet the launchers of the other nodes, each of which starts `per_node` processes. The store lives until the end of the
-    `with` block.
+def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeRendezvous]:
+    """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
 
-    Raises RecipeError if node 0's port is taken, or if node numbers or counts of nodes or processes contradict each other. Raises
-    TrainingError if node 0 can't listen for another reason, if it can't be reached, or if a node does not arrive within
-    `timeout_seconds`. A failure on one node ends the waits of the others.
+    Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and like `check_nodes`.
+    Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not arrive
+    within `timeout_seconds`. A failure on one node ends the waits of the others.
     """
     if nodes.count == 1:
-        yield NodeRendezvous(nodes, None)
+        yield NodeRendezvous(nodes, None, info)
         return
     prefix = f"llmtrain launch {nodes.step}"
     store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
-    rendezvous, over = NodeRendezvous(nodes, store, per_node), threading.Event()
+    rendezvous, over = NodeRendezvous(nodes, store, info), threading.Event()
     heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
     is_member = False
     try:
-        rendezvous.claim()
-        heart.start()
-        rendezvous.assemble(timeout_seconds)
+        with rendezvous.needs_node_0("come"):
+            rendezvous.claim()
+            heart.start()
+            rendezvous.assemble(timeout_seconds)
         is_member = True
         yield rendezvous
     except BaseException as error:

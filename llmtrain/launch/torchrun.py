@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
+from llmtrain.launch.node_info import NodeInfo
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
-from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_interrupt
+from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
@@ -35,15 +36,16 @@ from llmtrain.recipe_loader import load_recipe
 from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
-from llmtrain.train.signals import REQUESTS, handled, is_ignored
+from llmtrain.train.signals import REQUESTS, handled
+from llmtrain.waiting import announced
 
 if TYPE_CHECKING:
     from llmtrain.launch.preflight import Preflight
     from llmtrain.train.run_dir import RunDirectory
 
-SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""Signals that torchrun forwards to the ranks: its defaults except SIGINT, and the one that Slurm sends before the time
-limit. `stop_on_interrupt` handles SIGINT."""
+UNUSED_SIGNAL = "SIGVTALRM"
+"""Signal that torchrun handles instead of its defaults, which `stop_on_signals` handles. Its option can't be empty, and nobody sends
+this one."""
 SUMMARY_SECONDS = 30.0
 """Maximum seconds until a file written by one node is visible to another in a shared folder."""
 
@@ -86,6 +88,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
         import torch.utils.tensorboard
 
         import llmtrain.train.run
+        from llmtrain.consistency import common_values
         from llmtrain.launch.preflight import check_start
 
         if recipe.parallel.engine == "zero" and not torch.cuda.is_available():  # ranks on GPUs are not forked
@@ -95,8 +98,9 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     per_node = processes_per_node(recipe.parallel, nodes.count)
     with single_threaded_imports():  # the checks import the recipe's model
         start = check_start(recipe, nodes, per_node)
+    info = NodeInfo(per_node, torch.cuda.device_count(), common_values(recipe))
     with rank_server() as program:
-        return _launch_ranks(recipe_path, overrides, recipe, nodes, per_node, start, program)
+        return _launch_ranks(recipe_path, overrides, recipe, nodes, info, start, program)
 
 
 def _launch_ranks(
@@ -104,7 +108,7 @@ def _launch_ranks(
     overrides: Sequence[str],
     recipe: Recipe,
     nodes: Nodes,
-    per_node: int,
+    info: NodeInfo,
     start: Preflight,
     program: Sequence[str],
 ) -> int:
@@ -132,7 +136,7 @@ def _launch_ranks(
         prepare_node()
         return ""
 
-    with rendezvous_nodes(nodes, recipe.run.timeout_seconds, per_node) as rendezvous:
+    with rendezvous_nodes(nodes, recipe.run.timeout_seconds, info) as rendezvous:
         # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
         complete = rendezvous.main_first(ready, prepare_node)
         if complete:
@@ -143,17 +147,16 @@ def _launch_ranks(
         fewer_replicas = partial(_fewer_replicas, recipe_path, overrides, start, nodes)
         if nodes.rank == 0 and allow_node_loss:
             _warn_of_lost_node(nodes, fewer_replicas)
-        print(f"starting {per_node} {'process' if per_node == 1 else 'processes'} on this node", flush=True)
+        print(f"starting {info.processes} {'process' if info.processes == 1 else 'processes'} on this node", flush=True)
 
         def run(attempt: Attempt) -> NodeExit:
             fewer = fewer_replicas(attempt)
             with (
-                _stop_requests_raise("between two attempts"),  # torchrun leaves handlers of its own behind
+                _stop_requests_raise("between two attempts"),
                 _with_endpoint(attempt.nodes) as members,
                 kill_hung_ranks(partial(rendezvous.has_failed, attempt.number)),
-                stop_on_interrupt(),
             ):
-                options = torchrun_arguments(recipe, Attempt(attempt.number, members), per_node)
+                options = torchrun_arguments(recipe, Attempt(attempt.number, members), info.processes)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
         def exchange_exits(*how: Any) -> Mapping[int, NodeExit]:
@@ -227,9 +230,7 @@ def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
 def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[str]:
     """Return torchrun's options for the `per_node` ranks of an attempt on this node."""
     nodes = attempt.nodes
-    # torchrun would handle a signal that nohup has told this process to ignore.
-    signals = ",".join(name for name in SIGNALS if not is_ignored(signal.Signals[name]))
-    options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", signals]
+    options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", UNUSED_SIGNAL]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
     options += ["--log-dir", os.devnull]  # otherwise each attempt leaves empty folders in /tmp
     options += ["--rdzv-id", f"attempt {attempt.number}"]  # the store can be that of earlier attempts
@@ -255,7 +256,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     for logger in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_is_news)
     try:
-        run(command)
+        with stop_on_signals():
+            run(command)
     except ChildFailedError as error:
         # Ranks that were stopped because another rank failed have negative codes.
         return NodeExit(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
@@ -269,10 +271,11 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for torchrun's lines about signals that it forwards. Drop the stack trace from the line that names the
-    failed rank, because it shows only torchrun's own wait."""
+    """Return False for torchrun's lines about signals that it forwards, and about nodes that end later than this one, for which
+    the launchers wait. Drop the stack trace from the line that names the failed rank, because it shows only torchrun's own wait."""
     record.exc_info = None
-    return not record.msg.startswith(("Closing process", "Sending process", "Received %s death signal"))
+    no_news = "Closing process", "Sending process", "Received %s death signal", "Error waiting on exit barrier"
+    return not record.msg.startswith(no_news)
 
 
 def _opened_at(directory: RunDirectory) -> int | None:
@@ -286,8 +289,9 @@ def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
     """Return the exit code of ranks that ended after a signal, from the summary that rank 0 wrote, possibly on
     another node. Waits up to `patience` seconds for it; FAILED if it is missing."""
     deadline = time.monotonic() + patience
-    while (summary := directory.summary()) is None and time.monotonic() < deadline:
-        time.sleep(0.2)
+    with announced(f"the summary of the run in {directory.path}", patience):
+        while (summary := directory.summary()) is None and time.monotonic() < deadline:
+            time.sleep(0.2)
     return {"signal": STOPPED_EARLY, "done": DONE}.get(summary["stopped"], FAILED) if summary else FAILED
 
 

@@ -2,7 +2,8 @@
 
 It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have
 failed. torchrun would give frozen ranks 30 seconds, and does not know about other nodes. After a second Ctrl-C, the
-watchdog kills all ranks. torchrun would ask them to end once more, and wait.
+watchdog kills all ranks. torchrun would ask them to end once more, and wait. It would also ask them once more after a signal of
+another kind, and end them before their checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from types import FrameType
 import psutil
 
 from llmtrain.errors import FAILED
+from llmtrain.train.signals import handled
 
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 3.0
 """Seconds that ranks may take to end by themselves after other ranks have ended or failed."""
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that are forwarded to the ranks: torchrun's defaults except SIGINT, and the one that Slurm sends before the time limit."""
 
 
 @contextmanager
@@ -59,16 +63,27 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[None]:
-    """Handle Ctrl-C (SIGINT) within the `with` block. The first asks all ranks to stop with a checkpoint, the second
-    kills this node's ranks, the third also ends this process."""
-    others, interrupts = set(psutil.Process().children()), itertools.count(1)
+def stop_on_signals() -> Iterator[None]:
+    """Raise torchrun's SignalException on the first signal within the `with` block, and on the same signal again, so that torchrun
+    forwards it to the ranks. Ignore signals of other kinds after that. A second Ctrl-C (SIGINT) kills this node's ranks, a third
+    also ends this process."""
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    others, interrupts = set(psutil.Process().children()), itertools.count(1)
+    first: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if first and number != first[0]:
+            return
+        first.append(number)
+        sent = signal.SIGTERM if number == signal.SIGINT else signal.Signals(number)
+        raise SignalException(f"got {signal.Signals(number).name}", sent)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
         count = next(interrupts)
         if count == 1:
             _say("stopping within two log lines, with a checkpoint; Ctrl-C again ends all ranks at once")
-            signal.raise_signal(signal.SIGTERM)  # torchrun forwards it to the ranks
+            stop(number, frame)
             return
         _say("all ranks of this node are ended at once; the last complete checkpoint stays")
         for rank in _ranks_below(psutil.Process(), others):
@@ -77,11 +92,8 @@ def stop_on_interrupt() -> Iterator[None]:
         if count > 2:
             os._exit(FAILED)
 
-    before = signal.signal(signal.SIGINT, handle)
-    try:
+    with handled(FORWARDED, stop), handled([signal.SIGINT], interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -24,7 +24,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
-        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use."""
+        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use. If it raises a
+        UserError on one of them, all raise a RecipeError."""
 
     @abstractmethod
     def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
@@ -35,9 +36,10 @@ class Ranks(ABC):
 class Processes(Ranks):
     """The ranks of a run in which every rank is a process."""
 
-    def __init__(self, world: World, parallel: ParallelSection, timeout_seconds: float):
-        """Prepare for the rank `world`, which this process is. Every wait for other ranks fails after `timeout_seconds`."""
-        self.world, self.parallel, self.timeout_seconds = world, parallel, timeout_seconds
+    def __init__(self, world: World, parallel: ParallelSection, timeout_seconds: float, common: Mapping[str, str]):
+        """Prepare for the rank `world`, which this process is. Every wait for other ranks fails after `timeout_seconds`. All ranks
+        must have the same `common` values."""
+        self.world, self.parallel, self.timeout_seconds, self.common = world, parallel, timeout_seconds, common
 
     def run(self, train: Callable[[World], T]) -> T:
         """Call `train` with this process's rank, and return its result."""
@@ -45,7 +47,7 @@ class Processes(Ranks):
 
     def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
         """Connect to the other ranks, as the function `rendezvous` does."""
-        return rendezvous(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds)
+        return rendezvous(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds, self.common)
 
     def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
         """Provide the mesh of all processes, as the function `open_mesh` does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError, TrainingError, first_line
+from llmtrain.consistency import digest_of_values, inconsistency
+from llmtrain.errors import RecipeError, TrainingError, UserError, first_line
 from llmtrain.parallel.network import (
     Networks,
     address_of,
@@ -54,6 +55,8 @@ class RankInfo:
     """Identifier of its network interfaces; see `network.network_stack`."""
     ranks_per_gpu: int = 1
     """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all must know."""
+    digest: str = ""
+    """Digest of the values that all ranks must have in common."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,24 @@ class Rendezvous:
 
 
 def rendezvous(
-    world: World, parallel: ParallelSection, memory: Callable[[], float], timeout_seconds: float
+    world: World,
+    parallel: ParallelSection,
+    memory: Callable[[], float],
+    timeout_seconds: float,
+    common: Mapping[str, str] | None = None,
 ) -> Rendezvous:
     """Connect to the job's store and exchange `RankInfo` with all other ranks. `memory()` returns the bytes that this
-    rank may use.
+    rank may use, or raises a UserError if it cannot run the recipe.
 
     Raises a TrainingError that names the missing ranks, or the ranks without a usable GPU if others have one.
-    Raises RecipeError on every rank if any rank cannot run the recipe.
+    Raises RecipeError on every rank if any rank cannot run the recipe, or if ranks differ in a value of `common`.
     """
     host = socket.gethostname()
     given, available = Networks(), 0.0  # what a rank that refuses the recipe reports
     refusal: str | None = None
     try:
         given, available = Networks.from_recipe(parallel), memory()
-    except RecipeError as error:
+    except UserError as error:
         if world.size == 1:
             raise
         refusal = str(error)
@@ -101,8 +108,22 @@ def rendezvous(
     store = _open_store(world, address, port, timeout_seconds)
     on_gpu, network = torch.cuda.is_available(), network_stack()
     sharing = ranks_per_device(world) if on_gpu else 1
-    mine = RankInfo(node_name(), host, address_towards(address), available, refusal, on_gpu, network, sharing)
+    common = common or {}
+    mine = RankInfo(
+        node_name(),
+        host,
+        address_towards(address),
+        available,
+        refusal,
+        on_gpu,
+        network,
+        sharing,
+        digest_of_values(common),
+    )
     store, told = open_roll_call(store, world, asdict(mine), deadline - time.monotonic())
+    if len({rank_info.get("digest") for rank_info in told}) > 1:  # first, because other versions have other fields
+        values = gather_over_store(store, world, "to compare recipes", dict(common), deadline - time.monotonic())
+        _refuse_inconsistency(values, [rank_info["host"] for rank_info in told])
     ranks = [RankInfo(**rank_info) for rank_info in told]
     for rank, rank_info in enumerate(ranks):
         if rank_info.refusal:
@@ -114,6 +135,16 @@ def rendezvous(
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
         networks = given.with_default_route(*reachable, address)  # rank 0's address last, in case no other is known
     return Rendezvous(store, ranks, networks, given)
+
+
+def _refuse_inconsistency(values: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
+    def name(ranks: list[int]) -> str:
+        return f"{format_ranks(ranks)} on {', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}"
+
+    raise RecipeError(
+        f"ranks have different recipes or versions: {inconsistency(values, name)}; start the same command, recipe files and "
+        "version of llmtrain on all hosts"
+    )
 
 
 def _check_devices(ranks: Sequence[RankInfo]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.consistency import common_values
 from llmtrain.data.dataset import TOKENIZER, TokenDataset
 from llmtrain.errors import (
     DONE,
@@ -93,7 +95,6 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     use_expandable_segments()  # llmtrain's own launcher has done this already, but torchrun or srun has not
     check(recipe, world.size)
     check_machine(recipe)
-    check_suite_data(recipe.eval.suite)
     ranks = _ranks_of(recipe, world)
     return ranks.run(lambda rank: _run_rank(recipe, ranks, rank, alter))
 
@@ -102,7 +103,7 @@ def _ranks_of(recipe: Recipe, world: World) -> Ranks:
     """Return the run's ranks: the processes among which this one is `world` or, with `parallel.in_process`, threads of this one."""
     parallel, timeout = recipe.parallel, recipe.run.timeout_seconds
     if not parallel.in_process:
-        return Processes(world, parallel, timeout)
+        return Processes(world, parallel, timeout, common_values(recipe) if world.size > 1 else {})
     share_freed_memory()
     clock = parallel.virtual_clock
     clocks = [VirtualClock(clock, recipe.run.seed, replica) for replica in range(parallel.replicas)] if clock else []
@@ -142,7 +143,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
     """
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     with console.progress("waiting for the other ranks"):
-        peers = ranks.rendezvous(memory_of_rank)
+        peers = ranks.rendezvous(partial(_usable_memory, recipe))
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shards, mesh_reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
@@ -172,6 +173,13 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
             suites=suites,
             at_end=at_end,
         )
+
+
+def _usable_memory(recipe: Recipe, world: World) -> float:
+    """Return the bytes that this rank may use. Raises UserError, on rank 0, if that could not evaluate the recipe's suite."""
+    if world.rank == 0:
+        check_suite_data(recipe.eval.suite)
+    return memory_of_rank(world)
 
 
 def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:

@@ -89,11 +89,12 @@ def test_an_interface_whose_cable_is_out(three):
 
 
 def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
-    """The program itself, with a text that one host does not have."""
+    """The program itself, with a folder for tokens that one host can't create."""
     run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={TIMEOUT}")
-    sources = [[], [f"data.source={runs.folder / 'nothing.txt'}"]]
+    (taken := runs.folder / "taken").touch()
+    folders = [[], [f"data.cache_dir={taken}"]]
     started = [
-        start_rank(three[rank], rank, 2, "10.77.0.1", run_llmtrain, "train", *run, *sources[rank]) for rank in (0, 1)
+        start_rank(three[rank], rank, 2, "10.77.0.1", run_llmtrain, "train", *run, *folders[rank]) for rank in (0, 1)
     ]
     (code, output), (other_code, _) = ends(started, TIMEOUT + MORE)
     assert (code, other_code) == (1, 2)

@@ -47,8 +47,32 @@ TABLES = {
         roll call: a port that is taken may be free later
           - is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
           + is_taken = False
+        launch: ranks wait for those of a node that have refused the recipe
+          - if mine.code in (FAILED, BAD_USAGE):
+          + if mine.code == FAILED:
+        launch: ranks wait for those of a node that was stopped before they met
+          -             self._store.set(f"failed {self._attempt}", "yes")
+          -
+        launch: a launcher that is stopped at the end ends the ranks of others
+          -         self._attempt = attempt + 1
+          -
+        launch: node 0 may be lost while another node prepares data
+          - with self.needs_node_0("prepare the data"):
+          + if True:
+        launch: node 0 may be lost while nodes come
+          - with rendezvous.needs_node_0("come"):
+          + if True:
+    """,
+    "llmtrain/launch/node_info.py": r"""
+    seen by unit/test_node_rendezvous.py
         launch: nodes may start unequal numbers of processes
-          - if len(set(processes)) > 1:
+          - if len(set(processes)) == 1:
+          + if True:
+        launch: nodes may have different recipes
+          - if differs := inconsistency(
+          + if False and inconsistency(
+        launch: a node without GPUs is a wrong recipe
+          - if len(set(gpus)) > 1:
           + if False:
     """,
     "llmtrain/launch/nodes.py": r"""
@@ -141,9 +165,12 @@ TABLES = {
           -         reason
           +     except LookupError as error:
           +         reason
-        torchrun: SIGUSR1 is not passed on
-          - SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
-          + SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
+        torchrun: handles signals itself
+          - UNUSED_SIGNAL = "SIGVTALRM"
+          + UNUSED_SIGNAL = "SIGTERM,SIGHUP"
+        torchrun: says that other nodes are still busy
+          - "Received %s death signal", "Error waiting on exit barrier"
+          + "Received %s death signal", "Received"
         launch: the first line waits for torch
           -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
           +     import torch  # noqa: F401
@@ -166,6 +193,12 @@ TABLES = {
         watch: ranks that work are ended, too
           - if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
           + if True:
+        watchdog: SIGUSR1 is not passed on
+          - signal.SIGQUIT, signal.SIGUSR1)
+          + signal.SIGQUIT)
+        watchdog: a signal of another kind ends the checkpoint of the first
+          - if first and number != first[0]:
+          + if False:
         watchdog: Ctrl-C ends the launcher where it has ended the reader of its output
           -     with suppress(OSError):  # Ctrl-C also
           +     with suppress():  # Ctrl-C also

@@ -12,6 +12,15 @@ TABLES = {
           - sees = (row < key) & (key <= row + window)
           + sees = (row <= key) & (key <= row + window)
     """,
+    "llmtrain/consistency.py": r"""
+    seen by unit/test_rendezvous.py
+        recipe: a host can't have folders of its own
+          -  if key not in PER_HOST_KEYS}
+          + }
+        recipe: a key that one recipe lacks is not compared
+          - for key in dict.fromkeys(key for one in values for key in one):
+          + for key in values[0]:
+    """,
     "llmtrain/best_checkpoint.py": r"""
     seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py
         best: a checkpoint has the loss of an earlier step

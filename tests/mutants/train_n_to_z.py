@@ -32,6 +32,13 @@ TABLES = {
           + so_far = now
     """,
     "llmtrain/train/run.py": r"""
+    seen by unit/test_rendezvous.py
+        run: every host needs the data of the suite
+          - if world.rank == 0:
+          + if True:
+        run: recipes of ranks are not compared
+          - common_values(recipe) if world.size > 1 else {}
+          + {}
     seen by end_to_end/test_training.py::test_a_run_starts_from_another_and_later_needs_it_no_more
         weights: a resumed run reads them again
           - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None

@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 
 from llmtrain.config import ParallelSection
+from llmtrain.consistency import recipe_values
 from llmtrain.doctor import machine, run_checks
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
-from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, versions, who_is_where
+from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, who_is_where
 from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
@@ -235,7 +236,7 @@ def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, 
 
 
 def rank(number: int, node: str, **differing: str) -> RankIdentity:
-    same = {"llmtrain": "1", "torch": "2", "python": "3", "recipe": "4"}
+    same = {"llmtrain": "1", "torch": "2", "python": "3"}
     return RankIdentity(number, node, node, "eth0", f"10.0.0.{node[-1]}", "cpu", {**same, **differing})
 
 
@@ -260,7 +261,7 @@ def test_a_public_network_between_hosts_is_a_warning_unless_the_recipe_allows_it
     )
 
 
-@pytest.mark.parametrize(("name", "level"), [("torch", "problem"), ("recipe", "problem"), ("python", "warning")])
+@pytest.mark.parametrize(("name", "level"), [("torch", "problem"), ("python", "warning")])
 def test_versions_that_differ_are_named_with_their_ranks(name, level):
     found = agreement([rank(0, "node1"), rank(1, "node1", **{name: "other"}), rank(2, "node2")])
     assert levels(found) == [level]
@@ -269,9 +270,17 @@ def test_versions_that_differ_are_named_with_their_ranks(name, level):
 
 
 def test_recipes_are_compared_by_their_resolved_values():
-    assert versions(recipe())["recipe"] == versions(recipe("optim.lr=3e-3"))["recipe"]
-    assert versions(recipe())["recipe"] != versions(recipe("optim.lr=4e-3"))["recipe"]
-    assert agreement([rank(0, "node1"), rank(1, "node2")])[0].level == "ok"
+    def with_recipes(*overrides: str) -> list[Finding]:
+        recipes = [recipe_values(recipe(*given)) for given in ([], overrides)]
+        return agreement([replace(rank(number, f"node{number}"), recipe=recipes[number]) for number in (0, 1)])
+
+    same = [ok("the same llmtrain, torch, python, recipe on all 2 ranks")]
+    assert with_recipes("optim.lr=3e-3") == with_recipes("data.cache_dir=elsewhere", "run.out_dir=there") == same
+    [found] = with_recipes("optim.lr=4e-3", "eval.suite=small")
+    assert found.level == "problem"
+    assert found.what.startswith(
+        "recipe differs: optim.lr is 0.003 for rank 0, 0.004 for rank 1; eval.suite is null for rank 0, "
+    )
 
 
 # ---- the report

@@ -26,6 +26,7 @@ LAYERS = [
         "best_checkpoint",
         "run_files",
         "config",
+        "consistency",
         "seeding",
         "lr",
         "trace",

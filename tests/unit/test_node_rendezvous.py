@@ -5,13 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import pytest
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, HashStore
 
-from llmtrain.errors import DONE, FAILED, DataError, RecipeError, TrainingError
+from llmtrain.errors import BAD_USAGE, DONE, FAILED, DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
+from llmtrain.launch.node_info import NodeInfo, check_nodes
 from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore, rendezvous_nodes
 from llmtrain.launch.nodes import Nodes
 from llmtrain.parallel.network import unused_port
@@ -35,7 +37,7 @@ class Meeting:
         seconds: float = 20,
         counts=None,
         steps: Sequence[str] = (),
-        processes: Sequence[int] = (),
+        infos: Sequence[NodeInfo] = (),
     ) -> list[object]:
         """What `do` returned or raised for each of `ranks`, in order."""
         outcomes: list[object] = [None] * len(ranks)
@@ -45,7 +47,7 @@ class Meeting:
                 (counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port, *steps[place : place + 1]
             )
             try:
-                with rendezvous_nodes(nodes, seconds, *processes[place : place + 1]) as rendezvous:
+                with rendezvous_nodes(nodes, seconds, infos[place] if infos else NodeInfo()) as rendezvous:
                     outcomes[place] = do(rendezvous)
             except Exception as error:
                 outcomes[place] = error
@@ -136,10 +138,26 @@ def test_nodes_that_count_differently_are_refused(meeting: Meeting):
 
 
 def test_nodes_that_start_unequal_numbers_of_processes_are_refused(meeting: Meeting):
-    outcomes = meeting.hold([0, 1], 2, lambda call: None, processes=[4, 8])
+    outcomes = meeting.hold([0, 1], 2, lambda call: None, infos=[NodeInfo(4), NodeInfo(8)])
     assert RecipeError in map(type, outcomes)
     says = f"node 0 on {HERE} starts 4, node 1 on {HERE} starts 8; set NPROC_PER_NODE=4 on all of them"
     assert all(says in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() -> None:
+    def error_of(*infos: NodeInfo) -> Exception:
+        with pytest.raises((RecipeError, TrainingError)) as error:
+            check_nodes([asdict(info) for info in infos], ["node 0 on a", "node 1 on b"])
+        return error.value
+
+    other = error_of(NodeInfo(8, 8, {"run.restarts": "2"}), NodeInfo(1, 0, {"run.restarts": "0"}))
+    assert type(other) is RecipeError
+    assert "versions: run.restarts is 2 for node 0 on a, 0 for node 1 on b; start the same command" in str(other)
+    lost = error_of(NodeInfo(8, 8), NodeInfo(1, 0))
+    assert type(lost) is TrainingError and str(lost).startswith(
+        "node 1 on b has 0 usable GPUs, node 0 on a has 8; see `nv"
+    )
+    check_nodes([asdict(NodeInfo(4, gpus)) for gpus in (8, 4)], ["a", "b"])  # as NPROC_PER_NODE says
 
 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
@@ -149,7 +167,7 @@ def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: p
         if call.nodes.rank == 0:
             with (
                 pytest.raises(RecipeError, match=f"NODE_RANK=1 on {HERE} is taken by node 1"),
-                rendezvous_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5),
+                rendezvous_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5, NodeInfo()),
             ):
                 pass
         return call.exchange_exits(0, NodeExit(DONE), False)
@@ -162,7 +180,7 @@ def test_a_port_that_is_taken_is_refused():
         nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
         with (
             pytest.raises(RecipeError, match=r"can't use MASTER_ADDR=.* a port that is free there"),
-            rendezvous_nodes(nodes, 5),
+            rendezvous_nodes(nodes, 5, NodeInfo()),
         ):
             pass
 
@@ -183,7 +201,67 @@ def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.Mo
             TrainingError,
             match=rf"^node {rank} can't use MASTER_ADDR=alpha MASTER_PORT=1 .* timed out .*\(alpha, 1\)\.; ",
         ),
-        rendezvous_nodes(Nodes(2, rank, "alpha", 1), 5),
+        rendezvous_nodes(Nodes(2, rank, "alpha", 1), 5, NodeInfo()),
+    ):
+        pass
+
+
+def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_early() -> None:
+    """It would wait for them in the roll call, until the timeout."""
+
+    def watched(do: Callable[[NodeRendezvous], object]) -> Exception | bool:
+        stopped = threading.Event()
+
+        def attend(call: NodeRendezvous) -> bool | None:
+            if call.nodes.rank == 1:
+                stopped.wait(20)
+                return do(call)
+            before = call.has_failed(0)
+            stopped.set()
+            wait_until(lambda: call.has_failed(0), "it has not heard")
+            call.exchange_exits(0, NodeExit(FAILED), False)
+            return before
+
+        return Meeting().hold([0, 1], 2, attend)[0]
+
+    def stop(call: NodeRendezvous) -> None:
+        raise DataError("stopped by SIGTERM before training began")
+
+    assert watched(lambda call: call.exchange_exits(0, NodeExit(BAD_USAGE), False)) is False
+    assert str(watched(stop)) == f"node 1 on {HERE} failed: stopped by SIGTERM before training began"
+
+
+def test_a_launcher_that_is_stopped_once_its_ranks_have_ended_does_not_end_those_of_others() -> None:
+    """Rank 0 may still wait for the last evaluation."""
+    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(HashStore(), 10.0), NodeInfo())
+    rendezvous.announce_failure("stopped")
+    assert rendezvous.has_failed(0)
+    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(store := HashStore(), 10.0), NodeInfo())
+    store.set("outcome0 0", "{}")
+    assert rendezvous.exchange_exits(0, NodeExit(DONE), False) == {}
+    rendezvous.announce_failure("stopped")
+    assert not rendezvous.has_failed(0)
+
+
+def test_a_node_that_loses_node_0_between_two_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise DistNetworkError("connection reset")
+
+        add = set
+
+    store = Lost()
+    HashStore.set(store, "answer 0", "")
+    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(store, 10.0), NodeInfo())
+    with pytest.raises(
+        TrainingError, match=r"^node 1 on .* lost node 0 \(alpha:1\) while it waited for nodes to prepare"
+    ):
+        rendezvous.main_first(lambda: "", lambda: None)
+    monkeypatch.setattr(node_rendezvous, "_open_store", lambda *_: Lost())
+    monkeypatch.setattr(node_rendezvous, "PrefixStore", lambda prefix, store: store)  # that of torch calls no Python
+    with (
+        pytest.raises(TrainingError, match=r"lost node 0 \(alpha:1\) while it waited for nodes to come"),
+        rendezvous_nodes(Nodes(2, 1, "alpha", 1), 5, NodeInfo()),
     ):
         pass
 

@@ -7,17 +7,22 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
-from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.consistency import MAX_NAMED, PER_HOST_KEYS, common_values, digest_of_values, inconsistency
+from llmtrain.errors import DataError, RecipeError, TrainingError
 from llmtrain.parallel import roll_call
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, job_prefix, rendezvous
 from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train import run
+from tests.end_to_end.runs import RECIPE, ROOT
 
 
 @pytest.fixture
@@ -48,6 +53,58 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
     errors = errors_of(2, lambda world: rendezvous(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
     assert [type(error) for error in errors] == [RecipeError] * 2
     assert all(str(error).startswith("there is no such GPU (rank 1 on ") for error in errors)
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_ranks_with_other_recipes_or_versions_are_refused_on_all_in_one_line() -> None:
+    def meet_with(*given: dict[str, str]) -> list[Exception | None]:
+        def meet(world: World) -> Rendezvous:
+            return rendezvous(world, ParallelSection(), lambda: 1.0, 20, given[world.rank])
+
+        return errors_of(3, meet)
+
+    usual, host = {"torch": "2.13.0", "optim.lr": "0.001"}, socket.gethostname()
+    assert meet_with(usual, usual, usual) == [None] * 3
+    errors = meet_with(usual, {**usual, "optim.lr": "0.002", "sync.outer.lr": "1.0"}, usual)
+    assert {type(error) for error in errors} == {RecipeError}
+    assert {str(error).partition("; start the same command, ")[0] for error in errors} == {
+        f"ranks have different recipes or versions: optim.lr is 0.001 for ranks 0, 2 on {host}, 0.002 for rank 1 on {host}; "
+        f"sync.outer.lr is not given for ranks 0, 2 on {host}, 1.0 for rank 1 on {host}"
+    }
+
+
+def test_values_of_a_host_are_not_compared_and_few_are_named() -> None:
+    given = [
+        common_values(load_recipe(ROOT / RECIPE, overrides))
+        for overrides in ([], [f"{key}=1" if key == "data.num_proc" else f"{key}=a" for key in PER_HOST_KEYS[:-1]])
+    ]
+    assert (
+        digest_of_values(given[0]) == digest_of_values(given[1])
+        and {"llmtrain", "torch", "run.restarts"} <= given[0].keys()
+    )
+    names = [str(number) for number in range(MAX_NAMED + 2)]
+    assert inconsistency([dict.fromkeys(names, "a"), dict.fromkeys(names, "b")], str).endswith("[1]; and 2 more")
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_a_run_compares_the_recipes_of_its_ranks() -> None:
+    recipes = [load_recipe(ROOT / RECIPE, [f"optim.lr={rate}"]) for rate in (0.001, 0.002)]
+    errors = errors_of(2, lambda world: run._ranks_of(recipes[world.rank], world).rendezvous(lambda world: 1.0))
+    assert all("versions: optim.lr is 0.001 for rank 0 on " in str(error) for error in errors), errors
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_a_suite_is_looked_for_where_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 evaluates. Other hosts need not have its data, but their ranks are told if it has none."""
+
+    def lacks_data(section: object) -> None:
+        raise DataError("eval.suite.data_dir a has no b")
+
+    monkeypatch.setattr(run, "check_suite_data", lacks_data)
+    recipe = load_recipe(ROOT / RECIPE, ["eval.suite=small"])
+    assert run._usable_memory(recipe, World(1, 2, 1, 2)) > 0
+    errors = errors_of(2, lambda world: run._ranks_of(recipe, world).rendezvous(partial(run._usable_memory, recipe)))
+    assert {str(error) for error in errors} == {f"eval.suite.data_dir a has no b (rank 0 on {socket.gethostname()})"}
 
 
 def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest.MonkeyPatch) -> None:

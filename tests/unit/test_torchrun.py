@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +33,9 @@ from tests.unit.test_attempts import THREE
 def test_torchrun_is_told_the_place_of_this_node():
     recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=90.5))
     words = " ".join(torchrun_arguments(recipe, Attempt(1, Nodes(3, 2, "alpha", 5)), 8))
-    assert words.startswith("--nnodes 3 --nproc-per-node 8 ") and "SIGUSR1" in words
+    assert words.startswith(
+        "--nnodes 3 --nproc-per-node 8 --signals-to-handle SIGVTALRM "
+    )  # the launcher handles the others
     assert words.endswith(
         "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
@@ -113,6 +117,38 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
             torchrun._run([*arguments, "train.py"], directory, THREE)
     else:
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
+
+
+def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without rank 0 waits for it, up to half a minute."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+
+    def run(command: object) -> None:
+        directory.path.mkdir()
+        (directory.path / "recipe.yaml").touch()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    asked_again = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(torchrun, "time", asked_again)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    with (
+        pytest.raises(torchrun.StopRequested, match=r"^stopped by SIGTERM between two attempts"),
+        torchrun._stop_requests_raise("between two attempts"),
+    ):
+        torchrun._run([*arguments, "train.py"], directory, replace(THREE, rank=1))
+
+
+@pytest.mark.parametrize(
+    ("message", "is_news"), [("Error waiting on exit barrier. Elapsed: %s seconds", False), ("failed", True)]
+)
+def test_torchruns_lines_about_nodes_that_end_later_are_no_news(message: str, is_news: bool) -> None:
+    record = logging.LogRecord("torch", logging.ERROR, "api.py", 1, message, (), None)
+    assert torchrun._is_news(record) == is_news
 
 
 def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from llmtrain.launch import watchdog
+from llmtrain.train.signals import handled
 from tests.end_to_end.runs import wait_until
 from tests.mother import session
 from tests.unit import processes
@@ -82,15 +84,25 @@ def test_ctrl_c_is_passed_on_although_it_has_ended_who_reads_the_output(monkeypa
     def write(descriptor: int, text: bytes) -> int:
         raise BrokenPipeError
 
-    asked: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    try:
-        with monkeypatch.context() as patched, watchdog.stop_on_interrupt():
-            patched.setattr(os, "write", write)
+    with monkeypatch.context() as patched, watchdog.stop_on_signals():
+        patched.setattr(os, "write", write)
+        with pytest.raises(SignalException) as asked:
             signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert asked == [signal.SIGTERM]
+    assert asked.value.sigval == signal.SIGTERM
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def test_only_the_same_signal_again_interrupts_the_checkpoint_that_the_first_asked_for(first: signal.Signals) -> None:
+    """torchrun, interrupted while it waits for ranks that stop, asks them again, and they end at once."""
+    kinds = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT}
+    with handled(kinds, lambda number, frame: None), watchdog.stop_on_signals():
+        with pytest.raises(SignalException) as asked:
+            signal.raise_signal(first)
+        for other in kinds - {first}:
+            signal.raise_signal(other)
+        with pytest.raises(SignalException):
+            signal.raise_signal(first)
+    assert asked.value.sigval == first
 
 
 def test_processes_that_end_while_they_are_looked_at_have_no_children() -> None:

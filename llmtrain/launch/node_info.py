@@ -1,0 +1,47 @@
+"""What the launcher of a node tells the others before any rank is started, and what all nodes must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmtrain.consistency import inconsistency
+from llmtrain.errors import RecipeError, TrainingError
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Information about a node and its launcher."""
+
+    processes: int = 1
+    """Number of processes that it starts."""
+    gpus: int = 0
+    common: Mapping[str, str] = field(default_factory=dict)
+    """Values of its recipe and code that must be the same on all nodes."""
+
+
+def check_nodes(nodes: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Raise RecipeError if nodes differ in their recipes, versions or numbers of processes, and TrainingError if numbers of
+    processes differ because GPUs are missing. `nodes` has the fields of each node's NodeInfo, which may be of another version,
+    and `names` its name."""
+    if differs := inconsistency(
+        [node["common"] for node in nodes], lambda indices: ", ".join(names[i] for i in indices)
+    ):
+        raise RecipeError(
+            f"nodes have different recipes or versions: {differs}; start the same command, recipe files and version of llmtrain "
+            "on all nodes"
+        )
+    processes, gpus = [node["processes"] for node in nodes], [node["gpus"] for node in nodes]
+    if len(set(processes)) == 1:
+        return
+    if len(set(gpus)) > 1:
+        fewest = min(gpus)
+        raise TrainingError(  # not RecipeError: the next start may find the GPUs
+            f"{names[gpus.index(fewest)]} has {fewest} usable GPUs, {names[gpus.index(max(gpus))]} has {max(gpus)}; see "
+            "`nvidia-smi` on the former, or set NPROC_PER_NODE on all of them"
+        )
+    starts = ", ".join(f"{name} starts {number}" for name, number in zip(names, processes, strict=True))
+    raise RecipeError(
+        f"nodes need equally many processes, but {starts}; set NPROC_PER_NODE={min(processes)} on all of them"
+    )
