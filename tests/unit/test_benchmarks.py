@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.config import SyncSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe
@@ -156,11 +157,14 @@ def test_the_first_turn_warms_up_and_every_other_is_backwards() -> None:
 def test_every_method_with_rounds_is_measured_once() -> None:
     measured = {choice.method for choice in sync_cost.CHOICES.values()}
     assert measured | set(sync_cost.SAME) == set(METHODS) - {"synchronous"} and not measured & set(sync_cost.SAME)
+    period = {"kind": "steps", "every": 1}
     for method, like in sync_cost.SAME.items():
         kinds = [
-            {key: METHODS[name].PRESET.get(key) for key in ("group", "penalty", "schedule", "wire")}
-            | {"outer": METHODS[name].PRESET["outer"]["kind"]}
-            for name in (method, like)
+            {key: getattr(sync, key) for key in ("reduction", "moments", "schedule", "wire")}
+            | {"outer": sync.outer.kind}
+            for sync in (
+                SyncSection(**{**METHODS[name].PRESET, "method": name, "period": period}) for name in (method, like)
+            )
         ]
         assert kinds[0] == kinds[1]
 
