@@ -66,6 +66,10 @@ TABLES = {
           + ends = ends * 1.0
     """,
     "llmtrain/compare/plots.py": r"""
+    seen by unit/test_compare_plots.py
+        time: the bar is that of the fastest seed
+          - .index[len(rows) // 2]
+          + .index[0]
     seen by unit/test_compare_report.py
         timeline: one long round sets the window of all runs
           - return min(max(needed), LONGEST * statistics.median(needed))
