@@ -122,6 +122,9 @@ TABLES = {
         switch: no frame is lost
           - if self.loss and self._drawn.random() < self.loss:
           + if False:
+        switch: every trial loses the same frames
+          - one["loss"], one["seed"])
+          + one["loss"])
     """,
     "llmtrain/compare/cluster/limits.py": r"""
     seen by unit/test_virtual_cluster.py
