@@ -8,7 +8,9 @@ import math
 import runpy
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +154,45 @@ def test_the_first_turn_warms_up_and_every_other_is_backwards() -> None:
     calls = iter(range(100))
     found = loops.take_turns({"a": lambda: next(calls), "b": lambda: next(calls)}, turns=2)
     assert found == {"a": [2, 5], "b": [3, 4]}
+
+
+def test_as_many_messages_arrive_as_are_sent_while_a_turn_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a method that waits for each message one round later. None is in flight when the bytes alone are sent."""
+    steps, sent, arrived, timed = 0, 0, 0, []
+
+    def train_step() -> None:
+        nonlocal steps, sent
+        steps += 1
+        if steps % 8 == 0:
+            wait()
+            sent += 1
+
+    def wait() -> None:
+        nonlocal arrived
+        arrived = sent
+
+    def run(step: Callable[[], None], count: int, _: object) -> float:
+        before = sent, arrived
+        for _ in range(count):
+            step()
+        timed.append((count, sent - before[0], arrived - before[1]))
+        return 3.0
+
+    def alone(_: object, size: float) -> float:
+        assert arrived == sent and size == 100.0
+        return 0.5
+
+    sync = SimpleNamespace(schedule=SimpleNamespace(kind="delayed"), offload=True)
+    trainer = SimpleNamespace(
+        train_step=train_step, method=SimpleNamespace(shared_state=wait), recipe=SimpleNamespace(sync=sync)
+    )
+    monkeypatch.setattr(sync_cost, "timed", run)
+    monkeypatch.setattr(sync_cost, "_counters", lambda _: (0.0, 0.0, 0.0, 100.0 * sent))
+    monkeypatch.setattr(sync_cost, "_alone", alone)
+    mesh = SimpleNamespace(broadcast_from_main=lambda found: found())
+    for _ in range(2):
+        turn = sync_cost.sync_turn(trainer, 8, 3, mesh)
+        assert timed[-1] == (24, 3, 3) and (turn.seconds, turn.bytes, turn.alone) == (1.0, 100.0, 0.5)
 
 
 def test_every_method_with_rounds_is_measured_once() -> None:
