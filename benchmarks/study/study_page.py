@@ -283,7 +283,9 @@ def change_rows(done: Records) -> list[Row]:
             what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}"
             tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
             beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
-            fit = published_gap(cell.replicas) if cell.every == 30 and not start else ""
+            # The fit is of runs with the best batch and a compute-optimal number of tokens.
+            is_fitted = cell in (*STAGES["replicas"], *STAGES["main"])
+            fit = published_gap(cell.replicas) if is_fitted else ""
             rows.append((what, str(cell.batch), tokens, rounds, f"{loss} ± {spread}", beside, gap, fit))
     return rows
 

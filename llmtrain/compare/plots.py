@@ -101,10 +101,16 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
 
 
 def draw_time(results: Results, condition: str) -> Figure | None:
-    """Draw the median training time over seeds of each run as bars of computing, exposed communication and waiting."""
-    parts = results.runs.loc[condition].xs("median", axis=1, level=1)[SPLIT].dropna()
-    if parts.empty:
+    """Draw the training time of each run as bars of computing, exposed communication and waiting: those of the seed with the
+    upper median of the times."""
+    trials = results.trials[results.trials["condition"] == condition].dropna(subset=SPLIT)
+    if trials.empty:
         return None
+    # Medians of each part would be of different seeds, and their sum would be no run's time.
+    by_run = trials.groupby("run", sort=False)[SPLIT]
+    parts = pd.DataFrame(
+        {run: rows.loc[rows.sum(axis=1).sort_values().index[len(rows) // 2]] for run, rows in by_run}
+    ).T
     figure, axes = _figure(1.5 + 0.34 * len(parts))
     ends = parts.cumsum(axis=1)
     for name, kind in SPLIT_KINDS.items():

@@ -167,7 +167,7 @@ def _make(
     planned: TrialSpec, comparison: Comparison, recipe: Recipe, shaping: bool, progress: ComparisonProgress
 ) -> TrialRecord:
     words = _words(planned, comparison, shaping)
-    with _cluster(comparison, comparison.conditions[planned.condition], shaping) as hosts:
+    with _cluster(comparison, comparison.conditions[planned.condition], shaping, planned.seed) as hosts:
         port = DEFAULT_PORT if shaping else unused_port()
         return TrialRun(planned, comparison, recipe, hosts, port, words, progress.show_step).run()
 
@@ -176,12 +176,14 @@ def _words(planned: TrialSpec, comparison: Comparison, shaping: bool) -> str:
     return comparison.conditions[planned.condition].settings(shaping)
 
 
-def _cluster(comparison: Comparison, condition: ConditionSection, shaping: bool) -> AbstractContextManager[list[Host]]:
+def _cluster(
+    comparison: Comparison, condition: ConditionSection, shaping: bool, seed: int = 0
+) -> AbstractContextManager[list[Host]]:
     if not shaping:
         return loopback_cluster(comparison.hosts.count)
     limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms", "loss"}) | {"cpus": comparison.hosts.cpus}
     own = [condition.hosts.get(number, HostLimits()) for number in range(comparison.hosts.count)]
-    return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own])
+    return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own], seed=seed)
 
 
 def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) -> float:

@@ -32,7 +32,7 @@ def why_no_wireguard() -> str | None:
         run("ip", "link", "delete", "wg-trial")
     except CommandError:
         if shutil.which("wireguard-go") is None or not Path("/dev/net/tun").exists():
-            return "no WireGuard in the kernel, and no wireguard-go or no /dev/net/tun"
+            return "no WireGuard in the kernel, and no wireguard-go (package wireguard-go) or no /dev/net/tun"
     return None
 
 

@@ -72,6 +72,10 @@ TABLES = {
           + ends = ends * 1.0
     """,
     "llmtrain/compare/plots.py": r"""
+    seen by unit/test_compare_plots.py
+        time: the bar is that of the fastest seed
+          - .index[len(rows) // 2]
+          + .index[0]
     seen by unit/test_compare_report.py
         timeline: one long round sets the window of all runs
           - return min(max(needed), LONGEST * statistics.median(needed))
@@ -130,6 +134,9 @@ TABLES = {
         switch: no frame is lost
           - if self.loss and self._drawn.random() < self.loss:
           + if False:
+        switch: every trial loses the same frames
+          - one["loss"], one["seed"])
+          + one["loss"])
     """,
     "llmtrain/compare/cluster/limits.py": r"""
     seen by unit/test_virtual_cluster.py

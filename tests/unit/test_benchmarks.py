@@ -8,12 +8,15 @@ import math
 import runpy
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.config import SyncSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import differences, load_recipe
@@ -153,14 +156,56 @@ def test_the_first_turn_warms_up_and_every_other_is_backwards() -> None:
     assert found == {"a": [2, 5], "b": [3, 4]}
 
 
+def test_as_many_messages_arrive_as_are_sent_while_a_turn_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a method that waits for each message one round later. None is in flight when the bytes alone are sent."""
+    steps, sent, arrived, timed = 0, 0, 0, []
+
+    def train_step() -> None:
+        nonlocal steps, sent
+        steps += 1
+        if steps % 8 == 0:
+            wait()
+            sent += 1
+
+    def wait() -> None:
+        nonlocal arrived
+        arrived = sent
+
+    def run(step: Callable[[], None], count: int, _: object) -> float:
+        before = sent, arrived
+        for _ in range(count):
+            step()
+        timed.append((count, sent - before[0], arrived - before[1]))
+        return 3.0
+
+    def alone(_: object, size: float) -> float:
+        assert arrived == sent and size == 100.0
+        return 0.5
+
+    sync = SimpleNamespace(schedule=SimpleNamespace(kind="delayed"), offload=True)
+    trainer = SimpleNamespace(
+        train_step=train_step, method=SimpleNamespace(shared_state=wait), recipe=SimpleNamespace(sync=sync)
+    )
+    monkeypatch.setattr(sync_cost, "timed", run)
+    monkeypatch.setattr(sync_cost, "_counters", lambda _: (0.0, 0.0, 0.0, 100.0 * sent))
+    monkeypatch.setattr(sync_cost, "_alone", alone)
+    mesh = SimpleNamespace(broadcast_from_main=lambda found: found())
+    for _ in range(2):
+        turn = sync_cost.sync_turn(trainer, 8, 3, mesh)
+        assert timed[-1] == (24, 3, 3) and (turn.seconds, turn.bytes, turn.alone) == (1.0, 100.0, 0.5)
+
+
 def test_every_method_with_rounds_is_measured_once() -> None:
     measured = {choice.method for choice in sync_cost.CHOICES.values()}
     assert measured | set(sync_cost.SAME) == set(METHODS) - {"synchronous"} and not measured & set(sync_cost.SAME)
+    period = {"kind": "steps", "every": 1}
     for method, like in sync_cost.SAME.items():
         kinds = [
-            {key: METHODS[name].PRESET.get(key) for key in ("group", "penalty", "schedule", "wire")}
-            | {"outer": METHODS[name].PRESET["outer"]["kind"]}
-            for name in (method, like)
+            {key: getattr(sync, key) for key in ("reduction", "moments", "schedule", "wire")}
+            | {"outer": sync.outer.kind}
+            for sync in (
+                SyncSection(**{**METHODS[name].PRESET, "method": name, "period": period}) for name in (method, like)
+            )
         ]
         assert kinds[0] == kinds[1]
 

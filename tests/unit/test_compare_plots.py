@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from llmtrain.compare.measures import find_sweeps, gather
-from llmtrain.compare.plots import draw_loss, draw_throughput
+from llmtrain.compare.plots import draw_loss, draw_throughput, draw_time
 from llmtrain.compare.results import load_trials
-from tests.unit.written_trials import straight, validation, write_trial
+from tests.unit.written_trials import logged, straight, validation, write_trial
 
 
 def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
@@ -97,3 +97,13 @@ def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     axes = losses(tmp_path / "thin")
     assert not axes.texts and list(labeled(axes, "edit").get_ydata()) == [8.0, 5.0]
     assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"
+
+
+def test_a_bar_of_the_training_time_is_of_one_seed(tmp_path: Path) -> None:
+    """The medians of its parts would be 94 s together."""
+    for seed, (seconds, exposed, waited) in enumerate([(99.0, 39.0, 30.0), (100.0, 30.0, 5.0), (101.0, 21.0, 15.0)]):
+        write_trial(tmp_path, "plain", "edit", seed, [logged(10, seconds, 1000.0, exposed, waited)])
+    write_trial(tmp_path, "plain", "diloco", 1, [logged(10, 50.0, 1000.0, 10.0, 0.0)])
+    figure = draw_time(gather(load_trials([tmp_path]), baseline="edit"), "plain")
+    assert figure is not None
+    assert [text.get_text() for text in figure.axes[0].texts] == ["100.0 s, 30 % idle", "50.0 s, 20 % idle"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,17 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     )
     failing.clear()
     assert times_left(retry=True) == ["about 20.0 min left", "about 10.0 min left", ""]
+
+
+def test_a_trials_packets_are_lost_by_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "comparison.yaml"
+    file.write_text(f"{FILE}seeds: [1, 7]\nconditions: {{lossy: {{loss: 0.01}}}}\n")
+    comparison, made = load_comparison(file), []
+    monkeypatch.setattr(runner, "virtual_cluster", lambda _, seed: nullcontext(made.append(seed)))
+    monkeypatch.setattr(runner, "TrialRun", lambda *_: SimpleNamespace(run=lambda: None))
+    for planned in trials(comparison, file):
+        runner._make(planned, comparison, None, True, SimpleNamespace(show_step=None))
+    assert made == [1, 1, 7, 7]
 
 
 ONE = f"""

@@ -6,13 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from llmtrain.compare.cluster import delaying
+from llmtrain.compare import cluster
+from llmtrain.compare.cluster import HostLimits, delaying, frame_switch, virtual_cluster
 from llmtrain.compare.cluster.delaying import DelaySwitch
-from llmtrain.compare.cluster.frame_switch import HEADER, AddressTable, Counters, DelayLine
+from llmtrain.compare.cluster.frame_switch import HEADER, AddressTable, Counters, DelayLine, Switch
 from llmtrain.errors import ClusterError
 
 FIRST, SECOND, EVERYONE = b"\x02aaaaa", b"\x02bbbbb", b"\xff" * 6
@@ -43,6 +47,27 @@ def test_a_share_of_frames_is_lost_and_the_same_ones_every_time() -> None:
     assert all(kept(0.0, 1))
     assert 9_850 < sum(kept(0.01, 1)) < 9_950
     assert kept(0.01, 1) == kept(0.01, 1) != kept(0.01, 2)
+
+
+def test_each_seed_and_each_port_of_a_cluster_loses_other_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: list[str], **_: Any) -> None:
+        asked.append(json.loads(command[-1]))
+        raise InterruptedError
+
+    def kept(seed: int) -> list[list[bool]]:
+        with pytest.raises(InterruptedError):
+            virtual_cluster([HostLimits(loss=0.5)] * 2, networks=2, seed=seed).__enter__()
+        return [[line.push(0.0, b"") for _ in range(64)] for line in Switch(asked.pop())._lines]
+
+    asked: list[Any] = []
+    monkeypatch.setattr(cluster, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(cluster, "_new_cluster", lambda: nullcontext(("made", [])))
+    monkeypatch.setattr(cluster, "run", lambda *_: "")
+    monkeypatch.setattr(cluster, "_virtual_host", lambda _, __, number, *___: SimpleNamespace(name=f"host{number}"))
+    monkeypatch.setattr(delaying, "subprocess", SimpleNamespace(Popen=start, PIPE=None))
+    monkeypatch.setattr(frame_switch, "_packet_socket", lambda port: port)
+    (first, second), (other, _) = kept(1), kept(2)
+    assert kept(1) == [first, second] and len({tuple(each) for each in (first, second, other)}) == 3
 
 
 def test_frames_go_where_their_destination_was_last_seen() -> None:

@@ -69,6 +69,17 @@ def test_the_page_compares_with_synchronous_runs(
     )
 
 
+def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
+    """Not beside another batch, more tokens or other rounds."""
+    others = [plan.Cell("diloco", 4, 30, 128), plan.Cell("diloco", 4, 30, 64, length=4), plan.Cell("diloco", 4, 3, 64)]
+    done: dict[str, Any] = {}
+    for cell in (MAIN[1], *others):
+        done |= finished(cell, likes(0.0055))[1] | finished(page.synchronous_beside(cell), likes(0.0055))[1]
+    rows = page.change_rows(done)
+    assert [row[0] for row in rows if row[-1]] == ["4 replicas, H = 30"] and len(rows) == 4
+    assert rows[0][-1] == page.published_gap(4)
+
+
 def test_the_documentation_has_the_table_of_the_records() -> None:
     """Compare with what `study_page.py --write` writes."""
     text = page.RESULTS_PAGE.read_text()

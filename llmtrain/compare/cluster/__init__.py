@@ -155,8 +155,9 @@ class VirtualHost(Host):
 
 
 @contextmanager
-def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator[list[VirtualHost]]:
+def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1, seed: int = 0) -> Iterator[list[VirtualHost]]:
     """Create a host for each of `limits`, on `networks` networks; on exit, remove the hosts with their processes.
+    Packets are lost as drawn from the seed.
 
     Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind in that case.
     """
@@ -184,7 +185,7 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1) -> Iterator
             if delays:
                 for network in range(networks):
                     ports = [f"{host.name}net{network}" for host in hosts]
-                    delaying = running.enter_context(delay_switch(switch, ports, limits))
+                    delaying = running.enter_context(delay_switch(switch, ports, limits, seed))
                     for host in hosts:
                         host.switches.append(delaying)
             yield hosts

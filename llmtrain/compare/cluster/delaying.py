@@ -47,14 +47,21 @@ class DelaySwitch:
 
 
 @contextmanager
-def delay_switch(namespace: str, ports: Sequence[str], limits: Sequence[HostLimits]) -> Iterator[DelaySwitch]:
+def delay_switch(
+    namespace: str, ports: Sequence[str], limits: Sequence[HostLimits], seed: int
+) -> Iterator[DelaySwitch]:
     """Forward frames between the hosts' ports within the `with` block, with a process in the namespace. `limits` has the limits
-    of each port's host.
+    of each port's host. Losses are drawn from the seed and the port.
 
     Raises ClusterError if the process does not start.
     """
     wanted = [
-        {"port": port, "latency_seconds": (own.latency_ms or 0.0) / 1000, "loss": own.loss or 0.0}
+        {
+            "port": port,
+            "latency_seconds": (own.latency_ms or 0.0) / 1000,
+            "loss": own.loss or 0.0,
+            "seed": f"{seed} {port}",
+        }
         for port, own in zip(ports, limits, strict=True)
     ]
     # -I keeps this folder off Python's path, so that none of its modules can hide one of the standard library.

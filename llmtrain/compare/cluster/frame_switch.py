@@ -2,12 +2,12 @@
 
 It runs as a process of its own in the namespace of a virtual cluster's bridges, in the place of a bridge:
 
-    python frame_switch.py '[{"port": "host0net0", "latency_seconds": 0.02, "loss": 0.0}, ...]'
+    python frame_switch.py '[{"port": "host0net0", "latency_seconds": 0.02, "loss": 0.0, "seed": "1 host0net0"}, ...]'
 
-A frame that arrives from a port's cable is lost with the probability `loss` of that port. Otherwise it waits here for the
-`latency_seconds` of that port, and leaves by the port of its destination. Everything else (TCP, token buckets, counters) is
-the kernel's. Frames keep the kernel's offload header, so that a segmented packet crosses in one piece. The process prints
-a line once it forwards, answers each line of its input with its `Counters` as JSON, and ends when its input ends.
+A frame that arrives from a port's cable is lost with the probability `loss` of that port, drawn from its `seed`. Otherwise it
+waits here for the `latency_seconds` of that port, and leaves by the port of its destination. Everything else (TCP, token
+buckets, counters) is the kernel's. Frames keep the kernel's offload header, so that a segmented packet crosses in one piece. The
+process prints a line once it forwards, answers each line of its input with its `Counters` as JSON, and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DelayLine:
     """Queue of the frames from one port that wait for their departure, in the order of their arrival. Each arriving frame is
     lost with the probability `loss`."""
 
-    def __init__(self, latency_seconds: float, loss: float = 0.0, seed: int = 0):
+    def __init__(self, latency_seconds: float, loss: float = 0.0, seed: int | str = 0):
         self.latency_seconds, self.loss = latency_seconds, loss
         self._drawn = random.Random(seed)
         self._frames: deque[tuple[float, bytes]] = deque()
@@ -107,7 +107,7 @@ class Switch:
     def __init__(self, ports: list[dict]):
         self.counters = Counters()
         self._sockets = [_packet_socket(one["port"]) for one in ports]
-        self._lines = [DelayLine(one["latency_seconds"], one["loss"], seed) for seed, one in enumerate(ports)]
+        self._lines = [DelayLine(one["latency_seconds"], one["loss"], one["seed"]) for one in ports]
         self._table = AddressTable(len(ports))
 
     def run(self) -> None:
