@@ -102,7 +102,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"prepare {Q} data.source={{tmp}}/empty", "no text in this folder; expected files that end in .txt"),
         (f"prepare {Q} data.source={{tmp}}/a.bin", "a.bin is tokens already; name the tokenizer that made them"),
         (f"prepare {Q} data.source={{tmp}}/a.pdf", "unknown kind of file; expected .txt"),
-        (f"prepare {Q} data.source=", r"data\.source is null, expected one of data.source"),
+        (f"prepare {Q} data.source=null", r"data\.source is null, expected one of data.source"),
         (f"prepare {Q} data.source=hf:", r'data\.source is .*"hf": null.*, expected text'),
         (f"prepare {Q} data.source=hf:a/b", "needs the Hugging Face hub, which can't be used from here"),
         (f"prepare {Q} data.source={LONG}", "no such file or folder"),
@@ -119,7 +119,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
             r"not a tokenizer .*; expected a tokenizer\.json or its folder",
         ),
         (f"prepare {TEXT} data.tokenizer=gpt2", "'gpt2' needs the Hugging Face hub"),
-        (f"prepare {TEXT} data.tokenizer=", r"data\.tokenizer is null, expected text"),
+        (f"prepare {TEXT} data.tokenizer=null", r"data\.tokenizer is null, expected text"),
         (f"prepare {TEXT} data.validation=~nobody", "data.validation: ~nobody: no such file or folder"),
         (f"prepare {TEXT} data.validation=/nowhere", "data.validation: /nowhere: no such file or folder"),
         (
