@@ -7,11 +7,24 @@ import shutil
 import pytest
 
 from llmtrain.compare.cluster import VirtualHost
-from llmtrain.compare.cluster.processes import run
+from llmtrain.compare.cluster.processes import CommandError, run
 
 PUBLIC = ("203.0.113.1", "203.0.113.2")
 """Of a network that the internet reserves for documentation (RFC 5737); for the program it is a public one."""
-needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="nft is not installed (package nftables)")
+
+
+def why_no_firewall() -> str | None:
+    """Why virtual hosts can't have a firewall here, or None."""
+    if shutil.which("nft") is None:
+        return "nft is not installed (package nftables)"
+    try:
+        run("nft", "list", "ruleset")
+    except CommandError as error:
+        return f"nft does not work here: {error}"
+    return None
+
+
+needs_nft = pytest.mark.skipif((reason := why_no_firewall()) is not None, reason=reason or "")
 
 
 def inside(host: VirtualHost, *command: str) -> str:
