@@ -160,17 +160,17 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return merged
 
 
-def _check_reading(argument: str, key: str, text: str, leaves: Mapping[str, Any]) -> None:
-    """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `leaves`, as another than it seems:
-    numbers in base 8 or 60, text after a comment sign, text without quotes as other text or as nothing, and escapes outside of
-    double quotes."""
+def _check_reading(argument: str, key: str, text: str, values: Mapping[str, Any]) -> None:
+    """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `values` by key, as another than it
+    seems: numbers in base 8 or 60, text after a comment sign, text without quotes as other text or as nothing, and escapes
+    outside of double quotes."""
     in_quotes, end = "quotes within quotes: key='\"...\"'", 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if not isinstance(token, yaml.ScalarToken | yaml.FlowMappingEndToken | yaml.FlowSequenceEndToken):
             continue
         end = token.end_mark.index
         written = token.value if isinstance(token, yaml.ScalarToken) and token.plain else ""
-        if UNUSUAL_NUMBER.fullmatch(written) and written != leaves.get("run.name"):  # which stays as written
+        if UNUSUAL_NUMBER.fullmatch(written) and written != values.get("run.name"):  # which stays as written
             number = yaml.safe_load(written)
             if not isinstance(number, str):
                 raise RecipeError(
@@ -181,12 +181,12 @@ def _check_reading(argument: str, key: str, text: str, leaves: Mapping[str, Any]
         raise RecipeError(
             f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
         )
-    value = leaves.get(key, text)  # `text` for a mapping, which is no leaf
+    value = values.get(key, text)  # `text` for a mapping, which is no leaf
     if isinstance(value, str) and value != text and text[0] not in "'\"|>":  # signs before text that YAML may change
         raise RecipeError(f"{COMMAND_LINE}: YAML reads {argument!r} as {format_value(value)}; put text in {in_quotes}")
     if value is None and text.strip().lower() not in ("null", "~"):
         raise RecipeError(f"{COMMAND_LINE}: YAML reads no value in {argument!r}; write null, or text in {in_quotes}")
-    for key, value in leaves.items():
+    for key, value in values.items():
         if key.endswith("separator") and isinstance(value, str) and re.search(r"\\[nt]", value):
             raise RecipeError(
                 f"{COMMAND_LINE}: {key} is {value}, with a backslash: only double quotes make it a line break or tab; write "
@@ -209,8 +209,8 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
     ignored = tuple(ignore)
     keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
 
-    def value(leaves: dict[str, Any], key: str) -> str:
-        return json.dumps(leaves[key], ensure_ascii=False) if key in leaves else "not given"
+    def value(values: dict[str, Any], key: str) -> str:
+        return json.dumps(values[key], ensure_ascii=False) if key in values else "not given"
 
     return [
         f"{key}: {value(left, key)} there, {value(right, key)} here"

@@ -1,4 +1,4 @@
-"""What the launcher of a node tells the others before any rank is started, and what all nodes must have in common."""
+"""Information that launchers of nodes exchange before any rank is started, and the check that nodes belong together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmtrain.errors import RecipeError, TrainingError
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Information about a node and its launcher."""
+    """Numbers and values of one node, as its launcher knows them."""
 
     processes: int = 1
     """Number of processes that it starts."""

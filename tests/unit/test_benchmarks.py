@@ -157,7 +157,7 @@ def test_the_first_turn_warms_up_and_every_other_is_backwards() -> None:
 
 
 def test_as_many_messages_arrive_as_are_sent_while_a_turn_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a method that waits for each message one round later. None is in flight when the bytes alone are sent."""
+    """The method waits for each message one round later. None is in flight when the bytes alone are sent."""
     steps, sent, arrived, timed = 0, 0, 0, []
 
     def train_step() -> None:

@@ -23,7 +23,7 @@ def test_every_deep_test_is_in_a_group_and_every_guard_exists() -> None:
 
 
 def test_deep_tests_named_after_a_package_guard_it() -> None:
-    """As `tests/unit/test_data_stream.py`, which is due when something in `llmtrain/data` has changed."""
+    """`tests/unit/test_data_stream.py`, for example, is due when something in `llmtrain/data` has changed."""
     for path in DEEP:
         [group] = [group for group in GROUPS if is_below(path, group.tests)]
         about = [package for package in PACKAGES if re.match(rf"test_{package}[_.]", path.name)]
@@ -32,7 +32,7 @@ def test_deep_tests_named_after_a_package_guard_it() -> None:
 
 
 def test_ci_installs_what_tests_skip_without() -> None:
-    """Of the packages that a reason for skipping names."""
+    """A reason for skipping names the packages that are missing."""
     installed = re.search(r'packages="([^"]*)"', (ROOT / ".ci/run").read_text())[1].split()
     reasons = "".join(path.read_text() for path in (ROOT / "tests/multi_node").glob("*.py"))
     asked = {name for names in re.findall(r"\(packages? ([^)]*)\)", reasons) for name in names.split(", ")}

@@ -33,7 +33,7 @@ def left_out(
 
 @pytest.mark.parametrize("change", [60, 300])
 def test_a_lasting_rise_is_followed_within_15_rounds(change: int) -> None:
-    """The bound that the recipe's key states: of any size up to it, each a block, early and after the bias correction has faded."""
+    """The recipe's key states this bound. Each block has a rise of another size; early, and after the bias correction has faded."""
     deviations, factors = np.meshgrid([0.01, 0.03, 0.1, 0.2], [1.1, 1.25, 2.0, 8.0, 30.0, 60.0, 100.0])
     deviations, factors = deviations.ravel(), factors.ravel()
     norms = np.exp(deviations * np.random.default_rng(0).standard_normal((change + 40, len(factors))))

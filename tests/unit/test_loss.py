@@ -125,7 +125,7 @@ def test_liger_without_the_library_or_a_gpu_is_refused(monkeypatch, is_installed
 
 
 def test_liger_gets_rows_and_sums_gradients_in_fp32(monkeypatch):
-    """As far as that can be seen without the library and a GPU."""
+    """A stub takes the place of the library, which needs a GPU."""
 
     def fused(flat, weight, labels, bias, ignore_index, reduction, accum_dtype):
         asked.update(reduction=reduction, accum_dtype=accum_dtype)

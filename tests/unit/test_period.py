@@ -70,7 +70,7 @@ def test_rounds_grow_with_a_power_of_the_learning_rate(power):
 
 
 def test_rounds_grow_once_the_rate_allows_one_step_more():
-    """As the key `base` says. With base 4 and an alpha of twice the peak, that is at 0.89 of the peak, not below it at once."""
+    """With base 4 and an alpha of twice the peak, rounds grow from 0.89 of the peak on, not at once below it."""
     rates = LRSchedule(1.0, 1000, LRScheduleSection(kind="cosine"))
     period = build_period(QsrSection(base=4, alpha=2.0), 0, rates)
     grown = next(step for step in range(1, 1001) if period.round_length(step) > 4)

@@ -271,7 +271,7 @@ def test_the_learning_rate_that_ends_a_synchronous_phase_is_post_local_sgds_own(
 
 
 def test_a_runs_own_recipe_with_another_method_is_that_method(write: Write) -> None:
-    """Though it names every key."""
+    """It names every key, also those that the old method's preset chose."""
 
     def other(method: str, *overrides: str) -> Recipe:
         run = load_recipe(write("r.yaml", f"train: {{steps: 9}}\nsync: {{method: {method}}}"))

@@ -70,7 +70,7 @@ def test_the_page_compares_with_synchronous_runs(
 
 
 def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
-    """Not beside another batch, more tokens or other rounds."""
+    """Cells of another batch, more tokens or other rounds have none."""
     others = [plan.Cell("diloco", 4, 30, 128), plan.Cell("diloco", 4, 30, 64, length=4), plan.Cell("diloco", 4, 3, 64)]
     done: dict[str, Any] = {}
     for cell in (MAIN[1], *others):

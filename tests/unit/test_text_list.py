@@ -134,7 +134,7 @@ def keys(tmp_path: Path) -> list[str]:
 def test_the_texts_of_a_mixture_have_one_tokenizer(
     tmp_path: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that is trained on the first text, or one version of a tokenizer of the hub."""
+    """It is trained on the first text, or is one version of a tokenizer of the hub."""
     sources = f"data.sources=[{{source: {tmp_path}/a.txt}}, {{source: {tmp_path}/b.txt}}]"
     made = recipe(*keys, sources)
     check(made, 2)
