@@ -42,7 +42,7 @@ ROUND_TRIPS = 10
 """Round trips that a transfer must take, too. One of them is subtracted; TCP's window may still grow during one or two more."""
 HOPS_COVERED = 3
 """An all-reduce must also take this many times the round trips of its hops. Its bytes are then on their way during nearly all of
-these but the first, which is subtracted. On emulated hosts with 100 ms one way, 10 and 100 Mbit/s came out 5 to 15 % too low."""
+these but the first, which is subtracted. On emulated hosts with 100 ms one way, 10 and 100 Mbit/s came out 5 to 20 % too low."""
 LONGEST_TRANSFER, LONGEST_COLLECTIVE = 1 / 20, 1 / 4
 """Fractions of the timeout beyond which nothing more is demanded, because other ranks wait. The last transfer can take twice as
 long, and all of them together four times."""
