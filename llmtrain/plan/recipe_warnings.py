@@ -34,6 +34,8 @@ rate of 0.7 and momentum 0.8 ended 6 % higher than with a warm-up of the momentu
 with their presets 11 and 13 % (benchmarks/results/study); in 13 rounds of 20, EDiT 3 %. With Muon, 7 rounds show no difference."""
 LARGE, LARGE_LR = 0.8, 0.7
 """Smallest momentum and learning rate with which it was. With a learning rate of 0.4, the warm-up changed less than 0.02."""
+TESTED_WARMUP = 4
+"""Rounds of warm-up with which it was."""
 NO_TEXTS: Mapping[str, TokenDataset] = MappingProxyType({})
 
 
@@ -181,7 +183,7 @@ def _early_momentum(recipe: Recipe) -> Iterator[str]:
     if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= FEW and not outer.rounds.momentum_warmup:
         yield (
             f"sync.outer.momentum is {outer.momentum:g} from the first of about {rounds} rounds: so short a run ended lower in tests with "
-            f"sync.outer.rounds.momentum_warmup={max(1, rounds // 6)}"
+            f"sync.outer.rounds.momentum_warmup={min(TESTED_WARMUP, rounds)}"
         )
 
 

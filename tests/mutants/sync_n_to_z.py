@@ -33,6 +33,9 @@ TABLES = {
     seen by unit/test_outer_rule.py
         outer: auto has full momentum in short rounds
           -  * min(1.0, steps / LONG)
+        outer: auto has momentum in many short rounds
+          - max(1.0, min(MOST, rounds * SHARE) * min(1.0, steps / LONG))
+          + min(MOST, max(1.0, rounds * SHARE * min(1.0, steps / LONG)))
     """,
     "llmtrain/sync/period.py": r"""
     seen by unit/test_period.py, SCENARIOS

@@ -64,6 +64,7 @@ def test_the_rule_has_the_best_step_of_the_study_and_that_of_averaging() -> None
     assert (averaging.lr, averaging.momentum) == (1.0, 0.0)
     assert outer_for(26, 10).momentum == 0.42
     assert outer_for(1000, 500).momentum == 0.9
+    assert outer_for(260, 3).momentum == 0.0
     steps = [outer_for(rounds, steps) for rounds in range(1, 200, 7) for steps in (1, 10, 30, 500)]
     assert all(0 <= one.momentum <= 0.9 and 0.66 <= one.lr <= 1.0 for one in steps)
     momenta = [outer_for(rounds, 20).momentum for rounds in range(1, 200)]
