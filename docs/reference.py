@@ -42,20 +42,24 @@ each process would need.
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
 overrides. They may have base files themselves.
 
-**Overrides.** Every command that takes a recipe takes keys after it. Values are YAML. Values that YAML reads as others than they seem
-are refused: numbers in another base (`0400`, `1:30`), comments, text that it changes, and an empty value; `null` is no value, and
-`'""'`, with quotes within quotes, empty text. There are three equivalent forms:
+**Overrides.** Every command that takes a recipe accepts keys after it. Values are YAML. Values that YAML does not read as they seem to be
+are refused: numbers in another base (`0400`, `1:30`), comments, text that YAML changes, and empty values. For no value, give `null`;
+for empty text, `'""'`, with quotes within quotes. There are three equivalent forms:
 
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=lower_lr --sync.period.every 32
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
-by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. If a layer
-names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` no longer apply: they were
-chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same round length. There are
-exceptions: a period of another kind than the new method's is dropped, and so is what one of the two methods chooses itself: a wire
-(`streaming_diloco`, `sparseloco`), `warmup_until_lr` (`post_local_sgd`), `optim.kind` and `optim.muon` (`muloco`). If the new method
-averages gradients in every step, the warm-up and a wire that is not for gradients are dropped, too. There is no interpolation
-(`${...}`), and the environment is not read.
+by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. There is no
+interpolation (`${...}`), and the environment is not read.
+
+**Another method.** If a layer names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments`
+are dropped, because they were chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same
+round length. Exceptions:
+
+- A period of another kind than the new method's is dropped.
+- A key that the old or the new method chooses itself is dropped: the wire (`streaming_diloco`, `sparseloco`), `warmup_until_lr`
+  (`post_local_sgd`), `optim.kind` and `optim.muon` (`muloco`).
+- If the new method averages gradients in every step, the warm-up and a wire that is not for gradients are dropped.
 
 **Texts.** A recipe names one text (`data.source`), a mixture (`data.sources`) or a text for each replica (`data.per_replica`):
 [texts.md](texts.md). A layer that names texts replaces those of the layers below it; a file in their `data.validation` stays.
@@ -63,8 +67,9 @@ averages gradients in every step, the warm-up and a wire that is not for gradien
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
 
-**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy, and `llmtrain prepare RECIPE
---export FOLDER --format KIND` writes ours for them: [tokens.md](tokens.md), also about SentencePiece models and trained tokenizers.
+**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy. `llmtrain prepare RECIPE --export FOLDER
+--format KIND` writes prepared tokens in these formats. [tokens.md](tokens.md) describes both, and SentencePiece models and trained
+tokenizers.
 
 **Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
 
@@ -83,13 +88,13 @@ architecture or tokenizer, missing or unexpected tensors, damaged files and pick
 line. A tokenizer may have more tokens than that of the weights, and the model may have more positions. The folder's path and
 digest are recorded in every checkpoint, in `summary.json` and in the model card of an export.
 
-**What is refused.** An unknown key (the message names a near one), a value of another type, and combinations that can't run. Each
-is refused with the reason, before anything starts. A value that has less effect than it seems to have, such as a period longer
-than the run, is a warning, in `recipe check` and before training.
+**What is refused.** Unknown keys, values of another type, and combinations that can't run are refused before anything starts. The message
+gives the reason; for an unknown key, it names a similar one. If a value has less effect than it seems to have, such as a period longer
+than the run, `recipe check` and the start of training print a warning.
 """
 PRESETS = """\
-What each method chooses of `sync`, and `muloco` of `optim`. A recipe that gives part of a mapping keeps the preset's other
-values, unless it names another kind; then, and where the preset has none, the defaults further down hold.
+The next table has the keys of `sync` that each method sets, and those of `optim` that `muloco` sets. A recipe that gives part of a
+mapping keeps the preset's other values. If it names another kind, or if the preset has no value, the defaults below hold.
 
 """
 
@@ -140,7 +145,7 @@ def composition_table() -> str:
         f"{'; '.join(f'{other} {_kinds(kinds)}' for other, kinds in rule.excludes.items())}: {rule.why}.\n"
         for rule in RULES
     )
-    return f"{_table(heads, rows)}\nEvery other pair goes together. Why not:\n\n{reasons}"
+    return f"{_table(heads, rows)}\nThe numbers refer to this list of exclusions; all other pairs can be combined:\n\n{reasons}"
 
 
 def _kinds(kinds: Sequence[str]) -> str:

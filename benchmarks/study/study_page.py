@@ -86,9 +86,9 @@ CHANGES = (
     "published fit",
 )
 CHANGES_TEXT = """\
-What changes DiLoCo's distance to synchronous training with the same batch and tokens. *published fit*: of arXiv 2503.09799,
-extrapolated from 35 M parameters and more to this size; there, both have their own best batch, and the text of training and
-validation is the same:"""
+The next table shows what changes DiLoCo's distance to synchronous training with the same batch and tokens. *published fit*: the fit of
+arXiv 2503.09799 to models of 35 M parameters and more, extrapolated to this size. In that paper, both methods have their own best batch,
+and training and validation use the same text:"""
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 GAPS = "Gap against the number of rounds"

@@ -54,10 +54,9 @@ class ModelSection(Section):
 class TrainSection(Section):
     """Length of training, and batch sizes.
 
-    global_batch = micro_batch x accumulation x replicas x shards, in sequences. All replicas together consume one global
-    batch per step, so runs of every method have seen the same tokens after the same number of steps, unless some of these are
-    PALSGD's pulls, which read none. The number of
-    accumulated micro-batches follows from the other four numbers.
+    global_batch = micro_batch x accumulation x replicas x shards, in sequences. The number of accumulated micro-batches follows from
+    the other four numbers. All replicas together read one global batch per step, so after the same number of steps, all methods have
+    read the same tokens. The exception is PALSGD, whose pulls read none.
     """
 
     steps: Count | None = None
@@ -161,9 +160,9 @@ class CpuMeshSection(Section):
 
 
 class VirtualClockSection(Section):
-    """Speeds of replicas in one process, which take turns: A-EDiT and WAGMA depend on who is ahead of whom. By this clock, steps take
-    the given time, messages and PALSGD's pulls none, so a run can be repeated. `perf/virtual_seconds` is the time that it would
-    take. If a run is continued within a round of WAGMA, the round's averages go on with all replicas at the same time."""
+    """Speeds of replicas that take turns in one process. A-EDiT and WAGMA depend on which replica is ahead. By this clock, steps take
+    the given time, and messages and PALSGD's pulls take none, so a run can be repeated. `perf/virtual_seconds` is the time that the
+    run would take. If a run is continued within a round of WAGMA, the round's averages continue with all replicas at the same time."""
 
     step_seconds: tuple[PositiveFloat, ...]
     """Seconds that a training step takes, one number per replica."""
@@ -190,7 +189,7 @@ class ParallelSection(Section):
     """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
-    GPU: results are those of as many processes, but for rounding errors in sums over more than two replicas."""
+    GPU. The results are those of one process per replica, except for rounding errors in sums over more than two replicas."""
     virtual_clock: VirtualClockSection | None = None
     """With `in_process`, how long each replica's steps take. `null`: unknown, so methods that depend on it are refused."""
     on_cpu: CpuMeshSection | None = None
@@ -205,9 +204,9 @@ class ParallelSection(Section):
     """Recompute each layer in the backward pass instead of keeping its activations; `selective`: keep the results of matrix
     products and attention, which are expensive, and recompute the rest."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """With `fsdp2` and several shards, free each block's gathered parameters after its forward pass, and gather them again in
-    backward. `false` saves that, and needs memory for all parameters in the precision of the forward pass. `auto`: `false` where
-    they take at most 256 MiB or a tenth of the estimated memory."""
+    """With `fsdp2` and several shards, free each block's gathered parameters after its forward pass, and gather them again in the
+    backward pass. `false` saves the second gathering, but needs memory for all parameters in the precision of the forward pass.
+    `auto`: `false` where these parameters take at most 256 MiB or a tenth of the estimated memory."""
     loss_chunk: Count = 1024
     """Positions per chunk of the loss. Limits the memory of logits to loss_chunk x vocabulary."""
     loss_kernel: Literal["torch", "liger"] = "torch"
@@ -369,8 +368,8 @@ class EvalSection(Section):
     suite: Annotated[SuiteSection | None, BeforeValidator(name)] = None
     """Benchmarks on checkpoints while training continues; `NAME` is short for `{name: NAME}`, and `null`: none."""
     sample_prompt: str | None = None
-    """Prompt that the model continues at each validation after the first step, or, if that takes over a few seconds (5e9
-    parameters x tokens), only at the end (`samples.txt`); `""`: an empty prompt; `null`: no sample."""
+    """Prompt that the model continues at each validation after the first step (`samples.txt`). If this takes more than a few seconds
+    (parameters x tokens above 5e9), the model continues it only at the end. `""`: an empty prompt; `null`: no sample."""
     sample_tokens: Count = 120
     """Length of the sample, in tokens."""
 
