@@ -146,7 +146,8 @@ others one. Messages take no time, so these are the times of waiting for slow re
 synchronous training; `speed to its loss` is `tokens to equal loss` divided by it."""
 EVEN_TEXT = """\
 How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous training
-with gradients in this format; above that, the method is faster."""
+with gradients in this format; above that, the method is faster. Methods have the wires of their runs: fp32, but for Streaming DiLoCo
+(int4), SparseLoCo (topk) and synchronous training."""
 TRAINED_TEXT = """\
 The last training loss is the mean of the last log interval, on text that is read once, with each replica's own parameters. Losses of all
 other tables are of the replicas' mean, on packages that are not in the training text."""
