@@ -39,7 +39,7 @@ class Journal:
     def __init__(self, out: Path):
         out.mkdir(parents=True, exist_ok=True)
         self._rows, self._commit = (out / "rows.jsonl").open("a"), commit()
-        self.log: IO[str] = (out / "rows.log").open("a+")
+        self.log: IO[str] = (out / "rows.log").open("a+", errors="replace")
 
     def begin_output(self, title: str) -> None:
         """Write a heading for the output of the next row."""

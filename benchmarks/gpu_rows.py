@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -63,9 +64,10 @@ class Day:
 
 
 def kernels_of(engine: str) -> Path:
-    """Return the folder in which all rows of an engine keep what they compile. A later call finds it, too."""
+    """Return the folder in which all rows of an engine keep what they compile. A later call finds it, too. Inductor does not quote
+    its name when it calls a compiler."""
     common = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}"
-    return Path(common) / "gpu_day" / engine.replace(" ", "-")
+    return Path(common) / "gpu_day" / re.sub(r"\W+", "-", engine)
 
 
 def machine(day: Day) -> DayRow:

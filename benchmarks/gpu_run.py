@@ -62,7 +62,7 @@ def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
         f"train.steps={steps}",
         f"train.global_batch={task['global_batch']}",
         f"eval.every={steps // 2}",
-        f"checkpoint.every={steps // 2}",
+        f"checkpoint.every={steps}",  # a run that stops writes one, too, within the 30 s that torch before 2.12 leaves it
         f"parallel.precision={'bf16' if gpu else 'fp32'}",
         f"parallel.compile={str(gpu).lower()}",
         *task["override"],
@@ -79,6 +79,11 @@ def start(keys: Sequence[str], how: str, output: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
 
 
+def said(output: Path) -> str:
+    """Return what a run has written, even if it was cut off within a character."""
+    return output.read_text(errors="replace")
+
+
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Train, stop after half of the steps and continue, if it trains alone; return curve, speed and where it continued."""
     with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +98,10 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
             finally:
                 end_with_children(process)
             if stops:
-                print(output.read_text()[-LAST:], flush=True)
+                print(said(output)[-LAST:], flush=True)
             if codes[-1] != (STOPPED_EARLY if stops else DONE):
-                raise SystemExit(f"the run ended with {codes}:\n{output.read_text()[-LAST:]}")
-        continued = [line for line in output.read_text().splitlines() if "continuing from" in line]
+                raise SystemExit(f"the run ended with {codes}:\n{said(output)[-LAST:]}")
+        continued = [line for line in said(output).splitlines() if "continuing from" in line]
         if len(continued) != len(codes) - 1:
             raise SystemExit(f"the run was started {len(codes)} times and continued {len(continued)} times")
         losses = {line["step"]: line["train/loss"] for line in metrics_of(run, "train/loss")}

@@ -248,8 +248,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     command = parse_args([*arguments])
     cores = usable_cores() // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
-    # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. This
-    # does not apply to ranks that it stops because another one has failed: they always have 30 s.
+    # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. torch
+    # before 2.12 ignores this. It does not apply to ranks that torchrun stops because another one has failed: they always have 30 s.
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)

@@ -282,6 +282,7 @@ def test_the_copy_of_the_rounding_page_is_that_of_all_wires(monkeypatch: pytest.
 )
 def test_kernels_of_attention_are_attention(name: str) -> None:
     assert step_parts.group_of(name) == "attention"
+    assert step_parts.group_of(f"triton_poi_fused_{name}_add_3") == "compiled"
 
 
 def test_rows_of_a_steps_parts_end_with_the_whole_and_the_ideal() -> None:

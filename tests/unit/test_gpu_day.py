@@ -30,9 +30,11 @@ SPEED = {"tokens": 1000, "seconds": [0.5], "first": 9.0, "flops": 1e6, "peak_flo
 SPEED |= {"predicted": 1e6, "predicted_seconds": 0.4, "grown": None}
 
 
-def fake_ask(script: str, ranks: int, task: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """Answer as a process would, but fail for a bare loop."""
+def fake_ask(script: str, ranks: int, task: dict[str, Any], *others: Any) -> dict[str, Any]:
+    """Answer as a process would, but fail for a bare loop, cut off within a character."""
     if task.get("engine") == throughput.BARE:
+        if len(others) == 3:
+            others[2].buffer.write(b"\xe2\x80")
         raise loops.RowFailed("measuring", "failed")
     return SPEED
 
@@ -321,6 +323,7 @@ def test_rows_of_an_engine_find_its_kernels_but_the_first_one_compiles(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     day = gpu_rows.Day(False, gpu=True)
     kernels = gpu_rows.kernels_of(gpu_rows.ONE_DEVICE)
+    assert all(re.fullmatch(r"[\w-]+", gpu_rows.kernels_of(engine).name) for engine in throughput.ENGINES)
     speed, parts, runs = gpu_rows.throughput(day), gpu_rows.parts(day), gpu_rows.run(day)
     ours = [row for row in (*speed, *parts, *runs) if row.environment["TORCHINDUCTOR_CACHE_DIR"] == str(kernels)]
     assert {row.name for row in (speed[0], parts[0], *runs)} <= {row.name for row in ours}
