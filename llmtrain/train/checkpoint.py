@@ -36,7 +36,7 @@ from llmtrain.train.checkpoint_files import (
 )
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.rank_errors import raise_on_all
-from llmtrain.train.run_dir import check_same_recipe, check_sample_order
+from llmtrain.train.run_dir import check_same_recipe
 from llmtrain.train.run_length import LengthChange
 from llmtrain.turns import own_time
 from llmtrain.waiting import announced
@@ -198,7 +198,6 @@ class Checkpointer:
         state = read_state(path)
         if self.recipe is None or "recipe" not in state:
             return state, None
-        check_sample_order(state["recipe"], self.recipe, str(path))
         there = stored_recipe(state["recipe"], str(path))
         check_same_recipe(there, self.recipe, str(path))
         length = LengthChange(there, self.recipe, state["step"])

@@ -52,10 +52,6 @@ TABLES = {
         weights: a resumed run forgets where it started
           -         self.from_weights = state.get("from_weights")
           -
-    seen by distributed/test_train_text.py
-        shuffle: an old checkpoint goes on in another order
-          -         check_sample_order(state["recipe"], self.recipe, str(path))
-          -
     """,
     "llmtrain/train/checkpoint_files.py": r"""
     seen by unit/test_checkpoint_files.py
