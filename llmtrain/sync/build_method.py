@@ -42,7 +42,7 @@ from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.method import Method
 from llmtrain.sync.moments import MomentAverages
-from llmtrain.sync.offload import HostOffload, host_offload
+from llmtrain.sync.offload import StreamOffload, host_offload
 from llmtrain.sync.outer import Momentum, Nesterov, Outer, PrimalAverage, Sgd
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
@@ -115,7 +115,7 @@ def build_method(
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
     end_early: Callable[[], bool] = lambda: False,
-    offload_of: Callable[[torch.device], HostOffload | None] = host_offload,
+    offload_of: Callable[[torch.device], StreamOffload | None] = host_offload,
 ) -> Method:
     """Build a method. A collective of all ranks.
 
