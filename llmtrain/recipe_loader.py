@@ -292,7 +292,7 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     for section, forms in SHORT_FORMS.items():
         if isinstance(data.get(section), dict):
-            data[section] = {key: forms.get(key, _as_it_is)(value) for key, value in data[section].items()}
+            data[section] = {key: forms[key](value) if key in forms else value for key, value in data[section].items()}
     return data
 
 
@@ -301,10 +301,6 @@ def _check_keys(data: Any, label: str, path: str = "the recipe") -> None:
         if type(key) not in (str, int):
             raise RecipeError(f"{label}: YAML reads a key of {path} as {format_value(key)}; put the key in quotes")
         _check_keys(value, label, key)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:

@@ -42,8 +42,8 @@ TABLES = {
           + if True:
     seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
         checkpoint: written from tensors that go on changing
-          - keep = _stage_to_cpu if is_staged else _no_copy
-          + keep = _no_copy
+          - keep = _stage_to_cpu if is_staged else as_is
+          + keep = as_is
     seen by distributed/test_bad_disks.py
         writing: the other site writes what all have
           - self._prune(step), spans_hosts)
