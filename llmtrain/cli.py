@@ -85,7 +85,7 @@ def launch(recipe: RecipeFile, overrides: Overrides = None) -> None:
     MASTER_ADDR and MASTER_PORT are used if they are set, or derived from Slurm if srun starts this once per node.
     """
     with single_threaded_imports():  # numpy's
-        from llmtrain.launch import launch_torchrun
+        from llmtrain.launch.torchrun import launch_torchrun
         from llmtrain.recipe_loader import check_not_moved
 
     check_not_moved(recipe, overrides or ())

@@ -6,10 +6,10 @@ cluster. `check_machine` (machine_check.py) makes the checks that depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
+from llmtrain.config.section import leaves
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
@@ -303,7 +303,7 @@ def _check_engine(parallel: ParallelSection) -> None:
         raise RecipeError(
             "parallel.replica_backend is nccl, but with zero_offload what replicas send is in CPU memory; use auto or gloo"
         )
-    for key, value in _leaves(parallel.deepspeed):
+    for key, value in leaves(parallel.deepspeed).items():
         if key in OWN_DEEPSPEED:
             raise RecipeError(
                 f"parallel.deepspeed.{key} is {value!r}, but the engine needs its own value; leave it out"
@@ -314,15 +314,6 @@ def _check_engine(parallel: ParallelSection) -> None:
         )
         if known is not None:
             raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but this is what {known} is for; change that")
-
-
-def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value that is not a mapping."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _check_model(recipe: Recipe) -> None:

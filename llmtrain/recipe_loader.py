@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
-from llmtrain.config.section import kind, leaves, name, steps_or_kind
+from llmtrain.config.section import UNION_KEYS, kind, leaves, merge, name, steps_or_kind
 from llmtrain.errors import RecipeError, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
@@ -36,8 +36,6 @@ from llmtrain.sync.methods import METHODS, inner_preset
 from llmtrain.sync.outer_rule import outer_for
 
 COMMAND_LINE = "command line"
-UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
-"""Keys of `sync` whose value has a `kind`."""
 UNUSUAL_NUMBER = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)")
 """Numbers that YAML 1.1 may read in base 8 or 60."""
 TEXT_KEYS = ("source", *LISTS)
@@ -64,7 +62,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
     layers = [Overlay(whose, {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
-        data = _merge(_without_other_texts(data, layer.data), layer.data)
+        data = merge(_without_other_texts(data, layer.data), layer.data)
     try:
         # Through JSON, because strict validation of JSON accepts lists for tuples, but still no text for numbers.
         recipe = Recipe.model_validate_json(json.dumps(data), strict=True)
@@ -156,7 +154,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, _, text = item.partition("=")
         _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
         _check_reading(argument, key, text, leaves(data))
-        merged = _merge(merged, _normalize(data, COMMAND_LINE))
+        merged = merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
 
@@ -294,7 +292,7 @@ def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     for section, forms in SHORT_FORMS.items():
         if isinstance(data.get(section), dict):
-            data[section] = {key: forms.get(key, _as_it_is)(value) for key, value in data[section].items()}
+            data[section] = {key: forms[key](value) if key in forms else value for key, value in data[section].items()}
     return data
 
 
@@ -303,10 +301,6 @@ def _check_keys(data: Any, label: str, path: str = "the recipe") -> None:
         if type(key) not in (str, int):
             raise RecipeError(f"{label}: YAML reads a key of {path} as {format_value(key)}; put the key in quotes")
         _check_keys(value, label, key)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:
@@ -333,7 +327,7 @@ def _for_method(layers: list[Overlay], before: str, method: str) -> list[Overlay
     presets = METHODS[before].PRESET, METHODS[method].PRESET
     below: dict[str, Any] = {"sync": presets[0]}
     for layer in layers:
-        below = _merge(below, layer.data)
+        below = merge(below, layer.data)
     sync, wanted = below["sync"], presets[1]["period"]["kind"]
     period, wire = (sync.get(key) if isinstance(sync, dict) else None for key in ("period", "wire"))
     dropped = {"reduction", "outer", "schedule", "pull", "moments"}
@@ -367,15 +361,3 @@ def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[st
     if str(below.get("source")).startswith(HUB) and not str(above.get("source")).startswith(HUB):
         dropped |= {"subset", "split", "validation"}
     return _without(under, {"data": dropped})
-
-
-def _merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:
-    """Return `over` merged over `under`. Mappings merge key by key; other values are replaced. A mapping in one of the
-    `tagged` keys is also replaced if its `kind` differs."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        other_kind = both and key in tagged and value.get("kind", below.get("kind")) != below.get("kind")
-        merged[key] = _merge(below, value, UNION_KEYS if key == "sync" else ()) if both and not other_kind else value
-    return merged

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from llmtrain.config import Recipe
-from llmtrain.recipe_loader import UNION_KEYS
+from llmtrain.config.section import UNION_KEYS
 
 BASE = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],

@@ -80,8 +80,7 @@ class MeshChange:
     def apply(self, rules: Rules, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's values by name, given those of all old ranks. `rules` must have an entry for every name."""
         from_all = {name: rule for name, rule in rules.items() if isinstance(rule, FromAllRanks)}
-        known = {name: rule for name, rule in from_all.items() if name in ranks[0]}  # others came after the checkpoint
-        values = {name: rule.combine(self, [rank[name] for rank in ranks]) for name, rule in known.items()}
+        values = {name: rule.combine(self, [rank[name] for rank in ranks]) for name, rule in from_all.items()}
         if self.is_identity:
             return ranks[self.replica * self.shards + self.shard] | values
         sources = [ranks[r * self.old_shards + s] for r in self.source_replicas for s in range(self.old_shards)]

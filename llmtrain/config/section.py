@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -12,6 +13,8 @@ from llmtrain.files import LONGEST_NAME, LONGEST_PATH, is_too_long
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+UNION_KEYS = ("period", "reduction", "outer", "schedule", "wire")
+"""Keys of `sync` whose value has a `kind`."""
 
 
 def _count(value: Any) -> Any:
@@ -67,3 +70,15 @@ def leaves(data: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: data}
     dot = f"{prefix}." if prefix else ""
     return {key: leaf for name, value in data.items() for key, leaf in leaves(value, f"{dot}{name}").items()}
+
+
+def merge(under: dict[str, Any], over: dict[str, Any], tagged: Sequence[str] = ()) -> dict[str, Any]:
+    """Return `over` merged over `under`. Mappings merge key by key; other values are replaced. A mapping in one of the
+    `tagged` keys is also replaced if its `kind` differs."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        other_kind = both and key in tagged and value.get("kind", below.get("kind")) != below.get("kind")
+        merged[key] = merge(below, value, UNION_KEYS if key == "sync" else ()) if both and not other_kind else value
+    return merged

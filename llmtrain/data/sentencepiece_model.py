@@ -9,6 +9,7 @@ that sentencepiece puts before a text.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,20 +110,25 @@ def _bpe(model: Any) -> models.BPE:
 
     kinds = type(model.pieces[0])
     score = {p.piece: p.score for p in model.pieces if p.type == kinds.NORMAL}
-    # sentencepiece merges the pair whose union has the best score
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(score, key=lambda piece: -score[piece])
-        for cut in range(1, len(piece))
-        if piece[:cut] in score and piece[cut:] in score
-    ]
     return models.BPE(
         vocab={p.piece: number for number, p in enumerate(model.pieces)},
-        merges=merges,
+        merges=merges_of(sorted(score, key=lambda piece: -score[piece])),
         unk_token=model.pieces[model.trainer_spec.unk_id].piece,
         fuse_unk=True,
         byte_fallback=model.trainer_spec.byte_fallback,
     )
+
+
+def merges_of(pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the merges of a BPE model with these ordinary `pieces`, from the best score to the worst. sentencepiece merges the
+    pair whose union has the best score."""
+    known = set(pieces)
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in known and piece[cut:] in known
+    ]
 
 
 def _unigram(model: Any) -> models.Unigram:

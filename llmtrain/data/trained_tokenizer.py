@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from llmtrain.data.sentencepiece_model import merges_of
 from llmtrain.errors import DataError, first_line
 from llmtrain.waiting import announced
 
@@ -120,16 +121,8 @@ def fast_tokenizer(pieces: SentencePieceProcessor) -> PreTrainedTokenizerBase:
 
     ids = range(pieces.get_piece_size())
     vocab = {pieces.id_to_piece(i).replace("\u2581", " "): i for i in ids}
-    special = [piece for piece, i in vocab.items() if pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_byte(i)]
-    ordinary = vocab.keys() - set(special)
-    # sentencepiece merges the pair whose union has the best score, and ids are in the order of scores
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in vocab
-        if piece in ordinary
-        for cut in range(1, len(piece))
-        if piece[:cut] in ordinary and piece[cut:] in ordinary
-    ]
+    special = {i for i in ids if pieces.is_control(i) or pieces.is_unknown(i) or pieces.is_byte(i)}
+    merges = merges_of([piece for piece, i in vocab.items() if i not in special])  # ids are in the order of scores
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
     # No piece has a space after another character, so splitting a text before its spaces first gives the same ids, faster.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" *[^ ]+| +"), behavior="isolated")

@@ -125,16 +125,9 @@ def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
             problem(f"recipe differs: {differs}", "give every host the same recipe, its base files and overrides")
         )
     for name in ranks[0].versions:
-        values: dict[str, list[int]] = {}
-        for rank in ranks:
-            values.setdefault(rank.versions[name], []).append(rank.rank)
-        if len(values) == 1:
-            continue
-        what = f"{name} differs: " + "; ".join(f"{value} on {format_ranks(who)}" for value, who in values.items())
-        if name in MUST_AGREE:
-            findings.append(problem(what, f"install the same {name} on all hosts"))
-        else:
-            findings.append(warning(what, f"install the same {name} on all hosts"))
+        if differs := inconsistency([{name: rank.versions[name]} for rank in ranks], format_ranks):
+            level = problem if name in MUST_AGREE else warning
+            findings.append(level(differs, f"install the same {name} on all hosts"))
     return findings or [ok(f"the same {', '.join([*ranks[0].versions, 'recipe'])} on all {len(ranks)} ranks")]
 
 

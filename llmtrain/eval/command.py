@@ -11,7 +11,6 @@ from rich.console import Console
 
 import llmtrain
 from llmtrain.doctor.machine import installed_version
-from llmtrain.eval.arguments import check_arguments
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, has_step, is_main_process, labels
 from llmtrain.eval.scores import SEPARATE, Cache, write_json
 from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
@@ -38,22 +37,13 @@ def evaluate(
     baseline: Path | None = None,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate runs or model folders on a suite, write and show the results, and return them.
+    """Evaluate runs or model folders on a suite, write and show the results, and return them. The caller has checked the
+    arguments with `check_arguments`, which imports much less.
 
     `limit` is the maximum number of documents per task or text, and `batch_size` the number of sequences per batch.
     With `over_time`, every checkpoint of a run is evaluated. Processes other than the main one return an empty
-    list. Raises UserError, with a one-line message, for input that cannot be evaluated.
+    list.
     """
-    check_arguments(
-        paths,
-        suite,
-        over_time=over_time,
-        step=step,
-        data_dir=data_dir,
-        device=device,
-        baseline=baseline,
-        out=out,
-    )
     check_device(device)
     console = Console(quiet=not is_main_process(), highlight=False)
     name, chosen, task_folders = load_suite(suite)

@@ -21,6 +21,7 @@ import psutil
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.files import BOOT_ID
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
@@ -32,7 +33,6 @@ PORTS_TO_TRY = 256
 """Number of ports at each end of the range, one of which must be free. Each rank of a node needs up to two for a moment."""
 LOCAL_PORTS = 10000, 32768
 """First port from which one is chosen for a server on loopback, and the one after the last if the host's range is not known."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 

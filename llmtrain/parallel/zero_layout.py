@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
+from llmtrain.config.section import merge
 from llmtrain.parallel.mesh import Mesh
 
 
@@ -140,13 +141,4 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": zero,
     }
-    return _merged(own, parallel.deepspeed)
-
-
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `under` with its values replaced by those of `over`, key by key in nested mappings."""
-    result = dict(under)
-    for key, value in over.items():
-        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if nested else value
-    return result
+    return merge(own, parallel.deepspeed)

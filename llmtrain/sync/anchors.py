@@ -8,7 +8,7 @@ import torch
 
 from llmtrain.parallel.engine import Block
 from llmtrain.pieces import pieces
-from llmtrain.sync.offload import DeviceCopy, HostOffload
+from llmtrain.sync.offload import StreamedCopy, StreamOffload
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes per element, to read the bits of a float tensor."""
@@ -21,12 +21,12 @@ class Anchors:
     there until `release`; `prefetch` starts these copies earlier. `write_back` copies changed values back to the CPU.
     """
 
-    def __init__(self, blocks: list[Block], with_momentum: bool, copies: HostOffload | None = None):
+    def __init__(self, blocks: list[Block], with_momentum: bool, copies: StreamOffload | None = None):
         self.blocks, self.with_momentum = blocks, with_momentum
         self.anchor: list[torch.Tensor] = []
         self.momentum: list[torch.Tensor] = []
         self._offload = copies
-        self._device_copies: dict[tuple[int, bool], DeviceCopy] = {}  # by (block, is_momentum)
+        self._device_copies: dict[tuple[int, bool], StreamedCopy] = {}  # by (block, is_momentum)
 
     def snapshot(self) -> None:
         """Make the current parameters the anchor and set the momentum to zero."""

@@ -40,10 +40,9 @@ from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.sync.anchors import Anchors
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.method import Method
 from llmtrain.sync.moments import MomentAverages
-from llmtrain.sync.offload import HostOffload, host_offload
+from llmtrain.sync.offload import StreamOffload, host_offload
 from llmtrain.sync.outer import Momentum, Nesterov, Outer, PrimalAverage, Sgd
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
@@ -116,15 +115,14 @@ def build_method(
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
     end_early: Callable[[], bool] = lambda: False,
-    wake_signal: Callable[[dist.Store], WakeSignal] = WakeSignal,
-    offload_of: Callable[[torch.device], HostOffload | None] = host_offload,
+    offload_of: Callable[[torch.device], StreamOffload | None] = host_offload,
 ) -> Method:
     """Build a method. A collective of all ranks.
 
     `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
     learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
     wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `end_early()` is true on a rank.
-    `wake_signal` makes a wake signal from the store. `offload_of` returns the anchor offload for a device, or None.
+    `offload_of` returns the anchor offload for a device, or None.
     """
     outer = build_choice(OUTERS, sync.outer)
     copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
@@ -143,7 +141,7 @@ def build_method(
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
     about = replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters
     reduction = build_choice(REDUCTIONS, sync.reduction, *about)
-    parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, wake_signal, timeout_seconds)
+    parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, timeout_seconds)
     moments = None
     if sync.moments is not None:
         moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.stats)

@@ -2,68 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 
-class DeviceCopy(Protocol):
-    """A copy of a host tensor on the device, which may still be in flight."""
-
-    def use(self) -> torch.Tensor:
-        """Return the copy, safe to read and change on the current stream."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory for reuse after the work queued on the current stream. No later work may use the copy."""
-        ...
-
-
-class HostOffload(Protocol):
-    """Copies between host and device that run in the background, in the order requested."""
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor in host memory, once it is complete."""
-        ...
-
-    def prefetch(self, resting: torch.Tensor) -> DeviceCopy:
-        """Start copying `resting`, a tensor from `to_host`, to the device."""
-        ...
-
-    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
-        """Start copying `changed` to the host tensor `resting`. The caller must not change `changed` again."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for all copies. The caller does so before the host reads offloaded tensors."""
-        ...
-
-
 class StreamOffload:
-    """Offload from a GPU to pinned memory, on a side stream."""
+    """Offload from a GPU to pinned memory. Copies run on a side stream, in the order requested."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor in host memory, once it is complete."""
         resting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # `cpu().pin_memory()` copies twice
         return resting.copy_(tensor)
 
     def prefetch(self, resting: torch.Tensor) -> StreamedCopy:
+        """Start copying `resting`, a tensor from `to_host`, to the device."""
         return StreamedCopy(resting, self._device, self._stream)
 
     def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
+        """Start copying `changed` to the host tensor `resting`. The caller must not change `changed` again."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             resting.copy_(changed, non_blocking=True)
 
     def synchronize(self) -> None:
+        """Wait for all copies. The caller does so before the host reads offloaded tensors."""
         self._stream.synchronize()
 
 
 class StreamedCopy:
-    """A copy made by a side stream, in memory allocated by that stream.
+    """A copy made by a side stream, in memory allocated by that stream. It may still be in flight.
 
     `release` takes the place of `record_stream`. It makes the side stream wait for the current stream, so the allocator can
     give the memory to the side stream's next copy at once. With `record_stream`, the allocator would wait until the device
@@ -77,13 +47,15 @@ class StreamedCopy:
             self._copied = side.record_event()
 
     def use(self) -> torch.Tensor:
+        """Return the copy, safe to read and change on the current stream."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self._copy
 
     def release(self) -> None:
+        """Free the memory for reuse after the work queued on the current stream. No later work may use the copy."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
 
-def host_offload(device: torch.device) -> HostOffload | None:
+def host_offload(device: torch.device) -> StreamOffload | None:
     """Return the offload for a device's tensors; None for a CPU, because they are in host memory already."""
     return StreamOffload(device) if device.type == "cuda" else None

@@ -19,7 +19,7 @@ import torch
 from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Engine, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
@@ -36,7 +36,7 @@ from llmtrain.train.checkpoint_files import (
 )
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.rank_errors import raise_on_all
-from llmtrain.train.run_dir import check_same_recipe, check_sample_order
+from llmtrain.train.run_dir import check_same_recipe
 from llmtrain.train.run_length import LengthChange
 from llmtrain.turns import own_time
 from llmtrain.waiting import announced
@@ -44,9 +44,6 @@ from llmtrain.waiting import announced
 LAST_SECONDS = 60.0
 """Maximum seconds that a run which ends by an error waits for a checkpoint that is being written."""
 T = TypeVar("T")
-Stage = Callable[[torch.Tensor], torch.Tensor]
-"""Function applied to each tensor of the state before it is written: the identity, or a copy to memory that training
-does not modify."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Checkpointer:
         shared, own = self.method.shared_state(), self.method.per_replica_state()
         # Where an engine returns copies, they must not all be on the device at once.
         is_staged = self.section.background or (self.engine.returns_copies and self.mesh.device.type == "cuda")
-        keep = _stage_to_cpu if is_staged else _no_copy
+        keep = _stage_to_cpu if is_staged else as_is
         tensors = self._of_engine(keep)
         for prefix, kind, flats in self._named_state(shared, own):
             # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
@@ -198,7 +195,6 @@ class Checkpointer:
         state = read_state(path)
         if self.recipe is None or "recipe" not in state:
             return state, None
-        check_sample_order(state["recipe"], self.recipe, str(path))
         there = stored_recipe(state["recipe"], str(path))
         check_same_recipe(there, self.recipe, str(path))
         length = LengthChange(there, self.recipe, state["step"])
@@ -208,7 +204,7 @@ class Checkpointer:
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
         """Load weights, optimizer moments and generator states. The buffers for reading are freed on return. With ZeRO,
         they are a second copy of the state."""
-        tensors = self._of_engine(_no_copy)
+        tensors = self._of_engine(as_is)
         raise_on_all(self.mesh, lambda: self._read(path, change, tensors, generators))
         prefix = f"replica{self.mesh.replica_comms.rank}."
         self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
@@ -235,7 +231,7 @@ class Checkpointer:
         device holds one kind at a time. `present` says which blocks the checkpoint has."""
         blocks = list(zip(self.engine.blocks, present, strict=False))
         flats: BlockTensors = [torch.empty_like(flat_view(block)) if is_stored else None for block, is_stored in blocks]
-        tensors = self._of_method(prefix, kind, flats, _no_copy)
+        tensors = self._of_method(prefix, kind, flats, as_is)
         raise_on_all(self.mesh, lambda: self._read(path, change, tensors, {}))
         read: BlockTensors = []
         for block, is_stored in blocks:
@@ -246,12 +242,12 @@ class Checkpointer:
             read.append(self.engine.from_dtensors(block, named).cpu())
         return read
 
-    def _of_engine(self, keep: Stage) -> dict[str, torch.Tensor]:
+    def _of_engine(self, keep: Keep) -> dict[str, torch.Tensor]:
         """Return this replica's weights and optimizer moments by their names in the checkpoint."""
         replica = self.mesh.replica_comms.rank
         return {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
 
-    def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Stage) -> dict[str, torch.Tensor]:
+    def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Keep) -> dict[str, torch.Tensor]:
         """Return one kind of the method's tensors by their names in the checkpoint. An offloaded block is on the device
         only until `keep` has copied it."""
         return {
@@ -288,10 +284,6 @@ class Checkpointer:
                 with suppress(OSError):
                     expired = expired.rename(expired.with_suffix(".tmp"))
                 shutil.rmtree(expired, ignore_errors=True)
-
-
-def _no_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:

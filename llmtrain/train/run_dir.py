@@ -15,7 +15,6 @@ from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
-from llmtrain.data.stream import shuffles_in_blocks
 from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
@@ -160,7 +159,7 @@ class RunDirectory:
     def length_change(self) -> LengthChange | None:
         """Return the change of length since the newest checkpoint; None if there is no checkpoint or it can't be read."""
         state = self.newest_state()
-        if state is None or "recipe" not in state:
+        if state is None:
             return None
         return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
 
@@ -243,16 +242,6 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
     if changed:
         raise RecipeError(
             f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
-        )
-
-
-def check_sample_order(there: Mapping[str, Any], recipe: Recipe, where: str) -> None:
-    """Raise RecipeError if `there`, the stored recipe of a run, is from before data.shuffle existed, and `recipe` reads
-    in blocks. Earlier versions shuffled all samples of such a text."""
-    if "shuffle" not in there["data"] and shuffles_in_blocks(recipe.data):
-        raise RecipeError(
-            f"{where} is of a version without data.shuffle, in which a run shuffled all samples of {recipe.data.source}; now it "
-            "reads them in blocks, so it would skip some and repeat others; continue it with that version, or choose another run.name"
         )
 
 

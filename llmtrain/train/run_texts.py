@@ -28,7 +28,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.quantities import format_si
 from llmtrain.reshard import FromAllRanks
 from llmtrain.train.rank_errors import raise_on_all
-from llmtrain.train.run_dir import RunDirectory, check_sample_order
+from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_length import is_fixed
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.validation import Batches, ValidationSet, joined
@@ -45,18 +45,16 @@ def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing:
 
 
 def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored, and RecipeError
-    if it was read in another order: before ranks are started, which refuse both. Of a text that is not tokenized to its end,
-    nothing is known yet."""
+    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored: before ranks are
+    started, which refuse it. Of a text that is not tokenized to its end, nothing is known yet."""
     recipe, state = directory.recipe, directory.newest_state()
-    if state is None or "recipe" not in state:
+    if state is None:
         return
-    check_sample_order(state["recipe"], recipe, str(directory.path))
     sections = recipe.data.texts()
     known = {
         name: text for name, text in texts.items() if not is_fixed(sections[name]) or is_complete(text, sections[name])
     }
-    stored = {name: identity for rank in state["ranks"] for name, identity in rank.get("texts", {}).items()}
+    stored = {name: identity for rank in state["ranks"] for name, identity in rank["texts"].items()}
     check_continued(identities_of(recipe, known, is_growing=shuffles_in_blocks(recipe.data)), stored)
 
 

@@ -126,7 +126,7 @@ class Trainer:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""
         loaded = self.checkpointer.load(path, self.reshard_rules(), self.recipe.run.seed)
         progress, length, console = loaded.progress, loaded.length, self.metrics.run_log.console
-        self.known_texts = progress.get("texts", {})
+        self.known_texts = progress["texts"]
         self.texts.check_continued(self.known_texts)
         self.state.load_state_dict(progress, loaded.step)
         self.metrics.load_state_dict(progress, self.state)

@@ -103,20 +103,11 @@ def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tenso
 
 
 def validate(
-    engine: Engine, mesh: Mesh, batches: Callable[[], Batches], advance: Callable[[], None] = lambda: None
-) -> Validation:
-    """Return the mean loss over all ranks' `batches`, with the engine's current parameters. Calls `advance` after each
-    batch. A collective of all ranks."""
-    return validate_each(engine, mesh, [batches], advance)[0]
-
-
-def validate_each(
-    engine: Engine, mesh: Mesh, texts: Sequence[Callable[[], Batches]], advance: Callable[[], None]
+    engine: Engine, mesh: Mesh, texts: Sequence[Callable[[], Batches]], advance: Callable[[], None] = lambda: None
 ) -> list[Validation]:
-    """Return, for each text, the mean loss over all ranks' batches. A rank may have no batches of a text. Losses are
-    summed over ranks once, after the last batch, so that a replica never waits within a text that others do not read.
-    Otherwise like `validate`.
-    """
+    """Return, for each text, the mean loss over all ranks' batches, with the engine's current parameters. A rank may have no
+    batches of a text. Calls `advance` after each batch. Losses are summed over ranks once, after the last batch, so that a
+    replica never waits within a text that others do not read. A collective of all ranks."""
     summed = torch.zeros(len(texts), dtype=torch.float64, device=mesh.device)
     counted = torch.zeros(len(texts), dtype=torch.float64)
     with engine.eval_mode() as summed_loss:
@@ -169,7 +160,7 @@ class Validator:
     ) -> list[tuple[ValidationSet, Validation]]:
         """Return a text and its parts, each with its loss, computed with the engine's present parameters. A collective of all
         ranks."""
+        found = validate(self.engine, self.mesh, [part.batches for part in text.parts or [text]], advance)
         if not text.parts:
-            return [(text, validate(self.engine, self.mesh, text.batches, advance))]
-        found = validate_each(self.engine, self.mesh, [part.batches for part in text.parts], advance)
+            return [(text, found[0])]
         return [(text, in_all(text.parts, found)), *zip(text.parts, found, strict=True)]

@@ -26,7 +26,7 @@ from llmtrain.sync.anchors import flatten
 from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
 from llmtrain.sync.methods import METHODS
-from llmtrain.sync.offload import HostOffload, host_offload
+from llmtrain.sync.offload import StreamOffload, host_offload
 from tests.distributed.fake_blocks import cut, drawn, part_of
 from tests.distributed.oracle import FIRST_DECAY, SECOND_DECAY, Oracle
 from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
@@ -84,7 +84,7 @@ class Scenario:
     saves_when_agreed: bool = False
     """Steps of saving are the run's, and of these only such that all ranks know, as in the trainer. Otherwise each replica goes
     by its own."""
-    copies: Callable[[torch.device], HostOffload | None] = host_offload
+    copies: Callable[[torch.device], StreamOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
     adapts: bool = False
     """The inner optimizer has moments."""

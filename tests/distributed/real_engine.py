@@ -21,7 +21,7 @@ from llmtrain.parallel.world import World
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
-from llmtrain.sync.offload import HostOffload, host_offload
+from llmtrain.sync.offload import StreamOffload, host_offload
 from tests.distributed.fake_engine import choices, meeting_store
 from tests.distributed.pool import RankPool
 
@@ -63,7 +63,7 @@ class Case:
     """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
     network: str = "gloo"
     """Between replicas. NCCL needs a GPU for each rank."""
-    copies: Callable[[torch.device], HostOffload | None] = host_offload
+    copies: Callable[[torch.device], StreamOffload | None] = host_offload
     """How anchors are offloaded, if the recipe says that they are."""
 
     @property

@@ -153,12 +153,12 @@ def validate_between_rounds(changes: dict[str, Any]) -> tuple[list[bool], list[f
     before = [flatten(block) for block in run.engine.blocks]
     sent = mesh.replica_comms.traffic.bytes
     with validated_parameters(run.engine, mesh):
-        losses = [validate(run.engine, mesh, lambda: [BATCH]).loss]
+        losses = [validate(run.engine, mesh, [lambda: [BATCH]])[0].loss]
     unchanged = [torch.equal(flatten(block), old) for block, old in zip(run.engine.blocks, before, strict=True)]
     assert mesh.replica_comms.traffic.bytes == sent, "measuring must not count as the method's traffic"
     run.method.finish()
     for batch in (BATCH, NOTHING if mesh.world.rank else BATCH):
-        losses.append(validate(run.engine, mesh, lambda batch=batch: [batch]).loss)
+        losses.append(validate(run.engine, mesh, [lambda batch=batch: [batch]])[0].loss)
     return unchanged, losses
 
 
@@ -183,7 +183,7 @@ def validate_what_was_gathered_before(factor: float) -> tuple[float, float]:
             for shard in block.shards:
                 shard.mul_(factor)
             engine.parameters_changed(block)
-        found.append(validate(engine, mesh, lambda: [BATCH]).loss)
+        found.append(validate(engine, mesh, [lambda: [BATCH]])[0].loss)
     return tuple(found)
 
 
@@ -197,7 +197,7 @@ def state_after_validation() -> bool:
     mesh = mesh_of(1, 2)
     engine = Run(Case(replicas=1, shard=2), mesh).engine
     before = {name: value.clone() for name, value in engine.state_dict().items()}
-    validate(engine, mesh, lambda: [BATCH])
+    validate(engine, mesh, [lambda: [BATCH]])
     after = engine.state_dict()
     return before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
 

@@ -24,7 +24,7 @@ from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import _prepare_own
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_texts import RunTexts
-from llmtrain.train.validation import validate_each
+from llmtrain.train.validation import validate
 from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import recipe_of
 from tests.distributed.stored_runs import KEYS, STEPS, STOPPED_AFTER, train
@@ -142,7 +142,7 @@ def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, li
     """(loss of each part, forward passes, own texts, summaries of what was read after one step) of this rank."""
     texts, _ = open_texts(recipe, replicas, shards)
     (own,), engine = texts.validation_sets(), Counting()
-    found = validate_each(engine, texts.mesh, [part.batches for part in own.parts], lambda: None)
+    found = validate(engine, texts.mesh, [part.batches for part in own.parts])
     loader = texts.loader()
     loader.next()
     summaries = texts.summaries(loader, loader.state_dict(), {"a": 4.0})

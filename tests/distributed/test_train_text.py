@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,10 +20,9 @@ from llmtrain.data import background
 from llmtrain.data.dataset import open_dataset
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.stream import write_status
-from llmtrain.errors import DONE, STOPPED_EARLY, DataError, RecipeError
+from llmtrain.errors import DONE, STOPPED_EARLY, DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
-from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run import run_training
 from llmtrain.train.train_text import TrainText, open_train_text
@@ -168,13 +166,6 @@ def streamed(folder: Path, name: str, *keys: str) -> Recipe:
     return alone(folder, name, "data.shuffle=blocks", "train.steps=12", "log.every=1", *keys)
 
 
-def state_without_shuffle(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, as before data.shuffle existed."""
-    state = read_state(path)
-    del state["recipe"]["data"]["shuffle"]
-    return state
-
-
 @pytest.mark.deep
 def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -202,11 +193,6 @@ def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
     with small_blocks():
         assert run_training(slow, ALONE, open_gate) == STOPPED_EARLY
         assert "waiting for the tokenizer of" in capfd.readouterr().err
-        with (
-            mock.patch("llmtrain.train.checkpoint.read_state", state_without_shuffle),
-            pytest.raises(RecipeError, match=r"/step-\d+ is of a version without data\.shuffle, .*; continue it with"),
-        ):
-            run_training(slow, ALONE)
         assert run_training(slow, ALONE) == DONE
         whole = streamed(folder, "whole", f"data.cache_dir={folder / 'whole'}")
         assert prepare_for(whole, show_progress=False).index.splits["train"].exhausted

@@ -123,7 +123,7 @@ def train_around_validations(case: Case, validates: bool) -> list[list[float]]:
         run.train(step)
         if validates and step > 2:
             with validated_parameters(run.engine, run.mesh):
-                validate(run.engine, run.mesh, lambda: [BATCH])
+                validate(run.engine, run.mesh, [lambda: [BATCH]])
     run.finish()
     return run.sums
 

@@ -192,10 +192,11 @@ def _built(
 ) -> Iterator[tuple[FakeEngine, Method]]:
     scenario = case.scenario
     engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
-    run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds, "wake_signal": waking}
+    run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds}
     method = build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
     worker = method.schedule.worker
     if worker is not None:
+        worker.wake_signal = waking(store)
         worker.wake_signal.worker = worker
         watch(worker, answer.contributed)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.errors import DataError, ModelError, SuiteError, UserError
+from llmtrain.errors import DataError, ModelError, SuiteError
 from llmtrain.eval import units
 from llmtrain.eval.command import evaluate
 from llmtrain.eval.harness import run_task, task_manager
@@ -336,8 +336,6 @@ def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Pat
     tests = {(each["task"], each["metric"]): each["test"] for each in results[0]["against"]["scores"]}
     assert tests == {("offline_piqa", "acc"): "McNemar's exact test", ("stories", "bits_per_byte"): "paired bootstrap"}
     assert [each["prompt"] for each in results[0]["written"]] == ["Tom"]
-    with pytest.raises(UserError, match="--over-time is for all checkpoints and --step for one"):
-        evaluate([tmp_path / "a"], str(suite), over_time=True, step=10, data_dir=data)
 
     with (tmp_path / "a/export/step-00000010/model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)

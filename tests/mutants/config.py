@@ -34,6 +34,9 @@ TABLES = {
         recipe: a period of 1e1 is refused
           -     value = _count(value)
           -
+        recipe: a value of another kind is merged
+          - if both and not other_kind else value
+          + if both else value
     seen by unit/test_wrong_commands.py
         config: a key's path may be too long
           -     if is_too_long(path):

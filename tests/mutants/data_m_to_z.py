@@ -135,8 +135,8 @@ TABLES = {
           - steps.append(normalizers.Prepend(SPACE))
           + steps.append(normalizers.Replace(Regex(f"^(?!{SPACE})"), SPACE))
         sentencepiece: merges in the order of ids
-          - for piece in sorted(score, key=lambda piece: -score[piece])
-          + for piece in sorted(score)
+          - merges=merges_of(sorted(score, key=lambda piece: -score[piece])),
+          + merges=merges_of(sorted(score)),
         sentencepiece: a special piece is found in a text
           -     if not is_bpe:
           -

@@ -65,15 +65,12 @@ TABLES = {
           + if False
     seen by unit/test_text_list.py
         lists: a base file's text stays beside the list above it
-          - data = _merge(_without_other_texts(data, layer.data), layer.data)
-          + data = _merge(data, layer.data)
+          - data = merge(_without_other_texts(data, layer.data), layer.data)
+          + data = merge(data, layer.data)
     seen by unit/test_recipe.py
         recipe: the command line lies under the file
           - layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
           + layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]
-        recipe: a value of another kind is merged
-          - if both and not other_kind else value
-          + if both else value
         recipe: a difference names here and there the wrong way round
           - f"{key}: {value(left, key)} there, {value(right, key)} here"
           + f"{key}: {value(right, key)} there, {value(left, key)} here"

@@ -42,8 +42,8 @@ TABLES = {
           + if True:
     seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
         checkpoint: written from tensors that go on changing
-          - keep = _stage_to_cpu if is_staged else _no_copy
-          + keep = _no_copy
+          - keep = _stage_to_cpu if is_staged else as_is
+          + keep = as_is
     seen by distributed/test_bad_disks.py
         writing: the other site writes what all have
           - self._prune(step), spans_hosts)
@@ -51,10 +51,6 @@ TABLES = {
     seen by distributed/test_initial_weights.py
         weights: a resumed run forgets where it started
           -         self.from_weights = state.get("from_weights")
-          -
-    seen by distributed/test_train_text.py
-        shuffle: an old checkpoint goes on in another order
-          -         check_sample_order(state["recipe"], self.recipe, str(path))
           -
     """,
     "llmtrain/train/checkpoint_files.py": r"""

@@ -14,11 +14,12 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from llmtrain import __version__, launch
+from llmtrain import __version__
 from llmtrain.cli import app, main
 from llmtrain.config import Recipe
 from llmtrain.data import extend, tokenizing
 from llmtrain.eval import arguments, command
+from llmtrain.launch import torchrun
 from llmtrain.plan import hardware
 from llmtrain.recipe_schema import file_schema
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
@@ -213,7 +214,7 @@ def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_launch_leaves_with_the_code_of_its_ranks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(launch, "launch_torchrun", lambda recipe, overrides: code)
+    monkeypatch.setattr(torchrun, "launch_torchrun", lambda recipe, overrides: code)
     with pytest.raises(SystemExit) as left:
         main(["launch", "recipe.yaml"])
     assert left.value.code == code

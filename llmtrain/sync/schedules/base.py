@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from llmtrain.config import SyncScheduleSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.block_sync import BlockSync
-from llmtrain.sync.group_averager import WakeSignal
 from llmtrain.sync.period import Period
 from llmtrain.sync.reductions.reduction import Reduction
 
@@ -97,5 +96,4 @@ class ScheduleParts:
     total_steps: int
     store: dist.Store | None
     """The job's key-value store."""
-    wake_signal: Callable[[dist.Store], WakeSignal]
     timeout_seconds: float

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from llmtrain.config import FragmentsSection
-from llmtrain.errors import CheckpointError
 from llmtrain.reshard import require_equal
 from llmtrain.sync.message import Message, WeighedMessage
 from llmtrain.sync.reductions.reduction import STATE_KEY
@@ -85,11 +84,6 @@ class FragmentSchedule(Schedule):
         self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
         if self.weighing is not None and self.weighing.reduction is not None:
             self.weighing.reduction.load_state_dict(state[STATE_KEY])
-            if "lengths" not in state and any(tensor is not None for tensor in tensors["arriving"]):
-                raise CheckpointError(
-                    "the checkpoint is of an earlier version and has a weighted mean in flight, without its target norm; "
-                    "continue it with that version, or from another checkpoint"
-                )
         nothing: BlockTensors = [None] * len(self.block_sync.blocks)
         for fragment, sent in enumerate(state["sent"]):
             self._messages[fragment] = None

@@ -12,7 +12,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.parallel.in_process import MemoryComms
 from llmtrain.sync import butterfly
-from llmtrain.sync.group_averager import GroupAverager, Payloads
+from llmtrain.sync.group_averager import GroupAverager, Payloads, WakeSignal
 from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
 from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
@@ -195,7 +195,7 @@ def _threaded_averager(
         group_of=lambda iteration: comms[str(groups_at(iteration))],
         is_global=is_global,
         shard_comms=shard_group(replica, shard, timeout),
-        wake_signal=parts.wake_signal(parts.store),
+        wake_signal=WakeSignal(parts.store),
         wire=block_sync.wire,
         timeout_seconds=timeout,
     )
