@@ -56,6 +56,25 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
 
 
 @pytest.mark.usefixtures("meeting_point")
+def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as one host's, and each may lack a GPU for its number."""
+
+    def no_gpu() -> float:
+        raise RecipeError("4 processes on a machine with 1 GPUs")
+
+    def meet(world: World) -> Rendezvous:
+        name.of_rank = f"pod-{world.rank // 2}:"
+        return rendezvous(World(world.rank, 4, world.rank, 4), ParallelSection(), no_gpu, 20)
+
+    name = threading.local()
+    monkeypatch.setattr("llmtrain.parallel.rendezvous.node_name", lambda: name.of_rank)
+    errors = errors_of(4, meet)
+    assert {type(error) for error in errors} == {RecipeError}
+    says = f"rank 0 on {socket.gethostname()} counts 4 ranks on its host, where 2 of 4 are; give each rank LOCAL_RANK and LOCAL_W"
+    assert all(str(error).startswith(says) for error in errors), errors
+
+
+@pytest.mark.usefixtures("meeting_point")
 def test_ranks_with_other_recipes_or_versions_are_refused_on_all_in_one_line() -> None:
     def meet_with(*given: dict[str, str]) -> list[Exception | None]:
         def meet(world: World) -> Rendezvous:
