@@ -96,10 +96,12 @@ def rendezvous(
     `common`.
     """
     host = socket.gethostname()
-    given, available = Networks(), 0.0  # what a rank that refuses the recipe reports
+    given, available, sharing = Networks(), 0.0, 1  # what a rank that refuses the recipe reports
     refusal: str | None = None
+    on_gpu = torch.cuda.is_available()
     try:
         given, available = Networks.from_recipe(parallel), memory()
+        sharing = ranks_per_device(world) if on_gpu else 1
     except UserError as error:
         if world.size == 1:
             raise
@@ -110,8 +112,6 @@ def rendezvous(
     address, port = master_endpoint()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # for libraries; Slurm may not have set them
     store = _open_store(world, address, port, timeout_seconds)
-    on_gpu, network = torch.cuda.is_available(), network_stack()
-    sharing = ranks_per_device(world) if on_gpu else 1
     common = common or {}
     mine = RankInfo(
         node_name(),
@@ -120,7 +120,7 @@ def rendezvous(
         available,
         refusal,
         on_gpu,
-        network,
+        network_stack(),
         sharing,
         digest_of_values(common),
         world.local_size,

@@ -56,6 +56,14 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
 
 
 @pytest.mark.usefixtures("meeting_point")
+def test_every_rank_hears_that_one_host_has_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMTRAIN_SHARE_GPU", "yes")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    errors = errors_of(2, lambda world: come(world, 1.0))
+    assert all("LLMTRAIN_SHARE_GPU='yes'" in str(error) and "(rank 0 on " in str(error) for error in errors), errors
+
+
+@pytest.mark.usefixtures("meeting_point")
 def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as one host's, and each may lack a GPU for its number."""
 
