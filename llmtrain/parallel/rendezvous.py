@@ -257,7 +257,7 @@ def check_connectivity(
     with ExitStack() as stack:
         interfaces = _interface_by_axis(peers.networks)
         mine = {axis: _listen(interfaces[axis], len(members), stack) for axis, members in axes.items()}
-        told = gather_over_store(peers.store, world, "before groups are made", mine, timeout_seconds)
+        told = gather_over_store(peers.store, world, "after the preparation of data", mine, timeout_seconds)
         if len(set(peers.nodes)) == 1:
             return None
         # The store holds JSON, in which an endpoint is a list.

@@ -260,6 +260,15 @@ def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: i
 
 
 @pytest.mark.usefixtures("meeting_point")
+def test_a_rank_that_still_prepares_data_is_awaited_in_a_roll_call_that_says_so() -> None:
+    meeting = Rendezvous(dist.HashStore(), [RankInfo("a", "a", None, 1.0)] * 2, Networks())
+    with pytest.raises(
+        TrainingError, match=r"^rank 1 of 2 did not answer the roll call after the preparation of data at"
+    ):
+        check_connectivity(meeting, World(0, 2, 0, 1), 2, 1, 0.01)
+
+
+@pytest.mark.usefixtures("meeting_point")
 def test_hosts_of_the_same_name_do_not_take_their_own_loopback_for_each_other() -> None:
     places = [RankInfo(f"one:{rank}", "one", None, 1.0, network=f"stack {rank}") for rank in range(2)]
     meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
