@@ -305,11 +305,13 @@ class ClusterCheck:
         return measure_all(me, addresses, secret, self.timeout_seconds, exchange)
 
     def _collectives(self, plan: Plan | None, round_trip: float) -> list[Finding]:
-        """Benchmark the collectives of the recipe's mesh, or of the mesh that `auto` chooses if there is no recipe. Predict the
-        recipe's waits from the measured rates and the hosts' longest `round_trip` in milliseconds."""
+        """Benchmark the collectives of the recipe's mesh. Without a recipe, use the mesh that `auto` chooses, or replicas of one
+        rank if hosts have different numbers of ranks. Predict the recipe's waits from the measured rates and the hosts' longest
+        `round_trip` in milliseconds."""
         bytes_a_round = None
         if self.recipe is None or plan is None:
-            parallel = ParallelSection()
+            is_even = len(set(Counter(self.peers.nodes).values())) == 1
+            parallel = ParallelSection(shards="auto" if is_even else 1)
             replicas, shards, _ = choose_mesh(parallel, self.peers.nodes, False, lambda shards: True)
         else:
             parallel, replicas, shards = self.recipe.parallel, plan.replicas, plan.shards

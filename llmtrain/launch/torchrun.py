@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
-from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
+from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.node_info import NodeInfo
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
@@ -97,10 +97,22 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     nodes = Nodes.from_environment()
     per_node = processes_per_node(recipe.parallel, nodes.count)
     with single_threaded_imports():  # the checks import the recipe's model
-        start = check_start(recipe, nodes, per_node)
-    info = NodeInfo(per_node, torch.cuda.device_count(), common_values(recipe))
+        start, refusal = _result_or_refusal(nodes, lambda: check_start(recipe, nodes, per_node))
+    info = NodeInfo(per_node, torch.cuda.device_count(), common_values(recipe), refusal)
     with rank_server() as program:
         return _launch_ranks(recipe_path, overrides, recipe, nodes, info, start, program)
+
+
+def _result_or_refusal(nodes: Nodes, check_here: Callable[[], Preflight]) -> tuple[Preflight | None, str]:
+    """Return the result of a check and "", or with several nodes None and why it refuses the recipe. An error raised before the
+    nodes meet would leave the others waiting, and its cause may be that this node has fewer GPUs than they have."""
+    try:
+        return check_here(), ""
+    except UserError as error:
+        if nodes.count == 1 or error.exit_code != BAD_USAGE:
+            raise
+        print(f"node {nodes.rank} refuses the recipe, and tells the other nodes: {error}", flush=True)
+        return None, str(error)
 
 
 def _launch_ranks(

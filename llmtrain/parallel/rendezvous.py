@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -57,6 +58,8 @@ class RankInfo:
     """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all must know."""
     digest: str = ""
     """Digest of the values that all ranks must have in common."""
+    local_size: int = 1
+    """Number of ranks on its node, according to its environment."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,16 @@ def rendezvous(
     rank may use, or raises a UserError if it cannot run the recipe.
 
     Raises a TrainingError that names the missing ranks, or the ranks without a usable GPU if others have one.
-    Raises RecipeError on every rank if any rank cannot run the recipe, or if ranks differ in a value of `common`.
+    Raises RecipeError on every rank if any rank cannot run the recipe or has wrong variables, or if ranks differ in a value of
+    `common`.
     """
     host = socket.gethostname()
-    given, available = Networks(), 0.0  # what a rank that refuses the recipe reports
+    given, available, sharing = Networks(), 0.0, 1  # what a rank that refuses the recipe reports
     refusal: str | None = None
+    on_gpu = torch.cuda.is_available()
     try:
         given, available = Networks.from_recipe(parallel), memory()
+        sharing = ranks_per_device(world) if on_gpu else 1
     except UserError as error:
         if world.size == 1:
             raise
@@ -106,8 +112,6 @@ def rendezvous(
     address, port = master_endpoint()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # for libraries; Slurm may not have set them
     store = _open_store(world, address, port, timeout_seconds)
-    on_gpu, network = torch.cuda.is_available(), network_stack()
-    sharing = ranks_per_device(world) if on_gpu else 1
     common = common or {}
     mine = RankInfo(
         node_name(),
@@ -116,15 +120,17 @@ def rendezvous(
         available,
         refusal,
         on_gpu,
-        network,
+        network_stack(),
         sharing,
         digest_of_values(common),
+        world.local_size,
     )
     store, told = open_roll_call(store, world, asdict(mine), deadline - time.monotonic())
     if len({rank_info.get("digest") for rank_info in told}) > 1:  # first, because other versions have other fields
         values = gather_over_store(store, world, "to compare recipes", dict(common), deadline - time.monotonic())
         _refuse_inconsistency(values, [rank_info["host"] for rank_info in told])
     ranks = [RankInfo(**rank_info) for rank_info in told]
+    _check_local_sizes(ranks)  # first, because ranks that count too many on their host may refuse the recipe for it
     for rank, rank_info in enumerate(ranks):
         if rank_info.refusal:
             raise RecipeError(f"{rank_info.refusal} (rank {rank} on {rank_info.host})")
@@ -145,6 +151,23 @@ def _refuse_inconsistency(values: Sequence[Mapping[str, str]], hosts: Sequence[s
         f"ranks have different recipes or versions: {inconsistency(values, name)}; start the same command, recipe files and "
         "version of llmtrain on all hosts"
     )
+
+
+def _check_local_sizes(ranks: Sequence[RankInfo]) -> None:
+    """Raise RecipeError if the environment of a rank counts more ranks on its node than there are.
+
+    Without LOCAL_WORLD_SIZE, all ranks count as one node's. The ranks of a node would then divide work among themselves of which
+    a part, such as the check of token shards, falls to ranks that are elsewhere.
+    """
+    on_node = Counter(rank_info.node for rank_info in ranks)
+    for rank, rank_info in enumerate(ranks):
+        there = on_node[rank_info.node]
+        if rank_info.local_size > there:
+            raise RecipeError(
+                f"rank {rank} on {rank_info.host} counts {rank_info.local_size} ranks on its host, where {there} of {len(ranks)} are; "
+                "give each rank LOCAL_RANK and LOCAL_WORLD_SIZE, the number of ranks on its host, or start with llmtrain launch, "
+                "torchrun or srun, which do"
+            )
 
 
 def _check_devices(ranks: Sequence[RankInfo]) -> None:
@@ -234,7 +257,7 @@ def check_connectivity(
     with ExitStack() as stack:
         interfaces = _interface_by_axis(peers.networks)
         mine = {axis: _listen(interfaces[axis], len(members), stack) for axis, members in axes.items()}
-        told = gather_over_store(peers.store, world, "before groups are made", mine, timeout_seconds)
+        told = gather_over_store(peers.store, world, "after the preparation of data", mine, timeout_seconds)
         if len(set(peers.nodes)) == 1:
             return None
         # The store holds JSON, in which an endpoint is a list.

@@ -100,6 +100,6 @@ def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
     assert (code, other_code) == (1, 2)
     [line] = errors(output)
     assert line.startswith(
-        f"error: rank 1 of 2 did not answer the roll call before groups are made at 10.77.0.1:{PORT}"
+        f"error: rank 1 of 2 did not answer the roll call after the preparation of data at 10.77.0.1:{PORT}"
     )
     assert "only rank 0 on host0; see the output of those who are missing" in line

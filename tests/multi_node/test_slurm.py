@@ -150,6 +150,16 @@ def test_a_job_that_no_longer_runs_is_not_requeued(batch):
     assert batch([RECIPE], 3, STATE="COMPLETING")[:2] == (3, [f"{SRUN} {RECIPE}"])
 
 
+def test_a_job_that_is_stopped_at_once_is_not_requeued_for_ever(batch):
+    """Its time limit is no longer than `--signal` is early."""
+    code, calls, output = batch([RECIPE], 3, SLURM_RESTART_COUNT="5")
+    assert (code, calls, output.count("\n")) == (3, [f"{SRUN} {RECIPE}"], 1)
+    assert output.startswith(
+        "error: job 77 was stopped within a minute, after 5 returns to the queue; give it a --time well above"
+    )
+    assert batch([RECIPE], 3, SLURM_RESTART_COUNT="4")[1][1:] == ["scontrol requeue 77"]
+
+
 def test_a_busy_controller_is_asked_again(batch, tmp_path: Path):
     code, calls, output = batch([RECIPE], 3, SILENT="4", REFUSALS="1")
     assert (code, calls) == (3, [f"{SRUN} {RECIPE}", *["scontrol requeue 77"] * 2]) and "error: " not in output

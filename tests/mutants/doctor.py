@@ -48,6 +48,9 @@ TABLES = {
         doctor: a host without an address is measured at its loopback
           - host.leader.interface == UNKNOWN and self.peers.ranks[host.leader.rank].address is None
           + False
+        doctor: hosts with different numbers of ranks have no mesh to measure
+          - shards="auto" if is_even else 1
+          + shards="auto"
         doctor: a round trip is taken for the latency of one way
           - 8e-6 * rate * shards, round_trip / 2)
           + 8e-6 * rate * shards, round_trip)

@@ -66,13 +66,19 @@ TABLES = {
     "llmtrain/launch/node_info.py": r"""
     seen by unit/test_node_rendezvous.py
         launch: nodes may start unequal numbers of processes
-          - if len(set(processes)) == 1:
-          + if True:
+          - differ = len(set(processes)) > 1
+          + differ = False
         launch: nodes may have different recipes
           - if differs := inconsistency(
           + if False and inconsistency(
         launch: a node without GPUs is a wrong recipe
-          - if len(set(gpus)) > 1:
+          - if fewest < most and (differ or not fewest):
+          + if False:
+        launch: ranks without GPUs meet those that have some
+          - if fewest < most and (differ or not fewest):
+          + if fewest < most and differ:
+        launch: other nodes do not hear that one refuses the recipe
+          - if node["refusal"]:
           + if False:
     """,
     "llmtrain/launch/nodes.py": r"""
@@ -160,6 +166,9 @@ TABLES = {
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
+        launch: a node that refuses the recipe does not meet the others
+          - if nodes.count == 1 or error.exit_code != BAD_USAGE:
+          + if True:
         torchrun: after a loss, a batch that can't be divided is a wrong recipe
           -     except UserError as error:
           -         reason

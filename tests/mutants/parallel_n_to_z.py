@@ -53,6 +53,9 @@ TABLES = {
         meeting: only the rank that refuses hears why
           -         if rank_info.refusal:
           +         if rank_info.refusal and rank == world.rank:
+        meeting: ranks on several hosts may count as one host's
+          - if rank_info.local_size > there:
+          + if False:
         meeting: ranks may have different recipes
           - for rank_info in told}) > 1:
           + for rank_info in told}) > world.size:

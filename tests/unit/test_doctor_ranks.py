@@ -143,6 +143,8 @@ def test_without_a_recipe_the_mesh_is_the_one_that_auto_gives(opened: Opened) ->
         assert sections["links"] == [ok("all ranks are on one host")]
         assert sections["collectives"] == [ok("measured")]
     assert opened == [(2, 1, None)] * 2
+    assert examined(None, ["a", "a", "b"])[0]["collectives"] == [ok("measured")]  # auto chooses none
+    assert opened[2:] == [(3, 1, None)] * 3
 
 
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2)])

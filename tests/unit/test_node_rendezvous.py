@@ -157,6 +157,11 @@ def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() 
     assert type(lost) is TrainingError and str(lost).startswith(
         "node 1 on b has 0 usable GPUs, node 0 on a has 8; see `nv"
     )
+    refused = NodeInfo(7, 7, refusal="train.global_batch is 1024, not a multiple of 4 x 14")
+    assert "node 1 on b has 7 usable GPUs" in str(error_of(NodeInfo(8, 8), refused))
+    assert type(error_of(NodeInfo(1, 1), NodeInfo(1, 0, refusal="the model needs more memory"))) is TrainingError
+    told = error_of(NodeInfo(7, 7), refused)
+    assert type(told) is RecipeError and str(told) == f"{refused.refusal} (node 1 on b)"
     check_nodes([asdict(NodeInfo(4, gpus)) for gpus in (8, 4)], ["a", "b"])  # as NPROC_PER_NODE says
 
 

@@ -56,6 +56,33 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
 
 
 @pytest.mark.usefixtures("meeting_point")
+def test_every_rank_hears_that_one_host_has_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMTRAIN_SHARE_GPU", "yes")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    errors = errors_of(2, lambda world: come(world, 1.0))
+    assert all("LLMTRAIN_SHARE_GPU='yes'" in str(error) and "(rank 0 on " in str(error) for error in errors), errors
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as one host's, and each may lack a GPU for its number."""
+
+    def no_gpu() -> float:
+        raise RecipeError("4 processes on a machine with 1 GPUs")
+
+    def meet(world: World) -> Rendezvous:
+        name.of_rank = f"pod-{world.rank // 2}:"
+        return rendezvous(World(world.rank, 4, world.rank, 4), ParallelSection(), no_gpu, 20)
+
+    name = threading.local()
+    monkeypatch.setattr("llmtrain.parallel.rendezvous.node_name", lambda: name.of_rank)
+    errors = errors_of(4, meet)
+    assert {type(error) for error in errors} == {RecipeError}
+    says = f"rank 0 on {socket.gethostname()} counts 4 ranks on its host, where 2 of 4 are; give each rank LOCAL_RANK and LOCAL_W"
+    assert all(str(error).startswith(says) for error in errors), errors
+
+
+@pytest.mark.usefixtures("meeting_point")
 def test_ranks_with_other_recipes_or_versions_are_refused_on_all_in_one_line() -> None:
     def meet_with(*given: dict[str, str]) -> list[Exception | None]:
         def meet(world: World) -> Rendezvous:
@@ -230,6 +257,15 @@ def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: i
             "rank 0 on one (lo, 127.0.0.1) does not reach rank 1 on two (lo, 127.0.0.1): loopback"
         )
         assert f"parallel.{axis}_network" in str(error) and "nor do 2 other ranks" in str(error)
+
+
+@pytest.mark.usefixtures("meeting_point")
+def test_a_rank_that_still_prepares_data_is_awaited_in_a_roll_call_that_says_so() -> None:
+    meeting = Rendezvous(dist.HashStore(), [RankInfo("a", "a", None, 1.0)] * 2, Networks())
+    with pytest.raises(
+        TrainingError, match=r"^rank 1 of 2 did not answer the roll call after the preparation of data at"
+    ):
+        check_connectivity(meeting, World(0, 2, 0, 1), 2, 1, 0.01)
 
 
 @pytest.mark.usefixtures("meeting_point")

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError
+from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
 from llmtrain.launch import torchrun
 from llmtrain.launch.attempts import Attempt, NodeExit
 from llmtrain.launch.nodes import Nodes
@@ -61,6 +62,19 @@ def test_the_first_line_comes_before_torch_is_imported(tmp_path):
     )
     first = "edit_llama_stdlib: edit, 300 steps of 4,096 tokens; loading torch\ntorch is imported\n"
     assert done.stdout.startswith(first), done.stdout + done.stderr
+
+
+def test_a_node_that_refuses_the_recipe_first_meets_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """They would wait for it, and its GPUs, not the recipe, may be what is wrong."""
+
+    def refuse(kind: type[UserError]) -> Preflight:
+        raise kind("there are 7 GPUs")
+
+    assert torchrun._result_or_refusal(THREE, partial(refuse, RecipeError)) == (None, "there are 7 GPUs")
+    assert capsys.readouterr().out == "node 2 refuses the recipe, and tells the other nodes: there are 7 GPUs\n"
+    for nodes, kind in ((Nodes(), RecipeError), (THREE, UnavailableError)):  # the latter ends with code 1 and may pass
+        with pytest.raises(kind, match=r"^there are 7 GPUs$"):
+            torchrun._result_or_refusal(nodes, partial(refuse, kind))
 
 
 EIGHT = Nodes(8, 0, "alpha", 5)
