@@ -13,11 +13,12 @@ import hashlib
 import json
 import re
 import shutil
+import socket
 import threading
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
 from llmtrain.files import atomic_write, is_bare_file_name
-from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.roll_call import format_ranks
 from llmtrain.run_files import STATE_FILE, checkpoint_folders, step_name, step_of
 from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
@@ -260,7 +262,7 @@ class CheckpointWriter:
         except CheckpointException as error:  # a BaseException
             self.error = one_line(next(iter(error.failures.values()))[0])
         except Exception as error:
-            self.error = one_line(error)
+            self.error = one_line(error, MESSAGE_LENGTH)
         if self.error is not None:
             with suppress(OSError):  # the folder may be missing, because it could not be created
                 free = shutil.disk_usage(self.final.parent).free
@@ -297,19 +299,22 @@ class CheckpointWriter:
         if isinstance(names, str):
             raise OSError(names)
         share = share_of(self._comms.rank, self._comms.size, names)
-        mine = self._progress, _catch_os_error(lambda: digests(self.temporary, share))
+        folder = f"{self.temporary} on {socket.gethostname()}"
+        mine = self._progress, folder, _catch_os_error(lambda: digests(self.temporary, share))
         of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
 
-    def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
+    def _publish(self, of_ranks: list[tuple[str, str, dict | str]]) -> str | None:
         """Write state.json, rename the folder and name it in `latest`. Return None, or the error in one line, for all ranks to
         raise. Main rank only."""
-        if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
+        progress, folders, found = zip(*of_ranks, strict=True)
+        problem = next((one for one in found if isinstance(one, str)), None)
+        if problem := problem or self._written_elsewhere(folders, found):
             return problem
-        self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
-        self._state["files"] = {name: digest for _, found in of_ranks for name, digest in found.items()}
+        self._state["ranks"] = [json.loads(one) for one in progress]
+        self._state["files"] = {name: digest for one in found for name, digest in one.items()}
         try:
             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
             if self.final.exists():
@@ -322,6 +327,19 @@ class CheckpointWriter:
         with suppress(OSError):
             self._on_complete()
         return None
+
+    def _written_elsewhere(self, folders: Sequence[str], found: Sequence[Collection[str]]) -> str | None:
+        """Return a line about the ranks whose files the main rank does not have, or None. Each rank writes at least the state of
+        its random number generators, unless the main rank writes for all."""
+        if self._comms.shares_memory:
+            return None
+        lost = [rank for rank, names in enumerate(found) if not any(map(TENSOR_FILE.fullmatch, names))]
+        if not lost:
+            return None
+        return (
+            f"{folders[0]} has no file of {format_ranks(lost)}, which wrote to {folders[lost[0]]}; all nodes need one run.out_dir on a "
+            "file system that they share"
+        )
 
     def _from_main(self, value: Any) -> Any:
         return self._comms.broadcast_object(value, f"writing {self.final.name}")
