@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -29,10 +30,11 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, is_bare_file_name
+from llmtrain.files import atomic_write, is_bare_file_name, look_again
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
+from llmtrain.parallel.world import World
 from llmtrain.run_files import STATE_FILE, checkpoint_folders, step_name, step_of
 from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
@@ -174,11 +176,27 @@ def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
-    files. A collective of all ranks."""
+    files. A collective of all ranks. Raises TrainingError, on every rank, if a host does not see the directory, which exists on
+    the main rank's host."""
     share = share_of(mesh.world.rank, mesh.world.size, files)
-    found = raise_on_all(mesh, lambda: find_corruption(directory, {name: files[name] for name in share}))
+    found = raise_on_all(
+        mesh, lambda: _find_corruption_here(directory, {name: files[name] for name in share}, mesh.world)
+    )
     of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
     return next((problem for problem in of_ranks if problem is not None), None)
+
+
+def _find_corruption_here(directory: Path, files: Mapping[str, Digest], world: World) -> str | None:
+    """Return what `find_corruption` finds, with this host's name if there are several hosts."""
+    host = socket.gethostname()
+    look_again(directory)
+    if not os.path.isdir(directory):
+        raise TrainingError(
+            f"{host} does not see {directory}, which rank 0 does; mount the file system of run.out_dir there and start the same command "
+            "again"
+        )
+    found = find_corruption(directory, files)
+    return f"{found} on {host}" if found is not None and world.local_size < world.size else found
 
 
 def _xxh3(path: Path) -> str:

@@ -15,13 +15,14 @@ from llmtrain.parallel.in_process import InProcess
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import World
 from llmtrain.train import shared_folder
+from llmtrain.train.checkpoint_files import digests, find_corruption_on_any_rank
 from llmtrain.train.shared_folder import check_is_shared
 
 HERE = socket.gethostname()
 
 
-def errors_on(hosts: int, work: Callable[[Mesh], object]) -> list[Exception | None]:
-    """Call `work` on ranks that take themselves for the only ones of as many hosts; what each of them raised."""
+def outcomes(hosts: int, work: Callable[[Mesh], object]) -> list[object]:
+    """Call `work` on ranks that take themselves for the only ones of as many hosts; what each of them returned or raised."""
     ranks, errors = InProcess(hosts, 30.0), {}
 
     def call(world: World) -> None:
@@ -48,9 +49,9 @@ def test_a_run_directory_that_a_host_does_not_share_ends_all_ranks(folders: list
     def check(mesh: Mesh) -> None:
         check_is_shared(folders[mesh.world.rank], mesh, 60.0)
 
-    assert errors_on(2, check) == [None, None]
+    assert outcomes(2, check) == [None, None]
     for kind in (RecipeError, TrainingError):
-        errors = errors_on(3, check)
+        errors = outcomes(3, check)
         assert [type(error) for error in errors] == [kind] * 3 and all(error.is_shared for error in errors)
         [line] = set(map(str, errors))
         assert line.startswith(
@@ -74,4 +75,23 @@ def test_what_a_network_file_system_does_not_know_yet_is_asked_for_again(
     monkeypatch.setattr(os, "open", lambda path, *rest: opened.add(Path(path)) or open_file(path, *rest))
     monkeypatch.setattr(os, "stat", late)
     monkeypatch.setattr(shared_folder, "PATIENCE_SECONDS", 2.0)
-    assert errors_on(2, lambda mesh: check_is_shared(folders[0], mesh, 60.0)) == [None, None]
+    assert outcomes(2, lambda mesh: check_is_shared(folders[0], mesh, 60.0)) == [None, None]
+
+
+def test_a_host_that_does_not_see_a_checkpoint_does_not_make_it_damaged(folders: list[Path]) -> None:
+    files = {}
+    for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp"):
+        (folders[0] / name).write_text(name)
+        files |= digests(folders[0], [name])
+
+    def check(mesh: Mesh) -> object:
+        return find_corruption_on_any_rank(folders[mesh.world.rank], files, mesh)
+
+    (folders[0] / "__1_0.distcp").unlink()
+    assert outcomes(2, check) == [f"__1_0.distcp is gone on {HERE}"] * 2
+    folders[2].rmdir()
+    errors = outcomes(3, check)
+    assert [type(error) for error in errors] == [TrainingError] * 3
+    assert {str(error).partition(", which rank 0 does; mount")[0] for error in errors} == {
+        f"{HERE} does not see {folders[2]}"
+    }
