@@ -48,8 +48,9 @@ CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
 TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
-"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems, and of a lack of memory or
-handles."""
+TRANSIENT |= {errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTUNREACH}
+"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
+lack of memory or handles."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")

@@ -62,6 +62,9 @@ TABLES = {
         writing: latest is not written
           -             atomic_write(self.final.parent / "latest", self.final.name + "\n")
           -
+        integrity: a mount that is gone is damage
+          - {errno.ENOTCONN, errno.ESHUTDOWN,
+          + {errno.ESHUTDOWN,
         writing: a rank reads back what another has written
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
