@@ -160,6 +160,9 @@ TABLES = {
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
+        torchrun: whether training has begun is what NFS knew before
+          -     look_again(directory.path)  # rank 0 may be on another host
+          -
         torchrun: after a loss, a batch that can't be divided is a wrong recipe
           -     except UserError as error:
           -         reason
