@@ -39,6 +39,14 @@ def check_path(path: str | Path) -> None:
         return
 
 
+def look_again(folder: Path) -> None:
+    """Open a folder and those above it. A network file system then asks its server for them; otherwise it may say for up to a minute
+    that what another host has made there does not exist."""
+    for path in (*reversed(folder.absolute().parents), folder):
+        with suppress(OSError):
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+
+
 def local_path(name: str) -> Path | None:
     """Return the file or folder that a user's text names, with `~` expanded, or None if there is none."""
     path = os.path.expanduser(name)

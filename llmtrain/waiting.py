@@ -42,13 +42,21 @@ def acquire(path: Path, seconds: float, announce: Callable[[], object]) -> Abstr
     # created: without flock, FileLock takes one that it has not created for another process's lock.
     tempfile.TemporaryFile(dir=path.parent).close()
     lock = FileLock(path)
+    with where_locks_exist(path.parent):
+        try:
+            return lock.acquire(timeout=0)
+        except Timeout:
+            announce()
+            return lock.acquire(timeout=seconds)
+    return nullcontext()
+
+
+@contextmanager
+def where_locks_exist(folder: Path) -> Iterator[None]:
+    """Run the enclosed code, which locks a file in `folder`. If the file system has no locks, only print that nothing is locked."""
     try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        announce()
-        return lock.acquire(timeout=seconds)
+        yield
     except (NotImplementedError, OSError) as error:  # of older versions of filelock; of NFS without a lock server
         if isinstance(error, OSError) and error.errno != errno.ENOLCK:
             raise
-        print(f"{path.parent} has no file locks: let one process at a time write there", file=sys.stderr, flush=True)
-        return nullcontext()
+        print(f"{folder} has no file locks: let one process at a time write there", file=sys.stderr, flush=True)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
+import socket
 import threading
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,11 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, is_bare_file_name
-from llmtrain.parallel.comms import Comms
+from llmtrain.files import atomic_write, is_bare_file_name, look_again
+from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.roll_call import format_ranks
+from llmtrain.parallel.world import World
 from llmtrain.run_files import STATE_FILE, checkpoint_folders, step_name, step_of
 from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
@@ -44,8 +48,9 @@ CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
 TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
-"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems, and of a lack of memory or
-handles."""
+TRANSIENT |= {errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTUNREACH}
+"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
+lack of memory or handles."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
@@ -172,11 +177,27 @@ def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
 
 def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], mesh: Mesh) -> str | None:
     """Return the first problem that `find_corruption` finds on any rank. Each rank reads its share of the
-    files. A collective of all ranks."""
+    files. A collective of all ranks. Raises TrainingError, on every rank, if a host does not see the directory, which exists on
+    the main rank's host."""
     share = share_of(mesh.world.rank, mesh.world.size, files)
-    found = raise_on_all(mesh, lambda: find_corruption(directory, {name: files[name] for name in share}))
+    found = raise_on_all(
+        mesh, lambda: _find_corruption_here(directory, {name: files[name] for name in share}, mesh.world)
+    )
     of_ranks = mesh.all_ranks.all_gather_object(found, "asking all ranks for damaged files")
     return next((problem for problem in of_ranks if problem is not None), None)
+
+
+def _find_corruption_here(directory: Path, files: Mapping[str, Digest], world: World) -> str | None:
+    """Return what `find_corruption` finds, with this host's name if there are several hosts."""
+    host = socket.gethostname()
+    look_again(directory)
+    if not os.path.isdir(directory):
+        raise TrainingError(
+            f"{host} does not see {directory}, which rank 0 does; mount the file system of run.out_dir there and start the same command "
+            "again"
+        )
+    found = find_corruption(directory, files)
+    return f"{found} on {host}" if found is not None and world.local_size < world.size else found
 
 
 def _xxh3(path: Path) -> str:
@@ -260,7 +281,7 @@ class CheckpointWriter:
         except CheckpointException as error:  # a BaseException
             self.error = one_line(next(iter(error.failures.values()))[0])
         except Exception as error:
-            self.error = one_line(error)
+            self.error = one_line(error, MESSAGE_LENGTH)
         if self.error is not None:
             with suppress(OSError):  # the folder may be missing, because it could not be created
                 free = shutil.disk_usage(self.final.parent).free
@@ -297,19 +318,22 @@ class CheckpointWriter:
         if isinstance(names, str):
             raise OSError(names)
         share = share_of(self._comms.rank, self._comms.size, names)
-        mine = self._progress, _catch_os_error(lambda: digests(self.temporary, share))
+        folder = f"{self.temporary} on {socket.gethostname()}"
+        mine = self._progress, folder, _catch_os_error(lambda: digests(self.temporary, share))
         of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
 
-    def _publish(self, of_ranks: list[tuple[str, dict | str]]) -> str | None:
+    def _publish(self, of_ranks: list[tuple[str, str, dict | str]]) -> str | None:
         """Write state.json, rename the folder and name it in `latest`. Return None, or the error in one line, for all ranks to
         raise. Main rank only."""
-        if problem := next((found for _, found in of_ranks if isinstance(found, str)), None):
+        progress, folders, found = zip(*of_ranks, strict=True)
+        problem = next((one for one in found if isinstance(one, str)), None)
+        if problem := problem or self._written_elsewhere(folders, found):
             return problem
-        self._state["ranks"] = [json.loads(progress) for progress, _ in of_ranks]
-        self._state["files"] = {name: digest for _, found in of_ranks for name, digest in found.items()}
+        self._state["ranks"] = [json.loads(one) for one in progress]
+        self._state["files"] = {name: digest for one in found for name, digest in one.items()}
         try:
             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
             if self.final.exists():
@@ -322,6 +346,19 @@ class CheckpointWriter:
         with suppress(OSError):
             self._on_complete()
         return None
+
+    def _written_elsewhere(self, folders: Sequence[str], found: Sequence[Collection[str]]) -> str | None:
+        """Return a line about the ranks whose files the main rank does not have, or None. Each rank writes at least the state of
+        its random number generators, unless the main rank writes for all."""
+        if self._comms.shares_memory:
+            return None
+        lost = [rank for rank, names in enumerate(found) if not any(map(TENSOR_FILE.fullmatch, names))]
+        if not lost:
+            return None
+        return (
+            f"{folders[0]} has no file of {format_ranks(lost)}, which wrote to {folders[lost[0]]}; all nodes need one run.out_dir on a "
+            "file system that they share"
+        )
 
     def _from_main(self, value: Any) -> Any:
         return self._comms.broadcast_object(value, f"writing {self.final.name}")

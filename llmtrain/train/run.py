@@ -53,6 +53,7 @@ from llmtrain.train.loggers import Console
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.prepare_data import prepare_for
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.shared_folder import check_is_shared
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, write_error_summary, write_summary
 from llmtrain.train.train_text import TrainText, open_train_text
@@ -122,6 +123,7 @@ def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Train
             return DONE
         run.mirror.open(run.mesh)
         run.mesh.broadcast_from_main(lambda: _reserve(run.directory, run.prepared))
+        check_is_shared(run.directory.path, run.mesh, recipe.run.timeout_seconds)
         checkpoint = _newest_checkpoint(run)
         trainer = _build(run, checkpoint)
         _load(run, trainer, checkpoint, alter)

@@ -21,7 +21,7 @@ from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stor
 from llmtrain.run_files import CHECKPOINTS, RECIPE, complete_checkpoints
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.run_length import LengthChange, length_key
-from llmtrain.waiting import announced
+from llmtrain.waiting import announced, where_locks_exist
 
 RESUMABLE_KEYS = (
     "run.name",
@@ -273,11 +273,11 @@ def lock_folder(folder: Path, otherwise: str) -> FileLock:
     Raises an error, which suggests `otherwise`, if another process holds the lock: RecipeError on this host, and TrainingError on
     another host, because that may have been lost and a later start may succeed. Raises OSError if the folder can't be written.
     On a file system without locks, newer versions of filelock put a file in the lock's place, which a process leaves there if it
-    is killed; older versions offer no protection.
+    is killed; with older versions, and on NFS without a lock server, one line says that nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
-    with suppress(NotImplementedError):
+    with where_locks_exist(folder):
         try:
             with announced(f"the process that works in {folder} to end", PATIENCE_SECONDS):
                 lock.acquire(timeout=PATIENCE_SECONDS)

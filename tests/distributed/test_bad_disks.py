@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,6 +174,20 @@ def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(ranks: Ran
     assert first == second and "step-00000010 could not be written: [Errno 5] Input/output error" in first
     assert max(took, also_took) < 100, "no collective was left waiting for its 120 s"
     assert not list(tmp_path.iterdir())
+
+
+def write_apart(folder: Path) -> str:
+    return write_unevenly(folder / f"host{dist.get_rank()}", 10, 1000)
+
+
+def test_a_checkpoint_without_the_files_of_a_rank_is_none(ranks: RankPool, tmp_path: Path) -> None:
+    """Its host does not share the folder."""
+    there, elsewhere = (f"{tmp_path}/host{rank}/step-00000010.tmp on {socket.gethostname()}" for rank in (0, 1))
+    for error in ranks.run(write_apart, tmp_path, world_size=2):
+        assert (
+            f"could not be written: {there} has no file of rank 1, which wrote to {elsewhere}; all nodes need" in error
+        )
+    assert not complete_checkpoints(tmp_path / "host0")
 
 
 def files_of(folder: Path, local_size: int) -> tuple[list[str], list[str], str]:

@@ -88,6 +88,22 @@ def test_an_interface_whose_cable_is_out(three):
         assert "parallel.replica_network" in line and "; nor do 2 other ranks reach theirs" in line
 
 
+def test_hosts_that_do_not_share_the_run_directory(runs: Runs, three):
+    """The program itself, as with a folder of that name on each host's own disk."""
+    run = arguments(runs, "apart", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={TIMEOUT}")
+    started = [
+        start_rank(host, rank, 2, "10.77.0.1", run_llmtrain, "train", *run, f"run.out_dir={runs.folder}/{host.name}")
+        for rank, host in enumerate(three[:2])
+    ]
+    for code, output in ends(started, TIMEOUT + MORE):
+        assert code == 2
+        [line] = errors(output)
+        assert line.startswith(
+            f"error: run.out_dir is not shared: host1 can't see in {runs.folder}/host1/apart what rank 0 on host0 writes to "
+            f"{runs.folder}/host0/apart; mount the same file system on all nodes"
+        )
+
+
 def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
     """The program itself, with a folder for tokens that one host can't create."""
     run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={TIMEOUT}")

@@ -58,6 +58,9 @@ TABLES = {
         writing: latest is not written
           -             atomic_write(self.final.parent / "latest", self.final.name + "\n")
           -
+        integrity: a mount that is gone is damage
+          - {errno.ENOTCONN, errno.ESHUTDOWN,
+          + {errno.ESHUTDOWN,
         writing: a rank reads back what another has written
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
@@ -67,7 +70,17 @@ TABLES = {
         integrity: the digest of state.json is not compared
           - if seal != _digest_of(state):
           + if False:
+    seen by unit/test_shared_folder.py
+        integrity: a checkpoint that one host does not see is damaged
+          - if not os.path.isdir(directory):
+          + if False:
+        integrity: the host that finds damage is not named
+          - if found is not None and world.local_size < world.size else found
+          + if False else found
     seen by distributed/test_bad_disks.py
+        writing: a checkpoint may lack the files of a host that does not share the folder
+          - if not any(map(TENSOR_FILE.fullmatch, names))]
+          + if False]
         writing: a failed write leaves its files
           - shutil.rmtree(self.temporary, ignore_errors=True)  # frees
           + pass  # frees

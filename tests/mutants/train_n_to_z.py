@@ -39,6 +39,10 @@ TABLES = {
         run: recipes of ranks are not compared
           - common_values(recipe) if world.size > 1 else {}
           + {}
+    seen by multi_node/test_bad_starts.py::test_hosts_that_do_not_share_the_run_directory
+        run: nobody looks whether hosts share the run directory
+          -         check_is_shared(run.directory.path, run.mesh, recipe.run.timeout_seconds)
+          -
     seen by end_to_end/test_training.py::test_a_run_starts_from_another_and_later_needs_it_no_more
         weights: a resumed run reads them again
           - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
@@ -85,6 +89,10 @@ TABLES = {
           +
     """,
     "llmtrain/train/run_dir.py": r"""
+    seen by unit/test_waiting.py
+        run directory: NFS without a lock server is a folder that can't be written
+          - with where_locks_exist(folder):
+          + with suppress(NotImplementedError):
     seen by unit/test_run_dir.py, unit/test_mirror.py, end_to_end/test_training.py
         rundir: another learning rate may continue a run
           -     "checkpoint",
@@ -207,6 +215,18 @@ TABLES = {
         sample: large models write at each validation
           - self.is_wanted and size * recipe.eval.sample_tokens <= CHEAP_READS
           + self.is_wanted
+    """,
+    "llmtrain/train/shared_folder.py": r"""
+    seen by unit/test_shared_folder.py
+        shared folder: a host that does not see it is left in the run
+          - for host, path, is_seen, _ in hosts if not is_seen]
+          + for host, path, is_seen, _ in hosts if False]
+        shared folder: a mount that is missing now ends the run for good
+          - (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
+          + RecipeError(
+        shared folder: what NFS knew before is true
+          -             look_again(path.parent)
+          -
     """,
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py

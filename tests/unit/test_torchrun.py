@@ -121,7 +121,9 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
     def sleep(seconds: float) -> None:
         directory.write_summary({"stopped": "signal"})
 
+    asked: list[Path] = []
     monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(torchrun, "look_again", asked.append)
     monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
@@ -131,6 +133,7 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
             torchrun._run([*arguments, "train.py"], directory, THREE)
     else:
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
+    assert asked == [directory.path] * 2, "NFS remembers for a minute that there was no recipe"
 
 
 def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line(

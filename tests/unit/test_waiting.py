@@ -87,6 +87,8 @@ def test_nobody_waits_for_a_lock_where_there_are_no_locks(
                 pass
         said = f"{tmp_path} has no file locks: let one process at a time write there\n"
         assert (waits, capsys.readouterr().err) == ([], 2 * said if number == errno.ENOLCK else "")
+    run_dir.lock_folder(tmp_path, "choose another")
+    assert capsys.readouterr().err == said, "as a run directory, too"
 
 
 def test_the_hub_is_waited_for_aloud(

@@ -1,0 +1,73 @@
+"""Check at the start that all hosts see one run directory: each rank writes its part of every checkpoint there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.files import look_again
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.run_files import RECIPE
+from llmtrain.waiting import announced
+
+PATIENCE_SECONDS, LOOK_SECONDS = 10.0, 0.2
+"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its looks."""
+MAX_NAMED = 3
+"""Maximum number of hosts in the message."""
+
+
+def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
+    """Raise an error, on every rank, if the hosts do not share a run directory, which exists on rank 0's host. A collective of all
+    ranks.
+
+    RecipeError for a run that has not begun. TrainingError for one that has, because a host may lack the file system only now.
+    """
+    if mesh.world.local_size == mesh.world.size:
+        return
+    mark = folder / f".{secrets.token_hex(8)}.shared"  # a name for which no host has asked before
+    try:
+        name = mesh.broadcast_from_main(lambda: _create(mark))
+        mine = None
+        if mesh.world.local_rank == 0:
+            is_seen = _is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
+            mine = socket.gethostname(), str(folder), is_seen, os.path.exists(folder / RECIPE)
+        told = mesh.all_ranks.all_gather_object(mine, "looking for the run directory on all hosts")
+    finally:
+        if mesh.is_main:
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
+    hosts = [host for host in told if host is not None]
+    without = [(host, path) for host, path, is_seen, _ in hosts if not is_seen]
+    if not without:
+        return
+    names = ", ".join(host for host, _ in without[:MAX_NAMED])
+    more = f" and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
+    first, path, _, _ = hosts[0]
+    error = (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
+        f"run.out_dir is not shared: {names}{more} can't see in {without[0][1]} what rank 0 on {first} writes to {path}; mount the "
+        "same file system on all nodes, or give run.out_dir a folder that they share"
+    )
+    error.is_shared = True
+    raise error
+
+
+def _create(path: Path) -> str:
+    path.touch()
+    return path.name
+
+
+def _is_seen(path: Path, patience: float) -> bool:
+    """Wait until a file is there, and return False if it still is not after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    with announced(f"the run directory {path.parent} to be that of rank 0", patience):
+        while not os.path.exists(path):
+            if time.monotonic() >= deadline:
+                return False
+            look_again(path.parent)
+            time.sleep(LOOK_SECONDS)
+    return True
