@@ -14,7 +14,7 @@ import pandas as pd
 
 from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
 from llmtrain.compare.measures import Results
-from llmtrain.compare.results import TrialState
+from llmtrain.compare.results import EVALUATE_AGAIN, TrialState
 from llmtrain.files import read_mapping
 from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest
 from llmtrain.train.background_eval import last_log_line
@@ -49,8 +49,8 @@ def evaluate_trials(
     digest, missing = suite_digest(suite, folders), []
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
-        result = read_mapping(_result(one.directory, section))
-        of_base = None if base is None else read_mapping(_result(base.directory, section))
+        result = read_mapping(_result(one.directory, section), EVALUATE_AGAIN)
+        of_base = None if base is None else read_mapping(_result(base.directory, section), EVALUATE_AGAIN)
         is_of_suite = (
             result.get("limit", section.limit) == section.limit and result.get("suite_digest", digest) == digest
         )
@@ -64,7 +64,7 @@ def evaluate_trials(
         name = f"{one.condition} · {one.run} · seed {one.seed}"
         say(f"evaluating {number} of {len(missing)}: {name}")
         code, log = _evaluate(one.directory, base.directory if base is not None else None, section)
-        result = read_mapping(_result(one.directory, section))
+        result = read_mapping(_result(one.directory, section), EVALUATE_AGAIN)
         if code == 0 and result:
             say(f"{name}: {result.get('headline') or 'evaluated'}")
         else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import Comparison, ConditionSection, Stage, TrialSpec
+from llmtrain.compare.comparison import RUN_AGAIN, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
 from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
@@ -123,7 +123,8 @@ class TrialRun:
         codes = [process.returncode for process in processes]
         seconds = 0.0 if began is None else time.monotonic() - began
         if any(code != DONE for code in codes):
-            if stopped_at is not None and read_mapping(directory / "summary.json").get("stopped") == "signal":
+            stopped = stopped_at is not None and read_mapping(directory / "summary.json", RUN_AGAIN).get("stopped")
+            if stopped == "signal":
                 return None if stopped_at >= last_step else TrialState.STOPPED, codes, [], seconds
             return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log"), seconds
         if stage.until is not None:

@@ -115,6 +115,10 @@ TABLES = {
         run dir: a lost host's lock is this host's
           - return text != "" and not text.endswith(_this_host())
           + return False
+    seen by unit/test_compare_runs.py
+        files: a run is to be deleted because its recipe is damaged
+          - {first_line(error)}); {remedy}")
+          + {first_line(error)}); delete its folder")
     seen by unit/test_doctor.py
         files: a folder that may not be read ends the search for one above
           - if os.path.exists(one))
