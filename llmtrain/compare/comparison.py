@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationError
 
 from llmtrain.compare.cluster import HostLimits
 from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
-from llmtrain.errors import RecipeError, first_line
+from llmtrain.errors import RecipeError
 from llmtrain.files import read_mapping
 from llmtrain.recipe_files import recipe_named_in
-from llmtrain.recipe_loader import parse_overrides
+from llmtrain.recipe_loader import load_yaml, parse_overrides
 from llmtrain.recipe_messages import explain_in, format_value
 
 SET_BY = {
@@ -226,16 +223,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
     Raises RecipeError, whose one line names the file and the key, if it is not a valid comparison.
     """
-    try:
-        data = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: there is no such file; comparisons are YAML files, see recipes/compare/") from None
-    except KeyValidationError:
-        raise RecipeError(
-            f"{path}: can't be read as a comparison: a key is not a word or a number; give every value a key"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{path}: can't be read as a comparison: {first_line(error)}") from None
+    data = load_yaml(path, "comparison", lambda: "; comparisons are YAML files, see recipes/compare/")
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")
     data = {"name": path.stem} | data
