@@ -16,6 +16,7 @@ from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
 from llmtrain.compare.measures import Results
 from llmtrain.compare.results import EVALUATE_AGAIN, TrialState
 from llmtrain.files import read_mapping
+from llmtrain.run_files import EVALUATIONS
 from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest
 from llmtrain.train.background_eval import last_log_line
 
@@ -74,7 +75,7 @@ def evaluate_trials(
 
 
 def _result(directory: Path, section: BenchmarkSection) -> Path:
-    return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
+    return directory / EVALUATIONS / f"{load_suite(section.name, 'suite.name')[0]}.json"
 
 
 def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None) -> bool:
@@ -99,7 +100,7 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
     command += ["--limit", section.limit] if section.limit is not None else []
     command += ["--data-dir", section.data_dir] if section.data_dir is not None else []
     command += ["--baseline", base] if base is not None else []
-    log = directory / "eval" / "log" / f"{Path(section.name).stem}.log"
+    log = directory / EVALUATIONS / "log" / f"{Path(section.name).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

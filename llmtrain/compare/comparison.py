@@ -29,6 +29,8 @@ SET_BY = {
     "log.trace": "trace",
 }
 """Keys of recipes that a comparison sets itself, and its own keys for them."""
+TRIAL, COMPARISON = "trial.json", "comparison.yaml"
+"""Files of an ended trial and of a comparison's folder."""
 RUN_AGAIN = "delete the trial to run it again"
 """Remedy for a damaged file of a trial."""
 WITHOUT_LIMITS = "on loopback, without limits"
@@ -211,7 +213,7 @@ class TrialSpec:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the trial's trial.json; empty if the trial has not ended."""
-        return read_mapping(self.directory / "trial.json", RUN_AGAIN)
+        return read_mapping(self.directory / TRIAL, RUN_AGAIN)
 
     def state(self) -> str | None:
         """Return how the trial ended, or None if it has not."""

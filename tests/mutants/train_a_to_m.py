@@ -60,7 +60,7 @@ TABLES = {
     "llmtrain/train/checkpoint_files.py": r"""
     seen by unit/test_checkpoint_files.py
         writing: latest is not written
-          -             atomic_write(self.final.parent / "latest", self.final.name + "\n")
+          -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
         writing: a rank reads back what another has written
           - if writer % ranks == rank)
