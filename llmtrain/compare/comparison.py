@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationError
 
-from llmtrain.compare.cluster import HostLimits
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section

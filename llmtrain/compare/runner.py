@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
-from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.hosts import Host, loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.compare.comparison import (
     COMPARISON,
     WITHOUT_LIMITS,

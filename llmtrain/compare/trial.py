@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.compare.cluster import Host
+from llmtrain.compare.cluster.hosts import Host
 from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
 from llmtrain.compare.results import TrialRecord, TrialState
