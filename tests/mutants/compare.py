@@ -121,6 +121,14 @@ TABLES = {
           +                     pass
           +
     """,
+    "llmtrain/compare/runs.py": r"""
+    seen by unit/test_compare_runs.py
+        compare: runs are listed as given
+          -     if unit.is_ranked:
+          -         runs =
+          +     if False:
+          +         runs =
+    """,
     "llmtrain/compare/trial.py": r"""
     seen by unit/test_compare_trial.py
         comparison: each part of a trial has the whole limit

@@ -61,14 +61,6 @@ TABLES = {
           - if is_of_runs and (retry or not shaping):
           + if is_of_runs and not shaping:
     """,
-    "llmtrain/compare_runs.py": r"""
-    seen by unit/test_compare_runs.py
-        compare: runs are listed as given
-          -     if unit.is_ranked:
-          -         runs =
-          +     if False:
-          +         runs =
-    """,
     "llmtrain/completion.py": r"""
     seen by unit/test_completion.py
         completion: bash's words are taken for whole ones
