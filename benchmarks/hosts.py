@@ -31,7 +31,7 @@ from table import ROOT
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from llmtrain.compare.cluster import Host
+    from llmtrain.compare.cluster.hosts import Host
 
 MEMBER = "BENCHMARK_MEMBER"
 """Environment variable of a process on a host: its `Member`, and the descriptor on which it is asked."""
@@ -54,7 +54,7 @@ def open_hosts(count: int, bandwidth_mbit: float | None, latency_ms: float | Non
 
     Raises ClusterError if there are limits and virtual hosts can't be made here.
     """
-    from llmtrain.compare.cluster import loopback_cluster, virtual_cluster, why_no_cluster
+    from llmtrain.compare.cluster.hosts import loopback_cluster, virtual_cluster, why_no_cluster
     from llmtrain.compare.cluster.limits import HostLimits
 
     limits = HostLimits(bandwidth_mbit=bandwidth_mbit, latency_ms=latency_ms)

@@ -41,7 +41,7 @@ from table import RESULTS, ROOT, Row, markdown, missing_sentence, parser, show, 
 from llmtrain.errors import ClusterError
 
 if TYPE_CHECKING:
-    from llmtrain.compare.cluster import VirtualHost
+    from llmtrain.compare.cluster.hosts import VirtualHost
     from llmtrain.plan.network_time import NetworkLink, RoundTime
 
 PAYLOAD = 1448 / 1514
@@ -134,7 +134,8 @@ def cells_of(options: Namespace) -> list[Cell]:
 
 def measured(cells: Sequence[Cell], options: Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Return every rank's rows for the cells of one network, and the counters of the delaying switch. Raises RowFailed."""
-    from llmtrain.compare.cluster import HostLimits, virtual_cluster
+    from llmtrain.compare.cluster.hosts import virtual_cluster
+    from llmtrain.compare.cluster.limits import HostLimits
 
     mbit, latency_ms = cells[0].network
     limits = HostLimits(
@@ -339,7 +340,7 @@ def resolution(
 
 def ceiling(mbit: float, options: Namespace) -> str:
     """Return a sentence about the throughput of the switch in user space."""
-    from llmtrain.compare.cluster import HostLimits
+    from llmtrain.compare.cluster.limits import HostLimits
 
     delayed = HostLimits(latency_ms=0.01)  # no more than it takes to have the switch
     try:

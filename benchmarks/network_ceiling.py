@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmtrain.compare.cluster import HostLimits
+    from llmtrain.compare.cluster.limits import HostLimits
 
 PORT = 29401
 SECONDS = 2.0
@@ -36,7 +36,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as pe
 
 def carried_mbit(limits: HostLimits, hosts: int) -> float:
     """Return the Mbit/s of payload that each of `hosts` hosts sends while it receives as much: the mean over hosts."""
-    from llmtrain.compare.cluster import virtual_cluster
+    from llmtrain.compare.cluster.hosts import virtual_cluster
 
     with virtual_cluster([limits] * hosts) as cluster:
         receivers = [

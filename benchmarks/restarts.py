@@ -29,7 +29,8 @@ from pathlib import Path
 import psutil
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
-from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.hosts import VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 
 PORT, TIMEOUT, FAULT_AT, BEYOND = 29533, 20, 10, 5
 """Port of host 0; run.timeout_seconds; step of the fault; number of steps logged after it from which a run has continued."""

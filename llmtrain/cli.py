@@ -197,7 +197,7 @@ def compare(
     llmtrain compare runs/a runs/b shows the losses of given runs in a table and a picture; with --report, --baseline or
     --target, it writes the same report on them as on a comparison.
     """
-    from llmtrain.compare_runs import REPORT, are_runs, compare_runs
+    from llmtrain.compare.runs import REPORT, are_runs, compare_runs
 
     wants_report = report or baseline is not None or target is not None
     is_of_runs = are_runs(arguments)

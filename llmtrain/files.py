@@ -164,13 +164,18 @@ def text_for_number(summary: dict[str, Any]) -> str | None:
     return next((f"{key}={summary[key]!r}" for key in wrong), None)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file, or {} if there is no such file. Raises ResultsError if it is damaged."""
+LEAVE_OUT = "restore the file, or leave this run out"
+"""Remedy for a damaged file of a run that a user started, whose checkpoints are worth more than the file."""
+
+
+def read_mapping(path: Path, remedy: str = LEAVE_OUT) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file, or {} if there is no such file. Raises ResultsError, which ends with `remedy`,
+    if it is damaged."""
     parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         value = parse(path.read_text()) if path.exists() else None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no file, invalid JSON or YAML, or not text
-        raise ResultsError(f"{path} is damaged ({first_line(error)}); delete its folder to run it again") from error
+        raise ResultsError(f"{path} is damaged ({first_line(error)}); {remedy}") from error
     if not isinstance(value, dict | None):
-        raise ResultsError(f"{path} holds no mapping; delete its folder to run that trial again")
+        raise ResultsError(f"{path} holds no mapping; {remedy}")
     return value or {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import ValidationError
 
@@ -232,29 +232,36 @@ def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
     return [*below, Overlay(str(path), data)]
 
 
-def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
+def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
+    """Return the value in a YAML file, which holds a `what`: "recipe" or "comparison". Raises RecipeError, in one line. `missing`
+    returns the line's end if there is no such file."""
     try:
-        loaded = OmegaConf.load(path)
+        return OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
-        where = f" (named by `base:` in {named_by.name})" if named_by else ""
-        names = [other.stem for other in path.parent.glob("*.yaml") if other.is_file()] if path.parent.is_dir() else []
-        near = closest(path.stem, names, cutoff=0.7)
-        hint = f"did you mean {path.parent / near}.yaml?" if near else _of_the_package(path)
-        raise RecipeError(f"{path}: there is no such file{where}; {hint}") from None
+        raise RecipeError(f"{path}: there is no such file{missing()}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError(f"{path}:{line}: not YAML: {error.problem or error.context}") from None
     except IsADirectoryError:
-        raise RecipeError(f"{path} is a folder; give one of the recipes in it") from None
+        raise RecipeError(f"{path} is a folder; give one of the {what}s in it") from None
     except KeyValidationError:
         raise RecipeError(
-            f"{path}: can't be read as a recipe: a key is not a word or a number; give every value a key"
+            f"{path}: can't be read as a {what}: a key is not a word or a number; give every value a key"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{path}: can't be read as a recipe: {reason(error)}") from None
-    if not isinstance(loaded, DictConfig):
+        raise RecipeError(f"{path}: can't be read as a {what}: {reason(error)}") from None
+
+
+def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
+    def missing() -> str:
+        where = f" (named by `base:` in {named_by.name})" if named_by else ""
+        names = [other.stem for other in path.parent.glob("*.yaml") if other.is_file()] if path.parent.is_dir() else []
+        near = closest(path.stem, names, cutoff=0.7)
+        return f"{where}; " + (f"did you mean {path.parent / near}.yaml?" if near else _of_the_package(path))
+
+    data = load_yaml(path, "recipe", missing)
+    if not isinstance(data, dict):
         raise RecipeError(f"{path}: holds a list, expected sections such as `train:` with keys below them")
-    data = OmegaConf.to_container(loaded)
     _keep_name(data, path.read_text(encoding="utf-8"), str(path))
     return _normalize(data, str(path))
 

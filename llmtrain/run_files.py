@@ -6,11 +6,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-RECIPE = "recipe.yaml"
+RECIPE, METRICS, SUMMARY, LOCK = "recipe.yaml", "metrics.jsonl", "summary.json", ".lock"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints."""
+LATEST = "latest"
+"""File beside checkpoints that names the newest one."""
 STATE_FILE = "state.json"
 """File of a checkpoint that holds its state without the tensors. It is written last."""
+EXPORT_MANIFEST = "export.json"
+"""File of an exported model that lists its files."""
+EVALUATIONS = "eval"
+"""Folder of results of `llmtrain eval`."""
 STEP_NAME = re.compile(r"step-(\d{8})")
 
 

@@ -24,11 +24,9 @@ from llmtrain.best_checkpoint import best_step, read_losses
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.run_files import CHECKPOINTS, RECIPE
+from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY
 from llmtrain.waiting import announced
 
-METRICS, SUMMARY, LOCK = "metrics.jsonl", "summary.json", ".lock"
-"""Files of a run directory."""
 STATES = {"done": "done", "signal": "stopped"}
 """State by the word in summary.json; another word, or no summary, means that the run failed."""
 STYLES = {"done": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}

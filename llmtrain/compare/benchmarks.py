@@ -14,8 +14,9 @@ import pandas as pd
 
 from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
 from llmtrain.compare.measures import Results
-from llmtrain.compare.results import TrialState
+from llmtrain.compare.results import EVALUATE_AGAIN, TrialState
 from llmtrain.files import read_mapping
+from llmtrain.run_files import EVALUATIONS
 from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest
 from llmtrain.train.background_eval import last_log_line
 
@@ -49,8 +50,8 @@ def evaluate_trials(
     digest, missing = suite_digest(suite, folders), []
     for one in sorted(done, key=lambda one: one.run != baseline):
         base = bases.get((one.condition, one.seed)) if one.run != baseline else None
-        result = read_mapping(_result(one.directory, section))
-        of_base = None if base is None else read_mapping(_result(base.directory, section))
+        result = read_mapping(_result(one.directory, section), EVALUATE_AGAIN)
+        of_base = None if base is None else read_mapping(_result(base.directory, section), EVALUATE_AGAIN)
         is_of_suite = (
             result.get("limit", section.limit) == section.limit and result.get("suite_digest", digest) == digest
         )
@@ -64,7 +65,7 @@ def evaluate_trials(
         name = f"{one.condition} · {one.run} · seed {one.seed}"
         say(f"evaluating {number} of {len(missing)}: {name}")
         code, log = _evaluate(one.directory, base.directory if base is not None else None, section)
-        result = read_mapping(_result(one.directory, section))
+        result = read_mapping(_result(one.directory, section), EVALUATE_AGAIN)
         if code == 0 and result:
             say(f"{name}: {result.get('headline') or 'evaluated'}")
         else:
@@ -74,7 +75,7 @@ def evaluate_trials(
 
 
 def _result(directory: Path, section: BenchmarkSection) -> Path:
-    return directory / "eval" / f"{load_suite(section.name, 'suite.name')[0]}.json"
+    return directory / EVALUATIONS / f"{load_suite(section.name, 'suite.name')[0]}.json"
 
 
 def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None) -> bool:
@@ -99,7 +100,7 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
     command += ["--limit", section.limit] if section.limit is not None else []
     command += ["--data-dir", section.data_dir] if section.data_dir is not None else []
     command += ["--baseline", base] if base is not None else []
-    log = directory / "eval" / "log" / f"{Path(section.name).stem}.log"
+    log = directory / EVALUATIONS / "log" / f"{Path(section.name).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import KeyValidationError, OmegaConfBaseException
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationError
 
-from llmtrain.compare.cluster import HostLimits
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.config import Section, TraceSection
 from llmtrain.config.section import Count, FileName, PathText
 from llmtrain.config.section import name as name_or_section
-from llmtrain.errors import RecipeError, first_line
+from llmtrain.errors import RecipeError
 from llmtrain.files import read_mapping
 from llmtrain.recipe_files import recipe_named_in
-from llmtrain.recipe_loader import parse_overrides
+from llmtrain.recipe_loader import load_yaml, parse_overrides
 from llmtrain.recipe_messages import explain_in, format_value
 
 SET_BY = {
@@ -32,6 +29,10 @@ SET_BY = {
     "log.trace": "trace",
 }
 """Keys of recipes that a comparison sets itself, and its own keys for them."""
+TRIAL, COMPARISON = "trial.json", "comparison.yaml"
+"""Files of an ended trial and of a comparison's folder."""
+RUN_AGAIN = "delete the trial to run it again"
+"""Remedy for a damaged file of a trial."""
 WITHOUT_LIMITS = "on loopback, without limits"
 
 
@@ -212,7 +213,7 @@ class TrialSpec:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the trial's trial.json; empty if the trial has not ended."""
-        return read_mapping(self.directory / "trial.json")
+        return read_mapping(self.directory / TRIAL, RUN_AGAIN)
 
     def state(self) -> str | None:
         """Return how the trial ended, or None if it has not."""
@@ -224,16 +225,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
     Raises RecipeError, whose one line names the file and the key, if it is not a valid comparison.
     """
-    try:
-        data = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: there is no such file; comparisons are YAML files, see recipes/compare/") from None
-    except KeyValidationError:
-        raise RecipeError(
-            f"{path}: can't be read as a comparison: a key is not a word or a number; give every value a key"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{path}: can't be read as a comparison: {first_line(error)}") from None
+    data = load_yaml(path, "comparison", lambda: "; comparisons are YAML files, see recipes/compare/")
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")
     data = {"name": path.stem} | data

@@ -20,6 +20,7 @@ from matplotlib.ticker import EngFormatter
 import llmtrain
 from llmtrain.compare import plots
 from llmtrain.compare.benchmarks import benchmark_tables
+from llmtrain.compare.comparison import COMPARISON
 from llmtrain.compare.measures import Outcome, Results, find_sweeps
 from llmtrain.compare.results import AS_RUN, TrialState
 from llmtrain.files import atomic_write
@@ -55,7 +56,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
         image=partial(_image, folder),
         words={trial.condition: trial.condition_in_words for trial in trials if trial.condition_in_words},
         command=command,
-        has_file=(folder / "comparison.yaml").exists(),
+        has_file=(folder / COMPARISON).exists(),
         program=f"llmtrain {llmtrain.__version__} with Python {platform.python_version()}",
         cores=usable_cores(),
         system=f"{platform.system()} {platform.machine()}",

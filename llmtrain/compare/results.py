@@ -12,13 +12,17 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel
 
+from llmtrain.compare.comparison import COMPARISON, RUN_AGAIN, TRIAL
 from llmtrain.errors import ResultsError, reason
-from llmtrain.files import read_lines, read_mapping, text_for_number
+from llmtrain.files import LEAVE_OUT, read_lines, read_mapping, text_for_number
+from llmtrain.run_files import EVALUATIONS, METRICS, RECIPE, SUMMARY
 
 AS_RUN = "as run"
 """Condition of runs that no comparison started, whatever cluster they ran on."""
 LINE = {"step", "tokens", "seconds"}
 """Keys of every line of metrics.jsonl."""
+EVALUATE_AGAIN = "delete it and evaluate again"
+"""Remedy for a damaged result of `llmtrain eval`."""
 SPAN = ["kind", "step", "start", "end"]
 
 
@@ -121,16 +125,18 @@ def load_trials(directories: Sequence[Path]) -> list[Trial]:
 
 def _run_directories(top: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(top):
-        path, is_run = Path(folder), {"metrics.jsonl", "recipe.yaml"} <= set(files)
-        of_a_comparison = any((parent / "comparison.yaml").exists() for parent in path.resolve().parents[2:3])
-        if "trial.json" in files or (is_run and not of_a_comparison):
+        path, is_run = Path(folder), {METRICS, RECIPE} <= set(files)
+        of_a_comparison = any((parent / COMPARISON).exists() for parent in path.resolve().parents[2:3])
+        if TRIAL in files or (is_run and not of_a_comparison):
             yield path
-        below[:] = [] if is_run or "trial.json" in files else sorted(below)
+        below[:] = [] if is_run or TRIAL in files else sorted(below)
 
 
 def _load(path: Path) -> Trial:
+    # a folder without trial.json is a run that no comparison can make again
+    remedy = RUN_AGAIN if (path / TRIAL).exists() else LEAVE_OUT
     # no Recipe, because another version may have written it
-    record, summary, recipe = (read_mapping(path / name) for name in ("trial.json", "summary.json", "recipe.yaml"))
+    record, summary, recipe = (read_mapping(path / name, remedy) for name in (TRIAL, SUMMARY, RECIPE))
     try:
         if wrong := text_for_number(summary):
             raise ValueError(f"summary.json has {wrong}")
@@ -142,7 +148,7 @@ def _load(path: Path) -> Trial:
             "method": sync.get("method"),
             "averages_every_step": (sync.get("period") or {}).get("kind") == "every_step",
         }
-        lines = [line for line in read_lines(path / "metrics.jsonl") if line.keys() >= LINE]
+        lines = [line for line in read_lines(path / METRICS) if line.keys() >= LINE]
         return Trial.model_validate(
             found
             | record
@@ -155,15 +161,14 @@ def _load(path: Path) -> Trial:
         )
     except (AttributeError, TypeError, ValueError) as error:
         why = str(error).partition(" [type=")[0] if isinstance(error, ValueError) else reason(error)
-        raise ResultsError(
-            f"{path} is not a valid trial ({' '.join(why.split())}); delete it to run it again"
-        ) from error
+        raise ResultsError(f"{path} is not a valid trial ({' '.join(why.split())}); {remedy}") from error
 
 
 def benchmarks_of(directory: Path, steps: int | None) -> dict[str, dict[str, Any]]:
     """Return the results of the checkpoint at the end of a run of `steps`, on every suite on which it has been evaluated, by
     suite. Those of an evaluation of the newest checkpoint (SUITE.json) count before those of one by step."""
-    found = {path: read_mapping(path) for path in sorted((directory / "eval").glob("*.json"))}  # "-" before "."
+    paths = sorted((directory / EVALUATIONS).glob("*.json"))  # "-" before "."
+    found = {path: read_mapping(path, EVALUATE_AGAIN) for path in paths}
     return {
         str(result["suite"]): result
         for path, result in found.items()

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
-from llmtrain.compare.cluster import Host, HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.hosts import Host, loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.compare.comparison import (
+    COMPARISON,
     WITHOUT_LIMITS,
     Comparison,
     ConditionSection,
@@ -134,7 +136,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _open(folder: Path, comparison: Comparison) -> None:
     """Write the comparison into its folder. Raises RecipeError if the folder belongs to a different comparison."""
-    path, text = folder / "comparison.yaml", resolved_yaml(comparison)
+    path, text = folder / COMPARISON, resolved_yaml(comparison)
     if path.exists() and path.read_text() != text:
         here, there = text.splitlines(), path.read_text().splitlines()
         differing = next((line.strip() for line in here if line not in there), "a key is gone")

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmtrain.compare.cluster import Host
-from llmtrain.compare.comparison import Comparison, ConditionSection, Stage, TrialSpec
+from llmtrain.compare.cluster.hosts import Host
+from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
 from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, ResultsError, one_line
 from llmtrain.files import atomic_write, read_mapping
+from llmtrain.run_files import METRICS, SUMMARY
 
 POLL_SECONDS = 0.2
 START_SECONDS = 300.0
@@ -72,7 +73,7 @@ class TrialRun:
             last_lines=last_lines,
             missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
-        path = planned.directory / "trial.json"
+        path = planned.directory / TRIAL
         try:
             atomic_write(path, record.model_dump_json(indent=2) + "\n")
         except OSError as error:
@@ -89,7 +90,7 @@ class TrialRun:
         `patience` seconds to log a first line, and to end after the first failure or the request to stop.
         """
         hosts, directory = self.hosts[: stage.replicas], self.planned.directory
-        metrics = directory / "metrics.jsonl"
+        metrics = directory / METRICS
         condition = self.comparison.conditions[self.planned.condition]
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         events = host_events(condition, self.hosts)
@@ -123,7 +124,8 @@ class TrialRun:
         codes = [process.returncode for process in processes]
         seconds = 0.0 if began is None else time.monotonic() - began
         if any(code != DONE for code in codes):
-            if stopped_at is not None and read_mapping(directory / "summary.json").get("stopped") == "signal":
+            stopped = stopped_at is not None and read_mapping(directory / SUMMARY, RUN_AGAIN).get("stopped")
+            if stopped == "signal":
                 return None if stopped_at >= last_step else TrialState.STOPPED, codes, [], seconds
             return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log"), seconds
         if stage.until is not None:

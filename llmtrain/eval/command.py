@@ -18,7 +18,7 @@ from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
 from llmtrain.export.folder import recorded
 from llmtrain.export.request import Step
-from llmtrain.run_files import step_name
+from llmtrain.run_files import EVALUATIONS, step_name
 from llmtrain.suites import load_suite, suite_digest
 
 VERSIONS_OF = ("lm_eval", "transformers", "torch", "datasets")
@@ -184,7 +184,7 @@ def _draw(
 
 def _home(checkpoint: Checkpoint, out: Path | None) -> Path:
     """Return the folder for the results of a checkpoint."""
-    return checkpoint.home / "eval" if out is None else out / checkpoint.label
+    return checkpoint.home / EVALUATIONS if out is None else out / checkpoint.label
 
 
 def _same(path: Path, paths: Sequence[Path]) -> int | None:

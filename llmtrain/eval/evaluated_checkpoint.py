@@ -18,7 +18,7 @@ from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step
 from llmtrain.files import read_lines
 from llmtrain.parallel.world import environment_number
-from llmtrain.run_files import CHECKPOINTS, STEP_NAME, complete_checkpoints, is_run
+from llmtrain.run_files import CHECKPOINTS, EXPORT_MANIFEST, METRICS, STEP_NAME, complete_checkpoints, is_run
 
 SMALL_FILES = (".json", ".txt", ".model")
 """Suffixes of configuration and tokenizer files."""
@@ -188,13 +188,13 @@ def _of_run(run: Path, label: str, step: int) -> Checkpoint:
 def _exports(run: Path) -> dict[int, Path]:
     """Return {step: folder} of the run's exports of the replicas' mean in fp32."""
     named = ((STEP_NAME.fullmatch(path.name), path) for path in run.glob("export/step-*"))
-    return {int(match[1]): path for match, path in named if match and (path / "export.json").is_file()}
+    return {int(match[1]): path for match, path in named if match and (path / EXPORT_MANIFEST).is_file()}
 
 
 def _tokens(run: Path, step: int) -> int | None:
     """Return the number of training tokens up to `step` from the run's metrics, or None if it is not recorded."""
     try:
-        lines = read_lines(run / "metrics.jsonl")
+        lines = read_lines(run / METRICS)
     except OSError:
         return None
     return next((line["tokens"] for line in lines if line["step"] == step and "tokens" in line), None)

@@ -22,6 +22,7 @@ from llmtrain.export.separators import describe_separators
 from llmtrain.export.source import Source
 from llmtrain.quantities import format_si
 from llmtrain.recipe_loader import resolved_yaml
+from llmtrain.run_files import EVALUATIONS
 from llmtrain.train.stored_weights import validates_anchor
 
 
@@ -31,7 +32,7 @@ def model_card(source: Source, manifest: Manifest) -> str:
     The evaluation results are those in the run's `eval/` for this step, which are of the weights that are exported by default.
     """
     is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
-    scores = read_scores(source.run / "eval", source.step) if is_default else []
+    scores = read_scores(source.run / EVALUATIONS, source.step) if is_default else []
     name, start = source.recipe.run.name, source.state.get("from_weights")
     how = "pretrained from scratch" if start is None else f"trained further from `{start['path']}`"
     parts = [

@@ -24,10 +24,10 @@ from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
 from llmtrain.export.request import DTYPES
 from llmtrain.export.source import TOKENIZER_CONFIG, TOKENIZER_FILE, ChosenWeights
+from llmtrain.run_files import EXPORT_MANIFEST
 from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 from llmtrain.waiting import acquire
 
-MANIFEST = "export.json"
 CARD = "README.md"
 COMMAND = "export RUN --out FOLDER"
 LOCK_SECONDS = 3600.0
@@ -66,22 +66,22 @@ def read_manifest(folder: Path) -> Manifest | None:
 def recorded(folder: Path) -> Manifest | None:
     """Return the manifest of an exported model, or None if `folder` is no export. The folder's files are not checked."""
     try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        return Manifest.model_validate_json((folder / EXPORT_MANIFEST).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
 def check_export(folder: Path) -> None:
     """Raise ModelError if `folder` is an export, and one of its files is not what was written."""
-    if (folder / MANIFEST).is_file() and read_manifest(folder) is None:
+    if (folder / EXPORT_MANIFEST).is_file() and read_manifest(folder) is None:
         raise ModelError(
-            f"{folder} is damaged, or an older version wrote it: its files are not those in {MANIFEST}; export the model again"
+            f"{folder} is damaged, or an older version wrote it: its files are not those in {EXPORT_MANIFEST}; export the model again"
         )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which is the last file written before the folder gets its final name."""
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    (folder / EXPORT_MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
 def written_files(folder: Path) -> dict[str, Digest]:
@@ -141,7 +141,7 @@ def check_replaceable(final: Path, manifest: str, what: str, command: str) -> No
 
 @contextmanager
 def replacing(
-    final: Path, manifest: str = MANIFEST, what: str = "an exported model", command: str = COMMAND
+    final: Path, manifest: str = EXPORT_MANIFEST, what: str = "an exported model", command: str = COMMAND
 ) -> Iterator[Path]:
     """Yield an empty temporary folder next to `final`, which then replaces `final`.
 
@@ -184,7 +184,7 @@ def keep_others(final: Path, folder: Path) -> None:
     if not final.is_dir():
         return
     try:
-        written = {*json.loads((final / MANIFEST).read_text())["files"], MANIFEST, CARD}
+        written = {*json.loads((final / EXPORT_MANIFEST).read_text())["files"], EXPORT_MANIFEST, CARD}
     except (OSError, ValueError, LookupError, TypeError):
         written = None
     for path in final.iterdir():

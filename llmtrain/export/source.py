@@ -19,7 +19,7 @@ from llmtrain.errors import CheckpointError, DataError, UserError
 from llmtrain.export.request import Step, WeightSource, choose_step
 from llmtrain.model import PREFIX, LanguageModel
 from llmtrain.recipe_loader import load_recipe, stored_recipe
-from llmtrain.run_files import CHECKPOINTS, RECIPE, step_name
+from llmtrain.run_files import CHECKPOINTS, RECIPE, STATE_FILE, step_name
 from llmtrain.train.checkpoint_files import find_corruption, read_state
 from llmtrain.train.checkpoint_reader import FullTensorReader
 from llmtrain.train.run_dir import recipe_changes
@@ -47,7 +47,7 @@ class Source:
     @cached_property
     def digest(self) -> str:
         """Return a digest unique to this checkpoint. Training the run again changes the digest of every step."""
-        return hashlib.sha256((self.checkpoint / "state.json").read_bytes()).hexdigest()
+        return hashlib.sha256((self.checkpoint / STATE_FILE).read_bytes()).hexdigest()
 
     def check_digests(self) -> None:
         """Raise CheckpointError unless every file of the checkpoint is what training wrote."""

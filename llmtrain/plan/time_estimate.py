@@ -13,12 +13,10 @@ from rich.filesize import decimal
 from llmtrain.config import Recipe, WireSection
 from llmtrain.parallel.connections import connections_for
 from llmtrain.parallel.muon import orthogonalization_flops
-from llmtrain.parallel.sparse_format import SparseFormat
-from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
-from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, gradient_time, round_time, timed_round
+from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, block_message, gradient_time, round_time, timed_round
 from llmtrain.process_limits import usable_cores
 from llmtrain.step_counts import local_steps, round_count, warmup_steps
 
@@ -33,14 +31,12 @@ TURNS = 5
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSection) -> float:
     """Return the bytes that all ranks of one replica together send to average the model over N replicas.
 
-    They are 2 (N-1)/N x bytes per value x parameters. The bytes of a rounded value include its share of a scale. The wire
-    format fp32 stands for master precision. With `topk`, the largest values are sent to each of the N-1 other replicas.
+    They are about 2 (N-1)/N x bytes per value x parameters. The bytes of a rounded value include its share of a scale, and each
+    block is padded. The wire format fp32 stands for master precision. With `topk`, the largest values are sent to each of the
+    N-1 other replicas.
     """
     master, _ = BYTES[recipe.parallel.precision]
-    if wire.kind == "topk":
-        return (replicas - 1) * SparseFormat(wire.keep, wire.values).size(size.parameters, master)
-    per_value = master if wire.kind == "fp32" else WireFormat(wire.kind).size(SCALE_GROUP_SIZE) / SCALE_GROUP_SIZE
-    return 2 * (replicas - 1) / replicas * per_value * size.parameters
+    return sum(block_message(values, replicas, wire, value_bytes=master).sent for values in size.block_parameters)
 
 
 def moment_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from llmtrain.config import Recipe, SuiteSection
 from llmtrain.parallel.world import environment_without_rank
-from llmtrain.run_files import complete_checkpoints, step_name
+from llmtrain.run_files import EVALUATIONS, complete_checkpoints, step_name
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
@@ -109,7 +109,7 @@ class BackgroundEval:
         return step >= self.total_steps or step // period > before // period
 
     def _evaluate(self, step: int) -> None:
-        log = self.run / "eval" / "log" / f"{self._name}-{step_name(step)}.log"
+        log = self.run / EVALUATIONS / "log" / f"{self._name}-{step_name(step)}.log"
         command = [sys.executable, "-m", *self._command("--step", str(step), "--device", self.section.device)]
         try:
             with self._lock:
@@ -126,7 +126,7 @@ class BackgroundEval:
 
     def _report(self, step: int, code: int, log: Path) -> None:
         """Print one line: the scores, or the reason for the failure."""
-        result = self.run / "eval" / f"{self._name}-{step_name(step)}.json"
+        result = self.run / EVALUATIONS / f"{self._name}-{step_name(step)}.json"
         try:
             scores = json.loads(result.read_text())["headline"] if code == 0 else ""
         except (OSError, ValueError, KeyError, TypeError) as error:

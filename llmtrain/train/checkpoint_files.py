@@ -35,7 +35,7 @@ from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
 from llmtrain.parallel.world import World
-from llmtrain.run_files import STATE_FILE, checkpoint_folders, step_name, step_of
+from llmtrain.run_files import LATEST, STATE_FILE, checkpoint_folders, step_name, step_of
 from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.turns import join
@@ -163,7 +163,7 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
             note(f"{path.name}, which is damaged, is now {aside.name}")
-            atomic_write(directory / "latest", step_name(step) + "\n")
+            atomic_write(directory / LATEST, step_name(step) + "\n")
         except OSError as error:
             note(f"{path}, which is damaged, can't be renamed ({error.strerror})")
 
@@ -339,7 +339,7 @@ class CheckpointWriter:
             if self.final.exists():
                 shutil.rmtree(self.final)
             self.temporary.rename(self.final)
-            atomic_write(self.final.parent / "latest", self.final.name + "\n")
+            atomic_write(self.final.parent / LATEST, self.final.name + "\n")
         except OSError as error:
             return one_line(error)
         # The checkpoint is complete. Older ones that can't be deleted now are deleted after the next one.

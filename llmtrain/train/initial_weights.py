@@ -22,7 +22,7 @@ from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.model import LanguageModel, build, model_config
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.pretrained import KEY, Pretrained, check_architecture, find_pretrained, pretrained_config
-from llmtrain.run_files import checkpoint_folders
+from llmtrain.run_files import EXPORT_MANIFEST, checkpoint_folders
 from llmtrain.train.checkpoint_files import (
     Digest,
     digests,
@@ -37,7 +37,6 @@ from llmtrain.train.stored_weights import StoredWeights, validated_weights
 
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"
-EXPORT = "export.json"
 """Manifest that `export` writes into its folder: the files with their digests."""
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 """Suffixes of the names of masks and frequencies, which old files store although they follow from the config."""
@@ -129,14 +128,14 @@ def _of_export(folder: Path) -> dict[str, Digest] | None:
     """Return the digests in the manifest of an export, or None for a folder that `export` has not written. Raises
     ModelError if the manifest is damaged."""
     try:
-        files = json.loads((folder / EXPORT).read_text())["files"]
+        files = json.loads((folder / EXPORT_MANIFEST).read_text())["files"]
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{KEY}: {folder / EXPORT} is damaged; export the model again") from None
+        raise ModelError(f"{KEY}: {folder / EXPORT_MANIFEST} is damaged; export the model again") from None
     if strange := next((name for name in listed if not is_bare_file_name(name)), None):
-        raise ModelError(f"{KEY}: {folder / EXPORT} names {strange!r}, which is no file of its folder")
+        raise ModelError(f"{KEY}: {folder / EXPORT_MANIFEST} names {strange!r}, which is no file of its folder")
     return listed
 
 

@@ -22,7 +22,7 @@ from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, Trai
 from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.run_files import STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
+from llmtrain.run_files import LATEST, RECIPE, STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import (
     Digest,
@@ -61,9 +61,9 @@ class RemoteRun:
 
     def check_owner(self, recipe: Recipe) -> None:
         """Raise RecipeError if the mirror belongs to another recipe, or the file system's error if it can't be written."""
-        there = f"{self._root}/recipe.yaml"
+        there = f"{self._root}/{RECIPE}"
         with tempfile.TemporaryDirectory() as folder:
-            here = Path(folder) / "recipe.yaml"
+            here = Path(folder) / RECIPE
             if self._files.exists(there):
                 self._files.get_file(there, str(here))
                 check_same_recipe(load_recipe(here), recipe, self.url)
@@ -74,9 +74,9 @@ class RemoteRun:
     def write_recipe(self, recipe: Recipe) -> None:
         """Write the recipe, so that the mirror belongs to it."""
         with tempfile.TemporaryDirectory() as folder:
-            here = Path(folder) / "recipe.yaml"
+            here = Path(folder) / RECIPE
             here.write_text(resolved_yaml(recipe))
-            self._put_file(here, f"{self._root}/recipe.yaml")
+            self._put_file(here, f"{self._root}/{RECIPE}")
 
     def complete(self) -> list[int]:
         """Return the steps of all complete checkpoints, oldest first."""
@@ -375,7 +375,7 @@ class Mirror:
         self._remote.download_metrics(self.directory.metrics)
         shutil.rmtree(final, ignore_errors=True)  # a damaged checkpoint
         self._temporary.rename(final)
-        atomic_write(final.parent / "latest", final.name + "\n")
+        atomic_write(final.parent / LATEST, final.name + "\n")
 
     def _bytes_fetched(self) -> int:
         try:

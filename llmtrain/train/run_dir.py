@@ -18,7 +18,7 @@ from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
-from llmtrain.run_files import CHECKPOINTS, RECIPE, complete_checkpoints
+from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY, complete_checkpoints
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced, where_locks_exist
@@ -79,7 +79,7 @@ class RunDirectory:
         self.path = Path(recipe.run.out_dir) / recipe.run.name
         check_path(self.path)
         self.tokenizer = self.path / TOKENIZER
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics = self.path / METRICS
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / CHECKPOINTS
         self.profile = self.path / "profile"
@@ -90,7 +90,7 @@ class RunDirectory:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the content of summary.json, or None if the run has not ended. Raises RecipeError if it is damaged."""
-        path = self.path / "summary.json"
+        path = self.path / SUMMARY
         if not path.exists():
             return None
         try:
@@ -185,7 +185,7 @@ class RunDirectory:
         self.reserve()
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / RECIPE, resolved_yaml(self.recipe))
-            (self.path / "summary.json").unlink(missing_ok=True)
+            (self.path / SUMMARY).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unlock the directory, if this process has locked it."""
@@ -218,7 +218,7 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
-        atomic_write(self.path / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+        atomic_write(self.path / SUMMARY, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -276,7 +276,7 @@ def lock_folder(folder: Path, otherwise: str) -> FileLock:
     is killed; with older versions, and on NFS without a lock server, one line says that nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / LOCK)
     with where_locks_exist(folder):
         try:
             with announced(f"the process that works in {folder} to end", PATIENCE_SECONDS):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from llmtrain.compare import faults
-from llmtrain.compare.cluster import Host
+from llmtrain.compare.cluster.hosts import Host
 from llmtrain.errors import exit_with_status
 from llmtrain.launch.forked_rank import become_a_program
 from llmtrain.launch.rank_server import rank_server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.compare.cluster import why_no_cluster
+from llmtrain.compare.cluster.hosts import why_no_cluster
 from tests.end_to_end import forked_trials
 from tests.end_to_end.runs import ROOT, Runs, start, wait_until
 from tests.mother import ADDRESS, session

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
+from llmtrain.compare.cluster.hosts import Host, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from tests.end_to_end.runs import RECIPE, TINY, environment, start
 from tests.mother import run_llmtrain
 from tests.multi_node.runs import ends, needs_hosts, start_rank

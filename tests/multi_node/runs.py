@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.compare.cluster import NAMESPACES, Host, VirtualHost, why_no_cluster
+from llmtrain.compare.cluster.hosts import NAMESPACES, Host, VirtualHost, why_no_cluster
 from tests.end_to_end.runs import ROOT, Runs, environment, llmtrain_arguments
 from tests.mother import Process, run_llmtrain, session
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from llmtrain.compare.cluster import VirtualHost
+from llmtrain.compare.cluster.hosts import VirtualHost
 from llmtrain.compare.cluster.processes import CommandError, run
 
 PUBLIC = ("203.0.113.1", "203.0.113.2")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.hosts import VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from tests.end_to_end.runs import Runs
 from tests.mother import run_llmtrain
 from tests.multi_node import only_meet

@@ -12,18 +12,17 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from llmtrain.compare.cluster import (
+from llmtrain.compare.cluster import processes
+from llmtrain.compare.cluster.hosts import (
     FOLDERS,
     NAMESPACES,
     Host,
-    HostLimits,
     VirtualHost,
     loopback_cluster,
-    processes,
     remove_leftovers,
     virtual_cluster,
 )
-from llmtrain.compare.cluster.limits import controller
+from llmtrain.compare.cluster.limits import HostLimits, controller
 from llmtrain.compare.cluster.processes import cluster_of, marks
 from llmtrain.errors import ClusterError
 from tests.end_to_end.runs import ROOT
@@ -280,7 +279,8 @@ def test_an_environment_and_an_exit_code_pass_through(three):
 
 PARENT = """
 import sys, time
-from llmtrain.compare.cluster import HostLimits, loopback_cluster, virtual_cluster
+from llmtrain.compare.cluster.hosts import loopback_cluster, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 kind, limits = sys.argv[1], [HostLimits(cpus=float(cpus)) if cpus else HostLimits() for cpus in sys.argv[2:]]
 with virtual_cluster(limits) if kind == "virtual" else loopback_cluster(1) as hosts:
     for host in hosts:
@@ -372,7 +372,8 @@ def test_a_limit_that_is_refused_leaves_nothing():
 
 UNPRIVILEGED = """
 import os, subprocess
-from llmtrain.compare.cluster import HostLimits, loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.hosts import loopback_cluster, virtual_cluster, why_no_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)

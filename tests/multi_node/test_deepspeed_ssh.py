@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
+from llmtrain.compare.cluster.hosts import Host, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from tests.end_to_end.runs import Runs, environment, exact_lines
 from tests.multi_node.runs import PORT, SIX_STEPS, arguments, ends, needs_hosts, start
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.compare.cluster import Host, HostLimits, virtual_cluster
+from llmtrain.compare.cluster.hosts import Host, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.prepare import prepare

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.compare.cluster import HostLimits, VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.hosts import VirtualHost, virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.compare.cluster.processes import CommandError, run
 from tests.end_to_end.runs import Runs, exact_lines
 from tests.mother import run_llmtrain

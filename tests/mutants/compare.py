@@ -92,6 +92,13 @@ TABLES = {
         compare: scores of earlier checkpoints are the last one's
           - (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
           + True
+        compare: a result of an evaluation costs its run
+          - read_mapping(path, EVALUATE_AGAIN)
+          + read_mapping(path, RUN_AGAIN)
+    seen by unit/test_compare_runs.py
+        compare: a user's run is to be deleted as a trial is
+          - remedy = RUN_AGAIN if
+          + remedy = RUN_AGAIN if True or
     seen by unit/test_compare_results.py
         compare: spans in order of their ends
           - sort_values(["rank", "start"],
@@ -113,6 +120,14 @@ TABLES = {
           -
           +                     pass
           +
+    """,
+    "llmtrain/compare/runs.py": r"""
+    seen by unit/test_compare_runs.py
+        compare: runs are listed as given
+          -     if unit.is_ranked:
+          -         runs =
+          +     if False:
+          +         runs =
     """,
     "llmtrain/compare/trial.py": r"""
     seen by unit/test_compare_trial.py

@@ -61,14 +61,6 @@ TABLES = {
           - if is_of_runs and (retry or not shaping):
           + if is_of_runs and not shaping:
     """,
-    "llmtrain/compare_runs.py": r"""
-    seen by unit/test_compare_runs.py
-        compare: runs are listed as given
-          -     if unit.is_ranked:
-          -         runs =
-          +     if False:
-          +         runs =
-    """,
     "llmtrain/completion.py": r"""
     seen by unit/test_completion.py
         completion: bash's words are taken for whole ones
@@ -115,6 +107,10 @@ TABLES = {
         run dir: a lost host's lock is this host's
           - return text != "" and not text.endswith(_this_host())
           + return False
+    seen by unit/test_compare_runs.py
+        files: a run is to be deleted because its recipe is damaged
+          - {first_line(error)}); {remedy}")
+          + {first_line(error)}); delete its folder")
     seen by unit/test_doctor.py
         files: a folder that may not be read ends the search for one above
           - if os.path.exists(one))

@@ -156,6 +156,12 @@ TABLES = {
         prediction: the largest values are summed and sent once more
           - return BlockMessage(Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False))
           + return BlockMessage(*[Exchange(others * sparse.size(values, value_bytes), 1, peers=others, is_ring=False)] * 2)
+        plan: the largest values are sent to one replica
+          - Exchange(others * sparse.size(
+          + Exchange(sparse.size(
+        plan: an all-reduce sends everything twice
+          - Exchange(2 * others * chunk, hops
+          + Exchange(2 * replicas * chunk, hops
         plan: the wait for messages is no part of a round's seconds
           - (period.every - found.exposed) / step_seconds
           + period.every / step_seconds
@@ -222,12 +228,9 @@ TABLES = {
         time estimate: far replicas have one connection
           - connections = connections_for(2 * latency)
           + connections = 1
-        plan: the largest values are sent to one replica
-          - return (replicas - 1) * SparseFormat(
-          + return SparseFormat(
-        plan: an all-reduce sends everything twice
-          - return 2 * (replicas - 1) / replicas *
-          + return 2 *
+        plan: the bytes of a round are not rounded
+          - block_message(values, replicas, wire, value_bytes=master)
+          + block_message(values, replicas, WireSection(), value_bytes=master)
         plan: bytes taken for bits
           - return 8 * sent /
           + return sent /

@@ -56,7 +56,7 @@ TABLES = {
     "llmtrain/train/checkpoint_files.py": r"""
     seen by unit/test_checkpoint_files.py
         writing: latest is not written
-          -             atomic_write(self.final.parent / "latest", self.final.name + "\n")
+          -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
         integrity: a mount that is gone is damage
           - {errno.ENOTCONN, errno.ESHUTDOWN,

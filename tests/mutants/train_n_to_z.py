@@ -102,7 +102,7 @@ TABLES = {
           +
     seen by unit/test_run_dir.py, distributed/test_resume_training.py
         rundir: the old summary stays
-          -             (self.path / "summary.json").unlink(missing_ok=True)
+          -             (self.path / SUMMARY).unlink(missing_ok=True)
           -
     seen by unit/test_run_dir.py
         run directory: summary.json may hold NaN

@@ -12,17 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.compare import cluster
-from llmtrain.compare.cluster import (
-    HostLimits,
+from llmtrain.compare.cluster import hosts as cluster
+from llmtrain.compare.cluster import processes
+from llmtrain.compare.cluster.hosts import (
     VirtualHost,
-    processes,
     remove_cluster,
     remove_leftovers,
     virtual_cluster,
     why_no_cluster,
 )
-from llmtrain.compare.cluster.limits import shape
+from llmtrain.compare.cluster.limits import HostLimits, shape
 from llmtrain.compare.cluster.processes import MARK, CommandError, in_namespace, signal_all
 from llmtrain.errors import ClusterError
 

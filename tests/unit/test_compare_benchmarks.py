@@ -15,7 +15,7 @@ from llmtrain.compare.comparison import BenchmarkSection, TrialSpec, load_compar
 from llmtrain.compare.measures import gather
 from llmtrain.compare.report import write_report
 from llmtrain.compare.results import benchmarks_of, load_trials
-from llmtrain.errors import DataError, RecipeError, SuiteError
+from llmtrain.errors import DataError, RecipeError, ResultsError, SuiteError
 from tests.unit.written_trials import straight, write_trial
 
 SUITE = BenchmarkSection(name="tinystories", limit=7, data_dir="texts")
@@ -145,6 +145,14 @@ def test_results_of_an_earlier_checkpoint_are_not_the_runs(tmp_path: Path) -> No
     assert benchmarks_of(tmp_path, 20) == {}, "the run was continued"
     write_result(tmp_path, result(0.5, 2.0, 3.0) | {"checkpoint_step": 20}, "tinystories-step-00000020")
     assert benchmarks_of(tmp_path, 20)["tinystories"]["results"]["arc_easy"]["acc"] == 0.5
+
+
+def test_a_damaged_evaluation_is_deleted_alone(tmp_path: Path) -> None:
+    path = write_trial(tmp_path, "plain", "diloco", 1, straight(60, 4.0)) / "eval" / "small.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.raises(ResultsError, match=r"small\.json is damaged \(.*\); delete it and evaluate again"):
+        load_trials([tmp_path])
 
 
 def test_tests_against_an_earlier_checkpoint_of_the_baseline_do_not_count(tmp_path: Path) -> None:

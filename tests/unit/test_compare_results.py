@@ -151,16 +151,16 @@ def test_two_trials_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("trial.json", b"{", r"trial\.json is damaged \(.*\); delete its folder to run it again"),
-        ("trial.json", b'{"run": "\xff"}', r"trial\.json is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
-        ("trial.json", b"[]", r"trial\.json holds no mapping; delete its folder"),
+        ("trial.json", b"{", r"trial\.json is damaged \(.*\); delete the trial to run it again"),
+        ("trial.json", b'{"run": "\xff"}', r"trial\.json is damaged \(.*can't decode byte 0xff.*\); delete the trial"),
+        ("trial.json", b"[]", r"trial\.json holds no mapping; delete the trial"),
         (
             "trial.json",
             b'{"hosts": [7]}',
-            r"seed-1 is not a valid trial \(1 validation error .*\); delete it",
+            r"seed-1 is not a valid trial \(1 validation error .*\); delete the trial",
         ),
-        ("recipe.yaml", b"run: [\nsync:", r"recipe\.yaml is damaged \(while parsing a flow .*\); delete its folder"),
-        ("recipe.yaml", b"run: \xff", r"recipe\.yaml is damaged \(.*can't decode byte 0xff.*\); delete its folder"),
+        ("recipe.yaml", b"run: [\nsync:", r"recipe\.yaml is damaged \(while parsing a flow .*\); delete the trial"),
+        ("recipe.yaml", b"run: \xff", r"recipe\.yaml is damaged \(.*can't decode byte 0xff.*\); delete the trial"),
         ("recipe.yaml", b"sync: edit", r"seed-1 is not a valid trial"),
     ],
     ids=["cut off", "binary", "a list", "a host that is none", "cut off recipe", "binary recipe", "no section"],

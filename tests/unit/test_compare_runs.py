@@ -15,6 +15,7 @@ from llmtrain.cli import main
 from llmtrain.compare.measures import Outcome, gather
 from llmtrain.compare.report import headline, write_report
 from llmtrain.compare.results import load_trials
+from llmtrain.errors import ResultsError
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.validated_text import common_unit, read_validated_text
 
@@ -100,6 +101,18 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys, made: str |
     code, output, error = compared(capsys, write(tmp_path, "a", 4.0), other, "--out", tmp_path)
     assert code == 2 and not output
     assert error.startswith(f"error: {other} {message}; give run directories") and error.count("\n") == 1
+
+
+def test_nobody_is_told_to_delete_a_run_because_of_a_damaged_recipe(tmp_path: Path) -> None:
+    run = write(tmp_path, "a", 4.5)
+    remedy = r"\(.*\); restore the file, or leave this run out$"
+    (run / "recipe.yaml").write_text("sync: edit")
+    with pytest.raises(ResultsError, match=f"a is not a valid trial {remedy}"):
+        load_trials([run])
+    (run / "recipe.yaml").write_text("data: [")
+    for read in (lambda: load_trials([run]), lambda: read_validated_text(run, [])):
+        with pytest.raises(ResultsError, match=rf"recipe\.yaml is damaged {remedy}"):
+            read()
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, capsys) -> None:

@@ -102,7 +102,7 @@ def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> No
         ),
         (("hosts: {count: 2}", "baseline: edit"), "baseline is 'edit', which is none of the runs synchronous, diloco"),
         (("runs:", "runs: 5\nrun:"), "run is not a key"),
-        (("runs:", "runs: [\n"), "can't be read as a comparison"),
+        (("runs:", "runs: [\n"), r"small\.yaml:\d+: not YAML: "),
         (("runs:", "? \nruns:"), "a key is not a word or a number"),
         (("diloco:", "diloco: {replicas: 3}"), "runs.diloco has 3 replicas, one per host, but hosts.count is 2"),
         (

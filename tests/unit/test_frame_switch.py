@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from llmtrain.compare import cluster
-from llmtrain.compare.cluster import HostLimits, delaying, frame_switch, virtual_cluster
+from llmtrain.compare.cluster import delaying, frame_switch
+from llmtrain.compare.cluster import hosts as cluster
 from llmtrain.compare.cluster.delaying import DelaySwitch
 from llmtrain.compare.cluster.frame_switch import HEADER, AddressTable, Counters, DelayLine, Switch
+from llmtrain.compare.cluster.hosts import virtual_cluster
+from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.errors import ClusterError
 
 FIRST, SECOND, EVERYONE = b"\x02aaaaa", b"\x02bbbbb", b"\xff" * 6

@@ -55,7 +55,6 @@ LAYERS = [
         "run_list",
         "run_plots",
         "validated_text",
-        "compare_runs",
         "plan",
         "pretrained",
         "step_counts",

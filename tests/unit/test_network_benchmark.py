@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llmtrain.compare.cluster import loopback_cluster
+from llmtrain.compare.cluster.hosts import loopback_cluster
 from llmtrain.config import OverlappedSection
 from llmtrain.parallel.comms import Comms
 from tests.distributed.fake_engine import meeting_store

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llmtrain.compare.cluster import loopback_cluster
+from llmtrain.compare.cluster.hosts import loopback_cluster
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.model import build, model_config
 from llmtrain.parallel.comms import Comms

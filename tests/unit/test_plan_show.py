@@ -157,10 +157,11 @@ def test_traffic_by_hand() -> None:
 
 def test_traffic_of_wires_groups_and_seconds_by_hand() -> None:
     mesh = ["parallel.replicas=4", "parallel.shards=1", "sync.warmup_steps=0", "train.steps=300"]
-    parameters = int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", ""))
+    blocks = size_of(load_recipe(STDLIB)).block_parameters
+    parameters = sum(blocks)
     int4 = 2 * 3 / 4 * (0.5 + 4 / 128) * parameters
     assert f"{int4 / 1e6:.1f} MB from each of 4 replicas per round" in shown(STDLIB, *mesh, "sync.wire=int4")
-    largest = decimal(3 * SparseFormat(64, "2bit").size(parameters))
+    largest = decimal(3 * sum(map(SparseFormat(64, "2bit").size, blocks)))
     assert f"{largest} from each of 4 replicas per round" in shown(STDLIB, *mesh, "sync.method=sparseloco")
     text = shown(STDLIB, *mesh, "sync.method=wagma", "sync.period.every=10")
     in_group, of_all = (2 * (n - 1) / n * 4 * parameters for n in (2, 4))

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from llmtrain.compare import cluster
-from llmtrain.compare.cluster import HostLimits, limits, virtual_cluster
-from llmtrain.compare.cluster.limits import Controller, controller, largest_packet, token_bucket
+from llmtrain.compare.cluster import hosts as cluster
+from llmtrain.compare.cluster import limits
+from llmtrain.compare.cluster.hosts import virtual_cluster
+from llmtrain.compare.cluster.limits import Controller, HostLimits, controller, largest_packet, token_bucket
 from llmtrain.compare.cluster.processes import cluster_of, new_name, owner_lives, start_of
 from llmtrain.errors import ClusterError
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from llmtrain.errors import ResultsError
 from llmtrain.files import read_lines
 from llmtrain.quantities import format_duration
-from llmtrain.run_list import METRICS, RunRow, console_for_output, loss_in_words, name_below, read_run, run_directories
+from llmtrain.run_files import METRICS
+from llmtrain.run_list import RunRow, console_for_output, loss_in_words, name_below, read_run, run_directories
 from llmtrain.run_plots import draw_runs
 from llmtrain.validated_text import LossUnit, common_unit, read_validated_text
 
