@@ -82,7 +82,7 @@ def test_a_lock_of_another_host_is_waited_for_longer_and_may_be_free_later(
         match=rf"^process {os.getpid()} on \S+ works in {tmp_path}, or its host was lost; start .* delete \S+/.lock$",
     ):
         lock_folder(tmp_path, "choose another")
-    [line] = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()  # under load, the first lock may be slow, too
     assert line == f"waiting for process {os.getpid()} on {HERE}, which works in {tmp_path} or was lost (at most 0.2 s)"
     held.release()
     lock_folder(tmp_path, "")
