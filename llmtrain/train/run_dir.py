@@ -159,7 +159,7 @@ class RunDirectory:
     def length_change(self) -> LengthChange | None:
         """Return the change of length since the newest checkpoint; None if there is no checkpoint or it can't be read."""
         state = self.newest_state()
-        if state is None:
+        if state is None or "recipe" not in state:
             return None
         return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
 

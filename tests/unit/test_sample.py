@@ -56,7 +56,7 @@ def test_other_ranks_generate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_validation_has_a_text_if_it_is_asked_for_and_cheap(monkeypatch, asked: bool, is_cheap: bool) -> None:
     totals: list[int | None] = []
     monkeypatch.setattr(
-        "llmtrain.train.validation.validate", lambda *given: given[-1]() or given[-1]() or Validation(4.0, 9)
+        "llmtrain.train.validation.validate", lambda *given: given[-1]() or given[-1]() or [Validation(4.0, 9)]
     )
     made = SimpleNamespace(is_cheap=is_cheap, generate_in_step=lambda: "text")
     validator = Validator(None, SimpleNamespace(replicas=1), [ValidationSet("", list, 3.0)], made, Bars(totals))
