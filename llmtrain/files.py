@@ -39,9 +39,9 @@ def check_path(path: str | Path) -> None:
         return
 
 
-def look_again(folder: Path) -> None:
-    """Open a folder and those above it. A network file system then asks its server for them; otherwise it may say for up to a minute
-    that what another host has made there does not exist."""
+def revalidate(folder: Path) -> None:
+    """Make a network file system ask its server for a folder, by opening it and those above it. Otherwise it may say for up to a
+    minute that what another host has made there does not exist."""
     for path in (*reversed(folder.absolute().parents), folder):
         with suppress(OSError):
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))

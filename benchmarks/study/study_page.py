@@ -147,7 +147,7 @@ synchronous training; `speed to its loss` is `tokens to equal loss` divided by i
 EVEN_TEXT = """\
 How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous training
 with gradients in this format; above that, the method is faster. Methods have the wires of their runs: fp32, but for Streaming DiLoCo
-(int4), SparseLoCo (topk) and synchronous training."""
+(int4), SparseLoCo (topk) and synchronous training. In the last column, they would be in int8, at the same loss, which was not measured."""
 TRAINED_TEXT = """\
 The last training loss is the mean of the last log interval, on text that is read once, with each replica's own parameters. Losses of all
 other tables are of the replicas' mean, on packages that are not in the training text."""
@@ -330,7 +330,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     found += [
         (STEPS, STEPS_TEXT, networks, step_rows(done)),
         (SPEEDS, f"{SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
-        (EVEN, EVEN_TEXT, ("method", "fp32", "int8"), break_even_rows(done)),
+        (EVEN, EVEN_TEXT, ("method", "fp32", "int8", "int8, also the method's messages"), break_even_rows(done)),
         (TRAINED, TRAINED_TEXT, ("method", "loss", "to synchronous", "validated, to synchronous"), trained_rows(done)),
         (BY_SEED, "", seeds, seed_rows(done)),
         (GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),

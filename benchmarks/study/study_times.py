@@ -30,6 +30,8 @@ MESSAGES = (0.1, 1.0, 10.0, 100.0)
 MEASURED = 21.0
 """Longest message for which predictions were compared with measurements, in steps (docs/network.md)."""
 VOCABULARY = 1024
+ROUNDED = ("streaming_diloco", "sparseloco")
+"""Methods whose messages are not in fp32."""
 WAITING = ("synchronous", "edit", "local_sgd")
 """Methods of even replicas beside those of uneven ones: each replica waits for the slowest, after each step or each round."""
 
@@ -72,7 +74,7 @@ def speed_rows(done: Records) -> list[Row]:
 
 def break_even_rows(done: Records) -> list[Row]:
     """Return, for each cell that is local from the first step, the time of a message at which it reaches its loss as fast as
-    synchronous training, with its gradients in fp32 and in int8."""
+    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too."""
     rounded = {synchronous_beside(cell): cell for cell in STAGES["gradients"] if mean_loss(cell, done) is not None}
     rows = []
     for cell in timed_cells(done):
@@ -80,18 +82,20 @@ def break_even_rows(done: Records) -> list[Row]:
             continue
         beside = synchronous_beside(cell)
         found = [break_even(cell, other, done) if other else None for other in (beside, rounded.get(beside))]
+        is_rounded = cell.method in ROUNDED or beside not in rounded
+        found.append(None if is_rounded else break_even(cell, rounded[beside], done, "sync.wire=int8"))
         rows.append((cell.label, *("" if steps is None else f"{steps:.2g}" for steps in found)))
     return rows
 
 
-def break_even(cell: Cell, other: Cell, done: Records) -> float | None:
+def break_even(cell: Cell, other: Cell, done: Records, *changed: str) -> float | None:
     """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time; None
     if there is none up to the longest message of the tables. `other` is the synchronous cell, which needs the tokens of
-    `equal_loss_share`."""
+    `equal_loss_share`. `changed` keys change the cell's times, not its loss."""
     share = equal_loss_share(mean_loss(cell, done), cell, done)
 
     def is_faster(steps: float) -> bool:
-        return share * time_of(other, done, steps).run > time_of(cell, done, steps).run
+        return share * time_of(other, done, steps).run > time_of(cell, done, steps, *changed).run
 
     low, high = MESSAGES[0], MESSAGES[-1]
     if is_faster(low) or not is_faster(high):
@@ -109,11 +113,11 @@ def step_speed(cell: Cell, done: Records, message_steps: float) -> float:
     return beside / time_of(cell, done, message_steps).run
 
 
-def time_of(cell: Cell, done: Records, message_steps: float) -> TimeEstimate:
+def time_of(cell: Cell, done: Records, message_steps: float, *changed: str) -> TimeEstimate:
     """Return the estimated times of a cell's final run, in units of an AdamW step without communication, if a message of the model
-    in fp32 takes `message_steps` of them, with a process per replica."""
+    in fp32 takes `message_steps` of them, with a process per replica, and with `changed` keys."""
     final = next(run for run in runs_of(cell, done) if run.kind == "final")
-    return _time_of(tuple(final.overrides()), message_steps)
+    return _time_of((*final.overrides(), *changed), message_steps)
 
 
 @cache

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
-from llmtrain.files import look_again
+from llmtrain.files import revalidate
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.node_info import NodeInfo
 from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
@@ -294,7 +294,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _opened_at(directory: RunDirectory) -> int | None:
     """Return when a run last began in the directory, in nanoseconds, or None if none has. Rank 0 writes the recipe
     once all ranks have met and handle signals."""
-    look_again(directory.path)  # rank 0 may be on another host
+    revalidate(directory.path)  # rank 0 may be on another host
     recipe = directory.path / RECIPE
     return recipe.stat().st_mtime_ns if recipe.exists() else None
 

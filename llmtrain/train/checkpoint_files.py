@@ -30,7 +30,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, is_bare_file_name, look_again
+from llmtrain.files import atomic_write, is_bare_file_name, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
@@ -190,7 +190,7 @@ def find_corruption_on_any_rank(directory: Path, files: Mapping[str, Digest], me
 def _find_corruption_here(directory: Path, files: Mapping[str, Digest], world: World) -> str | None:
     """Return what `find_corruption` finds, with this host's name if there are several hosts."""
     host = socket.gethostname()
-    look_again(directory)
+    revalidate(directory)
     if not os.path.isdir(directory):
         raise TrainingError(
             f"{host} does not see {directory}, which rank 0 does; mount the file system of run.out_dir there and start the same command "

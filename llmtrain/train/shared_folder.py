@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmtrain.errors import RecipeError, TrainingError
-from llmtrain.files import look_again
+from llmtrain.files import revalidate
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.run_files import RECIPE
 from llmtrain.waiting import announced
@@ -68,6 +68,6 @@ def _is_seen(path: Path, patience: float) -> bool:
         while not os.path.exists(path):
             if time.monotonic() >= deadline:
                 return False
-            look_again(path.parent)
+            revalidate(path.parent)
             time.sleep(LOOK_SECONDS)
     return True

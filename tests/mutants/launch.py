@@ -170,7 +170,7 @@ TABLES = {
           - if nodes.count == 1 or error.exit_code != BAD_USAGE:
           + if True:
         torchrun: whether training has begun is what NFS knew before
-          -     look_again(directory.path)  # rank 0 may be on another host
+          -     revalidate(directory.path)  # rank 0 may be on another host
           -
         torchrun: after a loss, a batch that can't be divided is a wrong recipe
           -     except UserError as error:

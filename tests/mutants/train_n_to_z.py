@@ -225,7 +225,7 @@ TABLES = {
           - (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
           + RecipeError(
         shared folder: what NFS knew before is true
-          -             look_again(path.parent)
+          -             revalidate(path.parent)
           -
     """,
     "llmtrain/train/signals.py": r"""

@@ -123,7 +123,7 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
 
     asked: list[Path] = []
     monkeypatch.setattr("torch.distributed.run.run", run)
-    monkeypatch.setattr(torchrun, "look_again", asked.append)
+    monkeypatch.setattr(torchrun, "revalidate", asked.append)
     monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
