@@ -295,9 +295,13 @@ URGENT = (
     *STAGES["replicas"],
     *STAGES["main"],
     *STAGES["uneven"],
+    STAGES["together"][1],
+    *(cell for cell in STAGES["rounds"] if cell.method == "diloco"),
+    *STAGES["long"][:2],
 )
 """Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
-what synchronous training with fewer bytes loses; then the main table, numbers of replicas, and uneven replicas."""
+what synchronous training with fewer bytes loses; then the main table, numbers of replicas, uneven replicas, and DiLoCo with other
+rounds and more tokens."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
