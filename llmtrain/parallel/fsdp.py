@@ -6,7 +6,7 @@ overlaps with backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
-from llmtrain.parallel.engine import Block, Keep, as_is
+from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.sharded import local
-from llmtrain.parallel.torch_engine import TorchEngine, views_of
+from llmtrain.parallel.torch_engine import TorchEngine
 from llmtrain.parallel.wrapping import named_parameters_of
 
 
@@ -30,8 +30,8 @@ class Fsdp2Engine(TorchEngine):
     def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, *arguments: Any, **keywords: Any):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._units: list[FSDPModule] = []
-        self._parameters: list[dict[str, DTensor]] = []
-        """FSDP's parameters by block and name. The masters are this rank's parts of them, so that the optimizer works
+        self._parameters: dict[str, DTensor] = {}
+        """FSDP's parameters by name. The masters are this rank's parts of them, so that the optimizer works
         without DTensor's dispatch."""
         self._reshards = bool(parallel.reshard_after_forward)  # an undecided `auto` is true, which needs less memory
         super().__init__(model, mesh, parallel, *arguments, **keywords)
@@ -55,31 +55,6 @@ class Fsdp2Engine(TorchEngine):
             finally:
                 for unit in self._units:
                     unit.reshard()  # the head is still gathered, because no backward pass followed
-
-    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = {}
-        for name, parameter, master in self._named():
-            state[f"weights.{name}"] = keep(parameter.detach())
-            for key, value in self.optimizer.state[master].items():
-                state[f"optimizer.{name}.{key}"] = keep(value if value.ndim == 0 else _like(parameter, value))
-        return state
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, _, master in self._named():
-            master.copy_(local(state[f"weights.{name}"]))
-            for key, value in self.optimizer.state[master].items():
-                value.copy_(local(state[f"optimizer.{name}.{key}"]))
-        for unit in self._units:
-            unit.reshard()
-
-    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parameters = self._parameters[self.blocks.index(block)]
-        parts = views_of(flat, block.shards)
-        return {name: _like(p, part) for (name, p), part in zip(parameters.items(), parts, strict=True)}
-
-    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([named[name].to_local().reshape(-1) for name in block.parameter_names])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, torch.Tensor]:
@@ -105,7 +80,7 @@ class Fsdp2Engine(TorchEngine):
         unit.set_force_sum_reduction_for_comms(True)
         self._units.append(unit)
         named = {name: cast(DTensor, p) for name, p in named_parameters_of(self.model, block)}
-        self._parameters.append(named)
+        self._parameters |= named
         self.masters.append([local(p.detach()) for p in named.values()])
         self.blocks.append(Block(block.name, self.masters[-1], list(named)))
         if self.mesh.replicas > 1:
@@ -116,26 +91,14 @@ class Fsdp2Engine(TorchEngine):
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
-        parameters = self._parameters[index].values()
+        parameters = [self._parameters[name] for name in self.blocks[index].parameter_names]
         gradients = [None if p.grad is None else local(p.grad) for p in parameters]
         for parameter in parameters:
             parameter.grad = None  # FSDP would add the next step's to it
         return gradients
 
-    def _named(self) -> Iterator[tuple[str, DTensor, torch.Tensor]]:
-        """Yield every parameter's name, the parameter, and this rank's part of it that the optimizer updates."""
-        for parameters, masters in zip(self._parameters, self.masters, strict=True):
-            for (name, parameter), master in zip(parameters.items(), masters, strict=True):
-                yield name, parameter, master
-
-
-def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
-    """Return this rank's part of a tensor as a DTensor that is sharded like a parameter."""
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:
+        like = self._parameters[name]
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )

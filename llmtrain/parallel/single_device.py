@@ -7,7 +7,7 @@ gradient as soon as backward has computed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from llmtrain.model import PREFIX, LanguageModel, ModelBlock
-from llmtrain.parallel.engine import Block, Keep, as_is
+from llmtrain.parallel.engine import Block
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.parallel.sharded import local
 from llmtrain.parallel.torch_engine import TorchEngine, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
 
@@ -29,8 +28,6 @@ class SingleDeviceEngine(TorchEngine):
         """Build the engine; see `TorchEngine` for the other arguments."""
         self._rounded: list[torch.Tensor | None] = []
         """Flat parameters in the compute dtype, by block; None if it is the masters' dtype."""
-        self._named: dict[str, torch.Tensor] = {}
-        """Masters by parameter name."""
         super().__init__(model, mesh, *arguments, **keywords)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(mesh.device)
@@ -40,7 +37,8 @@ class SingleDeviceEngine(TorchEngine):
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
         norm = super().step(lr)
-        self._refresh_all()
+        for block in self.blocks:
+            self.parameters_changed(block)
         return norm
 
     @torch.no_grad()
@@ -49,30 +47,10 @@ class SingleDeviceEngine(TorchEngine):
         if rounded is not None:
             rounded.copy_(block.flat)
 
-    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
-        state = {f"weights.{name}": keep(self._as_dtensor(master)) for name, master in self._named.items()}
-        for name, master in self._named.items():
-            for key, value in self.optimizer.state[master].items():
-                state[f"optimizer.{name}.{key}"] = keep(value if value.ndim == 0 else self._as_dtensor(value))
-        return state
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, master in self._named.items():
-            master.copy_(local(state[f"weights.{name}"]))
-            for key, value in self.optimizer.state[master].items():
-                value.copy_(local(state[f"optimizer.{name}.{key}"]))
-        self._refresh_all()
-
-    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = views_of(flat, block.shards)
-        return {name: self._as_dtensor(part) for name, part in zip(block.parameter_names, parts, strict=True)}
-
-    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([local(named[name]).reshape(-1) for name in block.parameter_names])
-
     def full_weights(self) -> dict[str, torch.Tensor]:
-        return {name.removeprefix(PREFIX): master.detach().to("cpu", copy=True) for name, master in self._named.items()}
+        return {
+            name.removeprefix(PREFIX): master.detach().to("cpu", copy=True) for name, master in self._named_masters()
+        }
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -88,14 +66,9 @@ class SingleDeviceEngine(TorchEngine):
             parameter.data = view
         masters = list(named.values()) if rounded is None else shards
         self.masters.append(masters)
-        self._named |= zip(named, masters, strict=True)
         for parameter, master in zip(named.values(), masters, strict=True):
             if rounded is not None or self.mesh.replicas > 1:
                 parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
-
-    def _refresh_all(self) -> None:
-        for block in self.blocks:
-            self.parameters_changed(block)
 
     def _receive_gradient(self, index: int, master: torch.Tensor) -> Callable[[nn.Parameter], None]:
         """Return a hook that adds a parameter's gradient to its master's, if the master is another tensor, and counts it."""
@@ -118,6 +91,5 @@ class SingleDeviceEngine(TorchEngine):
             master.grad = None  # the mean takes its place in `step`, so that gradients are not in memory twice
         return gradients
 
-    def _as_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Return a tensor as a DTensor sharded over the replica's one rank, as checkpoints of all engines store it."""
-        return DTensor.from_local(tensor.detach(), self.mesh.devices["shard"], [Shard(0)], run_check=False)
+    def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:
+        return DTensor.from_local(part, self.mesh.devices["shard"], [Shard(0)], run_check=False)

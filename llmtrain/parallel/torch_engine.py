@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
 from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
-from llmtrain.parallel.engine import Block, Engine, MicroBatch, count_positions, gradient_norm
+from llmtrain.parallel.engine import Block, Engine, Keep, MicroBatch, as_is, count_positions, gradient_norm
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, moments_of, set_lr, step_unless
+from llmtrain.parallel.sharded import local
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
@@ -113,6 +115,30 @@ class TorchEngine(Engine):
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         return moments_of(self.optimizer.state, self.masters[index], order)
 
+    def state_dict(self, keep: Keep = as_is) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for name, master in self._named_masters():
+            state[f"weights.{name}"] = keep(self._as_dtensor(name, master.detach()))
+            for key, value in self.optimizer.state[master].items():
+                state[f"optimizer.{name}.{key}"] = keep(value if value.ndim == 0 else self._as_dtensor(name, value))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, master in self._named_masters():
+            master.copy_(local(state[f"weights.{name}"]))
+            for key, value in self.optimizer.state[master].items():
+                value.copy_(local(state[f"optimizer.{name}.{key}"]))
+        for block in self.blocks:
+            self.parameters_changed(block)
+
+    def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = views_of(flat, block.shards)
+        return {name: self._as_dtensor(name, part) for name, part in zip(block.parameter_names, parts, strict=True)}
+
+    def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([local(named[name]).reshape(-1) for name in block.parameter_names])
+
     @contextmanager
     def eval_mode(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         def summed_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -136,6 +162,15 @@ class TorchEngine(Engine):
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
         """Return this rank's gradients of block `index`, in the shapes of its masters, and drop the engine's own references to
         them. A gradient that was not computed is None."""
+
+    @abstractmethod
+    def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:
+        """Return this rank's part of a tensor as a DTensor that is sharded like the parameter `name`."""
+
+    def _named_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter's name and this rank's part of it that the optimizer updates."""
+        for block, masters in zip(self.blocks, self.masters, strict=True):
+            yield from zip(block.parameter_names, masters, strict=True)
 
     def _trained_parts(self, model_blocks: Sequence[ModelBlock]) -> list[TrainedPart]:
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}

@@ -35,6 +35,7 @@ from llmtrain.train.run_log import RunLog
 from llmtrain.train.run_texts import RunTexts
 from llmtrain.train.sample import Sampler
 from llmtrain.train.signals import StopRequest
+from llmtrain.train.text_kinds import open_texts
 from llmtrain.train.train_text import TrainText
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validator
@@ -111,7 +112,7 @@ def _open_texts(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, train_text: 
     if recipe.data.is_list:
         own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
     sets = prepare_sets(recipe, prepared, show_progress=False)
-    return RunTexts.open(recipe, mesh, own, sets, train_text)
+    return open_texts(recipe, mesh, own, sets, train_text)
 
 
 def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:

@@ -20,6 +20,7 @@ from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
+from llmtrain.train import text_kinds
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import _prepare_own
 from llmtrain.train.run_dir import RunDirectory
@@ -135,7 +136,7 @@ def open_texts(recipe: Recipe, replicas: int, shards: int) -> tuple[RunTexts, in
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
     mesh = build_mesh(world, torch.device("cpu"), replicas, shards, "auto", timedelta(seconds=60))
     own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
-    return RunTexts.open(recipe, mesh, own, {}), mesh.replica_comms.rank
+    return text_kinds.open_texts(recipe, mesh, own, {}), mesh.replica_comms.rank
 
 
 def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, list[str], dict]:
@@ -193,7 +194,7 @@ def test_every_site_is_validated_by_its_own_ranks(ranks: RankPool, folder: Path,
 def opened(recipe: Recipe, spoil: str) -> str:
     """What this rank is told if rank 1 has `spoil`."""
     with mock.patch(
-        "llmtrain.train.run_texts.tokenizer_digest",
+        "llmtrain.train.text_kinds.tokenizer_digest",
         lambda text: f"digest{dist.get_rank() if spoil == 'tokenizer' else ''}",
     ):
         if spoil == "text" and dist.get_rank() == 1:

@@ -150,10 +150,6 @@ TABLES = {
         fsdp: always reshards after forward
           - reshards = self._reshards and not has_head
           + reshards = not has_head
-    seen by distributed/test_zero.py
-        fsdp: optimizer moments not restored
-          - value.copy_(local(state[f"optimizer.{name}.{key}"]))
-          + pass
     """,
     "llmtrain/parallel/in_process.py": r"""
     seen by distributed/test_in_process.py

@@ -175,22 +175,6 @@ TABLES = {
           +         self.console.stop()
           +
     """,
-    "llmtrain/train/run_texts.py": r"""
-    seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
-        mixture: texts are validated with equal weights
-          - own = joined([replace(self._everywhere(name), share=weights[name]) for name in self.texts])
-          + own = joined([self._everywhere(name) for name in self.texts])
-    seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
-        sites: replicas make different numbers of forward passes
-          - for _ in range(count - given):
-          + for _ in range(0):
-        sites: losses are weighted equally, however many tokens
-          - batches=partial(_padded, own.batches, batches), share=site.validated)
-          + batches=partial(_padded, own.batches, batches), share=1.0)
-        sites: a shard is checked by the ranks of another site
-          - return ChecksumScan(self.all.values(), ranks.index(world.rank), len(ranks))
-          + return ChecksumScan(self.all.values(), world.local_rank, world.local_size)
-    """,
     "llmtrain/train/safetensors_reader.py": r"""
     seen by unit/test_pretrained.py
         weights: a value that is not finite is trained on
@@ -257,6 +241,22 @@ TABLES = {
         sample: the one before is printed as that of a large model
           - if sampled_at != step:
           + if False:
+    """,
+    "llmtrain/train/text_kinds.py": r"""
+    seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
+        mixture: texts are validated with equal weights
+          - return joined([replace(self.everywhere(name), share=weights[name]) for name in self.texts])
+          + return joined([self.everywhere(name) for name in self.texts])
+    seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
+        sites: replicas make different numbers of forward passes
+          - for _ in range(count - given):
+          + for _ in range(0):
+        sites: losses are weighted equally, however many tokens
+          - batches=partial(_padded, own.batches, batches), share=site.validated)
+          + batches=partial(_padded, own.batches, batches), share=1.0)
+        sites: a shard is checked by the ranks of another site
+          - return ChecksumScan(self.all.values(), ranks.index(self.mesh.world.rank), len(ranks))
+          + return super().scan()
     """,
     "llmtrain/train/trainer.py": r"""
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_pairs.py, end_to_end/test_interruptions.py

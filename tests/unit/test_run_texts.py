@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.train.run_texts import RunTexts
+from llmtrain.train.text_kinds import SingleText
 from llmtrain.train.validation import Validation, ValidationSet, in_all, joined
 
 
@@ -16,13 +16,13 @@ def test_a_complete_text_that_is_shuffled_in_blocks_has_as_many_samples_as_it_ha
     class Tokens(list):
         is_complete = True
 
-    texts = SimpleNamespace(sites=None, train_text=SimpleNamespace(tokens=Tokens(range(13))))
+    texts = SimpleNamespace(train_text=SimpleNamespace(tokens=Tokens(range(13))))
     loader = SimpleNamespace(sequence_length=length, num_samples=2**61)
-    assert RunTexts.samples(texts, loader) == {"": 12 // length}
+    assert SingleText.samples(texts, loader) == {"": 12 // length}
     texts.train_text.tokens = Tokens(range(length))
-    assert RunTexts.samples(texts, loader) is None, "the loader refuses it"
+    assert SingleText.samples(texts, loader) is None, "the loader refuses it"
     Tokens.is_complete, texts.train_text.tokens = False, Tokens(range(13))
-    assert RunTexts.samples(texts, loader) is None
+    assert SingleText.samples(texts, loader) is None
 
 
 @pytest.mark.parametrize("ratios", [(4.5, 2.0), (4.0, 3.0)])
