@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmtrain.compare.cluster.hosts import Host
 from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
@@ -30,6 +30,40 @@ POLL_SECONDS = 0.2
 START_SECONDS = 300.0
 """Seconds for ranks to log their first line, in addition to the recipe's own timeout."""
 LAST_LINES = 20
+
+
+class StageEnd(NamedTuple):
+    """How the hosts of a stage ended."""
+
+    state: TrialState | None
+    """None if the next stage continues the run, which is never the case after the last one."""
+    exit_codes: list[int | None]
+    last_lines: list[str]
+    """What the first host that failed wrote last."""
+    seconds: float
+    """Seconds of training."""
+
+
+@dataclass
+class StageTimes:
+    """Moments of a stage, in seconds of the monotonic clock. What has not happened is None."""
+
+    started: float
+    began: float | None = None
+    """When a step of the stage was first logged."""
+    stopped: float | None = None
+    """When the ranks were asked to stop."""
+    stopped_after: int = 0
+    """Last step that was logged then."""
+    failed: float | None = None
+    """When the first host failed."""
+    first_failed: int = 0
+    """Number of that host."""
+
+    def waiting_since(self) -> float:
+        """Return since when hosts are waited for that should log a first line or end; infinity while they train."""
+        first_line = self.started if self.began is None else None
+        return min(moment for moment in (first_line, self.stopped, self.failed, math.inf) if moment is not None)
 
 
 @dataclass(frozen=True)
@@ -53,16 +87,16 @@ class TrialRun:
         before = [(host.sent(), host.received()) for host in self.hosts]
         started, trained = time.monotonic(), 0.0
         for stage in planned.stages:
-            state, exit_codes, last_lines, seconds = self._run_stage(stage, trained)
-            trained += seconds
-            if state is not None:
+            end = self._run_stage(stage, trained)
+            trained += end.seconds
+            if end.state is not None:
                 break
         record = TrialRecord(
             condition=planned.condition,
             run=planned.run,
             seed=planned.seed,
-            state=state,
-            exit_codes=exit_codes,
+            state=end.state,
+            exit_codes=end.exit_codes,
             wall_seconds=round(time.monotonic() - started, 2),
             recipe=os.path.relpath(planned.recipe),
             overrides=list(planned.overrides),
@@ -70,7 +104,7 @@ class TrialRun:
             condition_in_words=self.words,
             commit=_commit(),
             hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],
-            last_lines=last_lines,
+            last_lines=end.last_lines,
             missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
         path = planned.directory / TRIAL
@@ -82,56 +116,62 @@ class TrialRun:
             ) from error
         return record
 
-    def _run_stage(self, stage: Stage, trained: float) -> tuple[TrialState | None, list[int | None], list[str], float]:
-        """Train on the first hosts, and kill those that hang. `trained` has the seconds of the stages before. Return (state, exit
-        codes, last lines, seconds of training).
-
-        The state is None if the next stage continues the run, which is never the case after the last one. Hosts have
-        `patience` seconds to log a first line, and to end after the first failure or the request to stop.
-        """
-        hosts, directory = self.hosts[: stage.replicas], self.planned.directory
-        metrics = directory / METRICS
-        condition = self.comparison.conditions[self.planned.condition]
+    def _run_stage(self, stage: Stage, trained: float) -> StageEnd:
+        """Train on the first hosts. `trained` has the seconds of the stages before."""
+        hosts, condition = self.hosts[: stage.replicas], self.comparison.conditions[self.planned.condition]
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
-        events = host_events(condition, self.hosts)
+        earlier = last_logged_step(self.planned.directory / METRICS)
+        processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
+        times = self._watch(processes, stage, earlier, trained)
+        seconds = 0.0 if times.began is None else time.monotonic() - times.began
+        for pause in condition.pauses:
+            self.hosts[pause.host].resume()
+        return self._end_of(stage, [process.returncode for process in processes], times, seconds)
+
+    def _watch(self, processes: Sequence[subprocess.Popen], stage: Stage, earlier: int, trained: float) -> StageTimes:
+        """Wait until the processes have ended. Start the condition's events, stop the run after the stage's last step or at the
+        time limit, and kill hosts that hang.
+
+        Training has begun when a step after `earlier` is logged. Hosts have `patience` seconds to log it, and to end after the
+        first failure or the request to stop.
+        """
+        metrics, times = self.planned.directory / METRICS, StageTimes(started=time.monotonic())
+        events = host_events(self.comparison.conditions[self.planned.condition], self.hosts)
         patience = self.recipe.run.timeout_seconds + START_SECONDS
         time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf) - trained, stage.until or math.inf
-        earlier = last_logged_step(metrics)
-        processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
-        must_end_at = time.monotonic() + patience
-        began = first_failed = stopped_at = None
         while any(process.poll() is None for process in processes):
             time.sleep(POLL_SECONDS)
             now, step = time.monotonic(), last_logged_step(metrics)
-            if began is not None:
-                while events and events[0][0] <= now - began:
+            if times.began is not None:
+                while events and events[0][0] <= now - times.began:
                     events.pop(0)[1]()
-                if stopped_at is None and (step >= last_step or now - began > time_limit):
-                    stopped_at, must_end_at = step, now + patience
+                if times.stopped is None and (step >= last_step or now - times.began > time_limit):
+                    times.stopped, times.stopped_after = now, step
                     for process in processes:
                         process.send_signal(signal.SIGTERM)
                 self.on_progress(step)
             elif step > earlier:
-                began, must_end_at = now, math.inf
+                times.began = now
             failed = [number for number, process in enumerate(processes) if process.poll() not in (None, DONE)]
-            if failed and first_failed is None:
-                first_failed, must_end_at = failed[0], min(must_end_at, now + patience)
-            if now > must_end_at:
-                for host in hosts:
+            if failed and times.failed is None:
+                times.failed, times.first_failed = now, failed[0]
+            if now > times.waiting_since() + patience:
+                for host in self.hosts[: stage.replicas]:
                     host.kill()
-        for pause in condition.pauses:
-            self.hosts[pause.host].resume()
-        codes = [process.returncode for process in processes]
-        seconds = 0.0 if began is None else time.monotonic() - began
-        if any(code != DONE for code in codes):
-            stopped = stopped_at is not None and read_mapping(directory / SUMMARY, RUN_AGAIN).get("stopped")
-            if stopped == "signal":
-                return None if stopped_at >= last_step else TrialState.STOPPED, codes, [], seconds
-            return TrialState.FAILED, codes, _last_lines(directory / f"{hosts[first_failed or 0].name}.log"), seconds
-        if stage.until is not None:
+        return times
+
+    def _end_of(self, stage: Stage, codes: list[int | None], times: StageTimes, seconds: float) -> StageEnd:
+        if all(code == DONE for code in codes):
+            if stage.until is None:
+                return StageEnd(TrialState.DONE, codes, [], seconds)
             reason = f"the run ended before it was stopped for its restart after step {stage.until}; train more steps"
-            return TrialState.FAILED, codes, [reason], seconds
-        return TrialState.DONE, codes, [], seconds
+            return StageEnd(TrialState.FAILED, codes, [reason], seconds)
+        directory = self.planned.directory
+        if times.stopped is not None and read_mapping(directory / SUMMARY, RUN_AGAIN).get("stopped") == "signal":
+            is_complete = times.stopped_after >= (stage.until or math.inf)
+            return StageEnd(None if is_complete else TrialState.STOPPED, codes, [], seconds)
+        log = directory / f"{self.hosts[times.first_failed].name}.log"
+        return StageEnd(TrialState.FAILED, codes, _last_lines(log), seconds)
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
         """Start torchrun on a host: one CPU thread per rank, and no GPU, because hosts would all share the same one."""

@@ -151,6 +151,17 @@ def test_ranks_that_wait_for_ever_are_killed(
     assert record.wall_seconds == pytest.approx(310, abs=0.5), "the recipe's 10 s, and what ranks may take to start"
 
 
+def test_ranks_that_begin_after_another_host_has_failed_are_killed_too(made: Callable[..., trial.TrialRecord]) -> None:
+    def look(folder: Path) -> None:
+        if hosts[0].torchruns[0].now > 8:
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    hosts = ScriptedHost(0, Torchrun(math.inf)), ScriptedHost(1, Torchrun(5.0, code=1))
+    record = made("plain", *hosts, look=look)
+    assert (record.state, record.exit_codes) == ("failed", [-signal.SIGKILL, 1])
+    assert record.wall_seconds == pytest.approx(5 + 310, abs=0.5)
+
+
 def test_a_run_that_is_over_before_its_restart_has_failed(made: Callable[..., trial.TrialRecord]) -> None:
     hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1)
     record = made("elastic", *hosts)
