@@ -177,7 +177,7 @@ def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
         raise ModelError(f"{KEY}: {name}: {CONFIG} can't be read ({first_line(error)}); give {EXPECTED}") from None
 
 
-def with_config(recipe: Recipe) -> Recipe:
+def _with_config(recipe: Recipe) -> Recipe:
     """Return the recipe with the keys of the config that `model.from_config` names, in its place, so that a run does not change
     when that config does, or is gone. Raises ModelError if it can't be read."""
     from llmtrain.startup import import_transformers
@@ -213,7 +213,7 @@ def with_architecture(recipe: Recipe, run: Path) -> Recipe:
     """
     section = recipe.model
     if section.from_config is not None:
-        return with_config(recipe)
+        return _with_config(recipe)
     if section.from_weights is None or section.config:
         return recipe
     found = _recorded(run, section.from_weights) or _architecture_of(section.from_weights)

@@ -116,15 +116,10 @@ def check_not_moved(path: Path, overrides: Sequence[str]) -> None:
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
     """Return the recipe that training stored in `where`. Raises RecipeError if it is not one of this version."""
     try:
-        recipe = Recipe.model_validate(data)
+        return Recipe.model_validate(data)
     except ValidationError as error:
         reason = explain(error, [Overlay(f"the recipe in {where}", data)], data)
         raise RecipeError(f"{reason}; another version wrote it: use that one, or choose another run.name") from None
-    if recipe.model.from_config is None:
-        return recipe
-    from llmtrain.pretrained import with_config  # earlier versions stored the name only
-
-    return with_config(recipe)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:

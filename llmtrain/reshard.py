@@ -167,12 +167,10 @@ def require_equal(states: Sequence[T]) -> T:
 
 
 def _combine(rules: Rules, change: MeshChange, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    missing = values[0].keys() - rules.keys()
-    assert not missing, f"no rule says what becomes of {missing} on another mesh"
+    missing = values[0].keys() ^ rules.keys()
+    assert not missing, f"{missing} has either no value or no rule that says what becomes of it on another mesh"
     combined: dict[str, Any] = {}
     for name, rule in rules.items():
-        if name not in values[0]:
-            continue  # a later version has added this rule
         inner = [value[name] for value in values]
         combined[name] = rule(change, inner) if callable(rule) else _combine(rule, change, inner)
     return combined

@@ -122,7 +122,7 @@ def load_model_and_tokenizer(folder: Path, device: str | None = None) -> Loaded:
     known = recorded(folder)
     if known is None:
         return Loaded(model, tokenizer)
-    return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, bool(known.separate_documents))
+    return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, known.separate_documents)
 
 
 def read_documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:

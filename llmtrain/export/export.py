@@ -57,8 +57,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
             return final, manifest
     with locked(final):
         manifest = read_manifest(final)
-        is_current = manifest is not None and manifest.separate_documents is not None
-        if not is_current or not request.is_met_by(manifest, source):
+        if manifest is None or not request.is_met_by(manifest, source):
             with replacing(final) as folder:
                 note(f"exporting {source.checkpoint}")
                 manifest = _write(source, request, folder)

@@ -37,7 +37,7 @@ LOCK_SECONDS = 3600.0
 class Manifest(BaseModel, extra="forbid", frozen=True):
     """Manifest of an exported folder (export.json), which records what the folder was made from."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     step: int
     weights: str
     dtype: str
@@ -45,13 +45,12 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     """Digest of the checkpoint."""
     max_shard_size: str
     parameters: int
-    sequence_length: int | None = None
-    """Tokens per training sequence; None in exports of earlier versions."""
+    sequence_length: int
+    """Tokens per training sequence."""
     trained_positions: int | None = None
     """Number of learned positions that training has reached if the model has more, whose vectors are as they were drawn."""
-    separate_documents: bool | None = None
-    """True if training never put two documents in one context; None in exports of earlier versions, which are made again if the
-    run still has the checkpoint."""
+    separate_documents: bool
+    """True if training never put two documents in one context."""
     parity: Parity
     files: dict[str, Digest]
     """Size and digest of every file except this one and the model card, which every export command rewrites."""

@@ -155,14 +155,13 @@ class LocalUpdates:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
         of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
         for what, here in self._layout().items():
-            there = state.get("layout", {}).get(what, here)  # earlier versions did not store it
+            there = state["layout"][what]
             if there != here:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
         self._method.keep_warmup(self.step)
-        if "traffic" in state:  # earlier versions did not store it
-            self._replicas.traffic.load(**state["traffic"])
+        self._replicas.traffic.load(**state["traffic"])
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal in the loop that saves a state and the loop that loads it."""

@@ -294,7 +294,7 @@ class Metrics:
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
         if self.mesh.clock is not None:
-            self.mesh.clock.restore(state.get("virtual_seconds", 0.0))  # the checkpoint may be older than this key
+            self.mesh.clock.restore(state["virtual_seconds"])
 
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy

@@ -73,6 +73,5 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any], global_step: int) -> None:
         """Restore the stored fields from a checkpoint of `global_step`. Other entries of `state` are ignored."""
         for name in rules_of(type(self)):
-            if name in state:  # a later version has added others
-                setattr(self, name, state[name])
+            setattr(self, name, state[name])
         self.global_step = self.previous_global_step = self.last_saved = global_step

@@ -29,9 +29,6 @@ TABLES = {
           - learned > length and is_fresh else None
           + learned > length else None
     seen by unit/test_export.py
-        export: one of an earlier version is reused
-          - manifest is not None and manifest.separate_documents is not None
-          + manifest is not None
         export: the results in the folder are deleted
           -                 keep_others(final, folder)
           -

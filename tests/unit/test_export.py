@@ -225,16 +225,6 @@ def test_another_export_to_the_same_folder_keeps_the_results(
     assert results.read_text() == "scores"
 
 
-def test_an_export_of_an_earlier_version_is_made_again(source: Source, tmp_path: Path, monkeypatch) -> None:
-    vars(source)["digest"], written = MANIFEST.checkpoint, []
-    monkeypatch.setattr("llmtrain.export.export._write", lambda *to: written.append(to[2]) or MANIFEST)
-    for known, count in ((None, 1), (False, 0)):
-        write_manifest(tmp_path, MANIFEST.model_copy(update={"separate_documents": known}))
-        export(source, Request(), tmp_path)
-        assert len(written) == count
-        written.clear()
-
-
 def test_models_whose_logits_are_all_0_do_not_differ() -> None:
     assert Parity(0.0, 0.0, 0.0).relative == 0.0 and "0.0e+00 of the largest" in Parity(0.0, 0.0, 0.0).describe()
 

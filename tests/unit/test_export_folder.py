@@ -35,6 +35,8 @@ MANIFEST = Manifest(
     checkpoint="abc",
     max_shard_size="5GB",
     parameters=1_900_000,
+    sequence_length=32,
+    separate_documents=False,
     parity=Parity(2e-7, 8.0),
     files={},
 )
