@@ -14,6 +14,7 @@ messages out of the added time, and the bytes alone were sent while that message
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -238,7 +239,7 @@ def _copied(trainer: Trainer) -> float:
     from llmtrain.sync.anchors import flat_view
 
     blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors
-    state = [flat_view(block) for block in blocks] + ([*anchors.anchor, *anchors.momentum] if anchors else [])
+    state = [flat_view(block) for block in blocks] + (list(itertools.chain(*anchors.kept.values())) if anchors else [])
     state += trainer.method.block_sync.errors
     room = [torch.zeros_like(tensor) for tensor in state]
     if state[0].is_cuda:

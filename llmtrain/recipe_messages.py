@@ -133,6 +133,8 @@ def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
     section = _section(parents, data)
     known = [".".join([*parents, key]) for key in section.model_fields]
     key = ".".join(path)
+    if ":" in name:
+        return f"{key} is not a key; YAML needs a space after the colon in `key: value`"
     if not parents:
         elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
         near = closest(name, known) or next(iter(elsewhere), None)

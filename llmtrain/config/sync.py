@@ -40,7 +40,7 @@ class PeriodSection(Section):
     is_timed: ClassVar[bool] = False
     """True if a round lasts a fixed time, in which replicas take different numbers of steps."""
     follows_lr: ClassVar[bool] = False
-    """True if the length of a round depends on the learning rate."""
+    """True if the length of a round depends on the learning rate or on the length of the run."""
     shortest_round: ClassVar[str | None] = None
     """Key that holds the minimum number of local steps per round, or None."""
 
@@ -102,8 +102,8 @@ class OuterSection(Section):
 
     needs_anchor: ClassVar[bool] = True
     """True if this choice needs an anchor: the parameters of the last synchronization."""
-    has_momentum: ClassVar[bool] = False
-    """True if replicas keep an outer momentum of the size of the parameters."""
+    state: ClassVar[tuple[str, ...]] = ()
+    """Names, also in checkpoints, of the tensors that the optimizer keeps per block, each of the size of the parameters."""
 
 
 class OuterLrSection(Section):
@@ -158,7 +158,7 @@ class NesterovSection(OuterSection):
     normalize: Normalize = "none"
     """Normalize b by the inner learning rate, so that it fits rounds of any length. D and b are divided by the last
     learning rate of the round (`lr`) or by the sum of its learning rates (`lr_sum`), and the outer step is multiplied by it."""
-    has_momentum: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
 class MomentumSection(OuterSection):
@@ -176,7 +176,7 @@ class MomentumSection(OuterSection):
     """CO2's momentum clipping: limits every element of b to [-clip, clip]; `null`: off."""
     normalize: Normalize = "none"
     """Normalization of b, as for `nesterov`. SlowMo uses `lr`."""
-    has_momentum: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
 class PrimalAverageSection(OuterSection):
@@ -189,7 +189,7 @@ class PrimalAverageSection(OuterSection):
     """Decay of the average per synchronization: 0.9934, 0.9967 and 0.9984 for what H = 16, 32 and 64 would smooth."""
     share: Fraction = 0.7
     """Share of the average in the point at which gradients are computed."""
-    has_momentum: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
 class AutoOuterSection(OuterSection):
@@ -199,7 +199,7 @@ class AutoOuterSection(OuterSection):
     kind: Literal["auto"] = "auto"
     """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. It is decided
     when the recipe is loaded; `recipe show` prints it."""
-    has_momentum: ClassVar[bool] = True
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
 class PullSection(Section):

@@ -279,11 +279,11 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> boo
 
 
 def _anchor_copies(recipe: Recipe) -> int:
-    """Return how many tensors of the model's size the anchor and outer momentum are. Runs that average gradients in every step
+    """Return how many tensors of the model's size the anchor and the outer optimizer's state are. Runs that average gradients in every step
     have neither."""
     sync = recipe.sync
     has_anchor = sync.needs_anchor and not sync.period.averages_gradients
-    return 1 + sync.outer.has_momentum if has_anchor else 0
+    return 1 + len(sync.outer.state) if has_anchor else 0
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int:

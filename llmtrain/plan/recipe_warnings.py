@@ -22,7 +22,7 @@ from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.plan.unused_keys import is_given, unused_keys
 from llmtrain.quantities import format_duration
-from llmtrain.step_counts import local_steps
+from llmtrain.step_counts import local_steps, round_count
 from llmtrain.sync.methods import is_for_one_replica
 
 SEVERAL = 3
@@ -109,7 +109,7 @@ def _average(recipe: Recipe) -> Iterator[str]:
     sync, outer = recipe.sync, recipe.sync.outer
     if not isinstance(outer, PrimalAverageSection) or sync.period.min_length is None:
         return
-    rounds, covered = local_steps(recipe) // sync.period.min_length, round(1 / (1 - outer.decay))
+    rounds, covered = round_count(recipe), round(1 / (1 - outer.decay))
     if rounds < SEVERAL * covered:
         yield (
             f"sync.outer.decay is {outer.decay:g}, an average over about {covered:,} synchronizations, but the run has {rounds:,}: "
@@ -178,11 +178,11 @@ def _early_momentum(recipe: Recipe) -> Iterator[str]:
     sync, outer = recipe.sync, recipe.sync.outer
     if not isinstance(outer, NesterovSection | MomentumSection) or not sync.period.min_length:
         return
-    rounds = local_steps(recipe) // sync.period.min_length
+    rounds = round_count(recipe)
     is_tested = outer.momentum >= LARGE and outer.lr >= LARGE_LR and recipe.optim.kind == "adamw"
     if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= FEW and not outer.rounds.momentum_warmup:
         yield (
-            f"sync.outer.momentum is {outer.momentum:g} from the first of about {rounds} rounds: so short a run ended lower in tests with "
+            f"sync.outer.momentum is {outer.momentum:g} from the first of {rounds} rounds: so short a run ended lower in tests with "
             f"sync.outer.rounds.momentum_warmup={min(TESTED_WARMUP, rounds)}"
         )
 

@@ -1,7 +1,8 @@
-"""Anchors and outer momenta: one flat tensor per block, on the device or offloaded to the CPU."""
+"""Anchors and the outer optimizer's state: flat tensors, one each per block, on the device or offloaded to the CPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,97 +11,103 @@ from llmtrain.parallel.engine import Block
 from llmtrain.pieces import pieces
 from llmtrain.sync.offload import StreamedCopy, StreamOffload
 
+ANCHOR = "anchor"
+"""Name of the anchors among what is kept, and in checkpoints."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes per element, to read the bits of a float tensor."""
 
 
 class Anchors:
-    """Anchors (the parameters that the last synchronization gave) and outer momenta, sharded like the parameters.
+    """Anchors (the parameters that the last synchronization gave) and the outer optimizer's state, sharded like the parameters.
 
     With `copies`, the offload, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay
     there until `release`; `prefetch` starts these copies earlier. `write_back` copies changed values back to the CPU.
     """
 
-    def __init__(self, blocks: list[Block], with_momentum: bool, copies: StreamOffload | None = None):
-        self.blocks, self.with_momentum = blocks, with_momentum
-        self.anchor: list[torch.Tensor] = []
-        self.momentum: list[torch.Tensor] = []
+    def __init__(self, blocks: list[Block], state: Sequence[str] = (), copies: StreamOffload | None = None):
+        """`state` has the names of the optimizer's tensors per block (`OuterSection.state`)."""
+        self.blocks = blocks
+        self.kept: dict[str, list[torch.Tensor]] = {ANCHOR: [], **{name: [] for name in state}}
+        """The anchors, then the optimizer's state, each by block."""
         self._offload = copies
-        self._device_copies: dict[tuple[int, bool], StreamedCopy] = {}  # by (block, is_momentum)
+        self._device_copies: dict[tuple[str, int], StreamedCopy] = {}  # by name and block
+
+    @property
+    def anchor(self) -> list[torch.Tensor]:
+        """Return the anchors by block, where they are kept."""
+        return self.kept[ANCHOR]
 
     def snapshot(self) -> None:
-        """Make the current parameters the anchor and set the momentum to zero."""
+        """Make the current parameters the anchor and set the optimizer's state to zero."""
         self._reset()
-        self.anchor = [self._to_host(i, flatten(block)) for i, block in enumerate(self.blocks)]
-        start = self.anchor if self.with_momentum else []
-        self.momentum = [self._to_host(i, torch.zeros_like(anchor)) for i, anchor in enumerate(start)]
+        for name, kept in self.kept.items():
+            flats = map(flatten, self.blocks) if name == ANCHOR else map(torch.zeros_like, self.anchor)
+            kept[:] = [self._to_host(index, flat) for index, flat in enumerate(flats)]
 
     @property
     def is_set(self) -> bool:
         return bool(self.anchor)
 
-    def prefetch(self, index: int, momentum: bool = False) -> None:
-        """Start copying a block's anchor (with `momentum`, its momentum too) to the device. Without offload, do nothing."""
+    def prefetch(self, index: int, with_state: bool = False) -> None:
+        """Start copying a block's anchor (and the optimizer's state) to the device. Without offload, do nothing."""
         if self._offload is None:
             return
-        for is_momentum in (False, True) if momentum and self.with_momentum else (False,):
-            if (index, is_momentum) not in self._device_copies:
-                resting = (self.momentum if is_momentum else self.anchor)[index]
-                self._device_copies[index, is_momentum] = self._offload.prefetch(resting)
+        for name in self.kept if with_state else (ANCHOR,):
+            if (name, index) not in self._device_copies:
+                self._device_copies[name, index] = self._offload.prefetch(self.kept[name][index])
 
     def release(self, index: int) -> None:
         """Release the device copies that `load` returned for a block."""
-        for is_momentum in (False, True):
-            if (fetched := self._device_copies.pop((index, is_momentum), None)) is not None:
+        for name in self.kept:
+            if (fetched := self._device_copies.pop((name, index), None)) is not None:
                 fetched.release()
 
-    def iter_prefetched(self, indices: Sequence[int], momentum: bool = False) -> Iterator[int]:
-        """Yield the block indices in order. While the caller works on a block, the anchor (and momentum) of the next one
+    def iter_prefetched(self, indices: Sequence[int], with_state: bool = False) -> Iterator[int]:
+        """Yield the block indices in order. While the caller works on a block, the anchor (and state) of the next one
         is copied to the device. A block is released when the caller asks for the next one."""
         for place, index in enumerate(indices):
             for near in indices[place : place + 2]:
-                self.prefetch(near, momentum)
+                self.prefetch(near, with_state)
             yield index
             self.release(index)
 
-    def load(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a block's (anchor, momentum) on the device of its parameters. The momentum is None if none is kept."""
-        self.prefetch(index, momentum=True)
-        return self.load_anchor(index), self._on_device(index, self.momentum, True) if self.with_momentum else None
+    def load(self, index: int) -> list[torch.Tensor]:
+        """Return a block's anchor, followed by the optimizer's state, on the device of its parameters."""
+        self.prefetch(index, with_state=True)
+        return [self._on_device(name, index) for name in self.kept]
 
     def load_anchor(self, index: int) -> torch.Tensor:
         """Return a block's anchor on the device of its parameters."""
         self.prefetch(index)
-        return self._on_device(index, self.anchor, False)
+        return self._on_device(ANCHOR, index)
 
-    def write_back(self, index: int, anchor: torch.Tensor, momentum: torch.Tensor | None) -> None:
+    def write_back(self, index: int, changed: Sequence[torch.Tensor]) -> None:
         """Start copying the tensors that `load` returned, and the outer step has changed, back to the CPU. Without offload,
         do nothing, because `load` returned the originals."""
         if self._offload is not None:
-            self._offload.write_back(self.anchor[index], anchor)
-            if momentum is not None:
-                self._offload.write_back(self.momentum[index], momentum)
+            for kept, tensor in zip(self.kept.values(), changed, strict=True):
+                self._offload.write_back(kept[index], tensor)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
         """Return lists of tensors by block, without copying them. Waits for copies in flight."""
         self._wait()
-        return {"anchor": self.anchor, "momentum": self.momentum}
+        return {name: list(kept) for name, kept in self.kept.items()}
 
     def fingerprint(self) -> torch.Tensor:
-        """Return a checksum of the bits of all anchors and momenta: an int64 scalar where they are, below 2^53, which a float64
+        """Return a checksum of the bits of all anchors and the state: an int64 scalar where they are, below 2^53, which a float64
         holds exactly. It is equal on ranks that hold the same shard of the same values. It detects one changed bit if elements
         have at most 4 bytes."""
         self._wait()
         total = torch.zeros((), dtype=torch.int64, device=self.anchor[0].device)
-        for number, flat in enumerate([*self.anchor, *self.momentum], 1):
+        for number, flat in enumerate(itertools.chain(*self.kept.values()), 1):
             total += number * flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
         return total.remainder(2**53)  # of sums modulo 2^64, which is the same
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         """Load copies of the tensors that `state_dict` returned."""
         self._reset()
-        self.anchor = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["anchor"])]
-        self.momentum = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["momentum"])]
+        for name, kept in self.kept.items():
+            kept[:] = [self._to_host(index, tensor.clone()) for index, tensor in enumerate(state[name])]
 
     def _reset(self) -> None:
         self._wait()
@@ -112,8 +119,8 @@ class Anchors:
             return self._offload.to_host(tensor)
         return tensor.to(self.blocks[index].shards[0].device)
 
-    def _on_device(self, index: int, resting: list[torch.Tensor], is_momentum: bool) -> torch.Tensor:
-        return resting[index] if self._offload is None else self._device_copies[index, is_momentum].use()
+    def _on_device(self, name: str, index: int) -> torch.Tensor:
+        return self.kept[name][index] if self._offload is None else self._device_copies[name, index].use()
 
     def _wait(self) -> None:
         if self._offload is not None:

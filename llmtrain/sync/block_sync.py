@@ -180,20 +180,18 @@ class BlockSync:
         `Outer.start` says otherwise. `squares` measures the block before the step.
         """
         block = self.replica.blocks[index]
-        anchor, momentum = self.anchors.load(index)
+        kept = self.anchors.load(index)
         # At the end of a run, the number may be one too low for a fragment that takes its step early.
         outer = self.outer.in_round(self.rounds_done)
-        flats = [anchor, mean] if momentum is None else [anchor, mean, momentum]
-        for parameters, anchored, part, *moments in parts_of(parameter_parts(block), *flats):
-            moment = moments[0] if moments else None
+        for parameters, part, anchored, *state in parts_of(parameter_parts(block), mean, *kept):
             if squares is not None:
                 squares.add(anchored - parameters, part)
             if factor is not None:
                 part.mul_(factor)
-            outer.step(anchored, part, moment, local_steps)
-            start = outer.start(anchored, moment)
+            outer.step(anchored, part, state, local_steps)
+            start = outer.start(anchored, state)
             parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
-        self.anchors.write_back(index, anchor, momentum)
+        self.anchors.write_back(index, kept)
         self.replica.parameters_changed(block)
 
     def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
@@ -204,19 +202,19 @@ class BlockSync:
 
     def reset_to_anchor(self, blocks: Sequence[int] | None = None) -> None:
         """Set the parameters of these blocks (default: all) back to those after the last synchronization. Requires anchors."""
-        with_momentum = not self.outer.starts_at_anchor
-        for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks, with_momentum):
-            start = self.outer.start(*self.anchors.load(index)) if with_momentum else self.anchors.load_anchor(index)
-            self.write_parameters(index, start)
+        with_state = not self.outer.starts_at_anchor
+        for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks, with_state):
+            anchor, *state = self.anchors.load(index) if with_state else [self.anchors.load_anchor(index)]
+            self.write_parameters(index, self.outer.start(anchor, state))
 
     def end_at_anchor(self) -> None:
-        """Set the parameters to the anchors at the end of a run, and the momenta to zero. Do nothing if replicas continue from
-        the anchors anyway. A longer run continues from this state."""
+        """Set the parameters to the anchors at the end of a run, and the outer optimizer's state to zero. Do nothing if replicas
+        continue from the anchors anyway. A longer run continues from this state."""
         if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:
             return
-        for index in self.anchors.iter_prefetched(self.blocks, momentum=True):
-            anchor, momentum = self.anchors.load(index)
-            self.anchors.write_back(index, anchor, momentum.zero_())
+        for index in self.anchors.iter_prefetched(self.blocks, with_state=True):
+            anchor, *state = self.anchors.load(index)
+            self.anchors.write_back(index, [anchor, *(tensor.zero_() for tensor in state)])
             self.write_parameters(index, anchor)
 
     def sync_blocks(self, blocks: Sequence[int], local_steps: RoundStats) -> None:
@@ -224,7 +222,7 @@ class BlockSync:
         anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all
         replicas between those of groups."""
         means = results_in_order((index, self.start_reduce(index)) for index in blocks)
-        for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, momentum=True), means, strict=True):
+        for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, with_state=True), means, strict=True):
             self.outer_step(index, mean, local_steps)
 
 

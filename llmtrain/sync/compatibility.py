@@ -91,7 +91,7 @@ RULES = (
         {
             "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
             "reduction": WEIGHED,
-            "outer": ("sgd", "nesterov", "momentum", "gpa"),
+            "outer": tuple(kind for kind in CHOICES["outer"] if kind != "average"),
             "pull": ("pull",),
             "moments": ("moments",),
             "error_feedback": ("on",),

@@ -60,7 +60,7 @@ class Message:
         replica's own + (1 - alpha) x the next anchor. Set blocks without a mean to the anchor."""
         block_sync, squares = self.block_sync, []
         self.complete()
-        for index in block_sync.anchors.iter_prefetched(self.blocks, momentum=True):
+        for index in block_sync.anchors.iter_prefetched(self.blocks, with_state=True):
             if index not in self._pending:
                 block_sync.write_parameters(index, block_sync.anchors.load_anchor(index))
                 continue

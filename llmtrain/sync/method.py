@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.parallel.engine import Replica
 from llmtrain.reshard import MeshChange, Rules, by_replica, require_equal
+from llmtrain.sync.anchors import ANCHOR
 from llmtrain.sync.merge_tokens import merge_tokens
 from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.period import Period
@@ -112,7 +113,7 @@ class Method:
         anchors = self.block_sync.anchors
         if self.block_sync.outer.starts_at_anchor or anchors is None or not anchors.is_set:
             return None
-        return anchors.state_dict()["anchor"]
+        return anchors.state_dict()[ANCHOR]
 
     @property
     def stats(self) -> SyncStats:
@@ -125,7 +126,7 @@ class Method:
         return taken
 
     def fingerprint(self) -> torch.Tensor | int:
-        """Return the fingerprint of this rank's anchors and momenta (see `Anchors.fingerprint`), which should be equal
+        """Return the fingerprint of this rank's anchors and outer state (see `Anchors.fingerprint`), which should be equal
         on all replicas; 0 without anchors."""
         anchors = self.block_sync.anchors
         return anchors.fingerprint() if anchors is not None else 0
@@ -134,7 +135,7 @@ class Method:
         """Return state that is equal on all replicas, by block. A list is empty if the method keeps no such state."""
         anchors = self.block_sync.anchors
         return {
-            **(anchors.state_dict() if anchors else {"anchor": [], "momentum": []}),
+            **(anchors.state_dict() if anchors else {ANCHOR: []}),
             **self.schedule.shared_state(),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -12,7 +13,8 @@ from llmtrain.sync.round_stats import RoundStats
 
 
 class Outer(ABC):
-    """An outer optimizer. Its state, if any, is one flat tensor per block, shaped like the anchor."""
+    """An outer optimizer. Its state is any number of flat tensors per block, shaped like the anchor (`OuterSection.state`). They are
+    0 at first."""
 
     normalize = "none"
     """Unit of pseudo-gradients in the momentum; see `RoundStats.scale`."""
@@ -39,12 +41,12 @@ class Outer(ABC):
 
     @abstractmethod
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
     ) -> None:
-        """Update `anchor` (and `momentum`) in place. `mean` is D; `local_steps` describes the local steps that led to it. The
+        """Update `anchor` and `state` in place. `mean` is D; `local_steps` describes the local steps that led to it. The
         tensors may be any part of a block, because the step is elementwise."""
 
-    def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
+    def start(self, anchor: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the parameters from which replicas continue after a step. Elementwise, like `step`."""
         return anchor
 
@@ -56,7 +58,7 @@ class Sgd(Outer):
         self.lr, self.rounds = lr, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
     ) -> None:
         anchor.add_(mean, alpha=-self.lr)
 
@@ -70,9 +72,9 @@ class Nesterov(Outer):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
     ) -> None:
-        assert momentum is not None
+        (momentum,) = state
         anchor.add_(mean, alpha=-self.lr)
         unit = local_steps.scale(self.normalize)
         if unit == 0:  # all local steps had learning rate 0, so b has nothing to add
@@ -96,9 +98,9 @@ class Momentum(Outer):
         self.lr, self.momentum, self.clip, self.normalize, self.rounds = lr, momentum, clip, normalize, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
     ) -> None:
-        assert momentum is not None
+        (momentum,) = state
         if (unit := local_steps.scale(self.normalize)) == 0:
             # All local steps had learning rate 0. Of the step lr (mu g b + D), lr D is left.
             anchor.add_(mean, alpha=-self.lr)
@@ -123,14 +125,15 @@ class PrimalAverage(Outer):
         self.decay, self.share = decay, share
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
     ) -> None:
-        assert momentum is not None
+        (momentum,) = state
         momentum.mul_(self.share).sub_(mean)
         anchor.add_(momentum, alpha=1 - self.decay)
         momentum.mul_(self.decay)
 
-    def start(self, anchor: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
+    def start(self, anchor: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
+        (momentum,) = state
         return torch.add(anchor, momentum, alpha=1 - self.share)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from llmtrain.config import AnyPeriod, EveryStepSection, PeriodSection, QsrSection, SyncSection
+from llmtrain.config import AnyPeriod, EveryStepSection, EveryStepsSection, PeriodSection, QsrSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.reshard import require_equal
 
@@ -168,8 +168,15 @@ def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
     return max(sync.warmup_steps, rates.first_step_below(sync.warmup_until_lr) - 1)
 
 
+PERIODS: dict[type[PeriodSection], Callable[[Any, int, LRSchedule], Period]] = {
+    EveryStepSection: lambda section, warmup, rates: EveryStep(section),
+    EveryStepsSection: lambda section, warmup, rates: FixedPeriod(section, warmup),
+    QsrSection: QsrPeriod,
+}
+"""Constructors of periods of steps, by the class of `sync.period`. They take the section, the number of synchronous steps before
+the first round, and the run's learning rates. `build_method` builds those of seconds."""
+
+
 def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
-    """Return the period of steps that a recipe's `sync.period` describes. QSR follows the learning rate."""
-    if isinstance(section, EveryStepSection):
-        return EveryStep(section)
-    return QsrPeriod(section, warmup, rates) if isinstance(section, QsrSection) else FixedPeriod(section, warmup)
+    """Return the period of steps that a recipe's `sync.period` describes."""
+    return PERIODS[type(section)](section, warmup, rates)

@@ -59,7 +59,7 @@ TABLES = {
           - (1 << (block - 1).bit_length())
           + (1 << block.bit_length())
         plan: momentum is not counted among anchors
-          - 1 + sync.outer.has_momentum
+          - 1 + len(sync.outer.state)
           + 1
     seen by unit/test_plan_zero.py
         plan: a bucket is reduced after backward only
@@ -195,7 +195,7 @@ TABLES = {
         warnings: outer momentum overshoots with one replica
           -  and recipe.parallel.replicas != 1
         warnings: rounds are counted in synchronous steps, too
-          - rounds = local_steps(recipe) // sync.period.min_length
+          - rounds = round_count(recipe)
           -
           + rounds = recipe.train.total_steps // sync.period.min_length
           +

@@ -4,16 +4,16 @@ TABLES = {
     "llmtrain/sync/anchors.py": r"""
     seen by SCENARIOS
         anchors: momentum begins as the parameters
-          - self.momentum = [self._to_host(i, torch.zeros_like(anchor)) for i, anchor in enumerate(start)]
-          + self.momentum = [self._to_host(i, anchor.clone()) for i, anchor in enumerate(start)]
+          - if name == ANCHOR else map(torch.zeros_like, self.anchor)
+          +
     seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
         anchors: momentum is not restored
-          - self.momentum = [self._to_host(i, tensor.clone()) for i, tensor in enumerate(state["momentum"])]
-          + self.momentum = [self._to_host(i, torch.zeros_like(tensor)) for i, tensor in enumerate(state["momentum"])]
+          - kept[:] = [self._to_host(index, tensor.clone()) for
+          + kept[:] = [self._to_host(index, tensor.clone().mul_(name == ANCHOR)) for
     seen by distributed/test_offload.py
         anchors: offloaded momentum is not written back
-          - self._offload.write_back(self.momentum[index], momentum)
-          + pass
+          -             for kept, tensor in zip(self.kept.values(), changed, strict=True):
+          +             for kept, tensor in zip(self.kept.values(), changed[:1], strict=False):
     seen by unit/test_anchors.py
         anchors: fingerprint blind to the order of blocks
           - total += number * flat.view(
@@ -46,11 +46,11 @@ TABLES = {
           + self._error += lost
     seen by distributed/test_methods_oracle.py, distributed/test_primal_average.py
         primal average: a run that goes on keeps the fast point
-          - momentum.zero_())
-          + momentum)
+          - *(tensor.zero_() for tensor in state)
+          + *state
         primal average: a step taken back goes to the average
-          - self.outer.start(*self.anchors.load(index)) if with_momentum else
-          + self.anchors.load(index)[0] if with_momentum else
+          - self.write_parameters(index, self.outer.start(anchor, state))
+          + self.write_parameters(index, anchor)
     seen by unit/test_device_time.py
         times: synchronization is timed on the host
           - SyncStats(replica_comms.training_device)

@@ -12,7 +12,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
 def anchors(anchor: list[torch.Tensor], momentum: list[torch.Tensor]) -> Anchors:
-    made = Anchors([Block(f"block {i}", [torch.zeros_like(flat)]) for i, flat in enumerate(anchor)], with_momentum=True)
+    made = Anchors([Block(f"block {i}", [torch.zeros_like(flat)]) for i, flat in enumerate(anchor)], ["momentum"])
     made.load_state_dict({"anchor": anchor, "momentum": momentum})
     return made
 

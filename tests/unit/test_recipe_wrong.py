@@ -41,6 +41,7 @@ WRONG_OVERRIDES = [
     ("sync.perod.every=3", ["sync.perod is not a key", "did you mean sync.period?"]),
     ("sync.period.evry=3", ["sync.period.evry is not a key", "did you mean sync.period.every?"]),
     ("sync.reduction.zz=1", ["sync.reduction.zz is not a key", "did you mean sync.reduction.z?"]),
+    ("sync.period={kind:qsr}", ["sync.period.kind:qsr is not a key", "a space after the colon"]),
     ("optim={1: 2}", ["optim.1 is not a key", "kind, muon, lr, betas"]),
     ("modle.type=llama", ["modle is not a section", "did you mean model?"]),
     ("lr=1", ["lr is not a section", "did you mean optim.lr?"]),

@@ -150,12 +150,12 @@ class BlockingSchedule(Schedule):
         self._mean_squared = self._mean_squared + squares.mean
 
     def _prefetch_anchors(self, index: int) -> None:
-        """Prefetch offloaded anchors one block before their pseudo-gradients are sent, and momenta one block before they are
-        used."""
+        """Prefetch offloaded anchors one block before their pseudo-gradients are sent, and the outer optimizer's state one block
+        before it is used."""
         anchors = self.block_sync.anchors
         if anchors is not None:
             for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
-                anchors.prefetch(near, momentum=near <= index + 1)
+                anchors.prefetch(near, with_state=near <= index + 1)
 
     def _close(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
