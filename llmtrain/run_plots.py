@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,16 +80,14 @@ def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note
 
 
 def ends_of_rounds(lines: Lines) -> list[Round]:
-    """Return the rounds that have ended. If a line in round 2 is followed by a line in round 3, round 2 is taken to end at the
-    earlier line, which is exact if lines are written at the ends of rounds. If several rounds end between two lines, their
-    ends are spread evenly between the lines. The last round ends with the run."""
-    marked = [line for line in lines if line.get("sync/round") is not None]
+    """Return the rounds that have ended. A round ends where the next one starts, which a line in it says. The ends of rounds without a
+    line are spread evenly. The last round ends with the run."""
     ends: list[Round] = []
-    for earlier, later in itertools.pairwise(marked):
-        first, last = int(earlier["sync/round"]), int(later["sync/round"])
-        for number in range(max(first, 1), last):
-            share = (number - first) / (last - first)
-            ends.append((number, earlier["tokens"] + share * (later["tokens"] - earlier["tokens"])))
+    for earlier, later in _round_changes(lines):
+        first, last = max(int(earlier["sync/round"]), 1), int(later["sync/round"])
+        begin, end = _start_of_first(earlier, later), _start_of_round(later)
+        ends += [(n, begin + (n + 1 - first) / (last - first) * (end - begin)) for n in range(first, last)]
+    marked = _with_rounds(lines)
     if marked and 0 < marked[-1]["sync/round"] == marked[-1].get("sync/count"):
         ends.append((int(marked[-1]["sync/round"]), marked[-1]["tokens"]))
     return ends
@@ -98,9 +96,33 @@ def ends_of_rounds(lines: Lines) -> list[Round]:
 def end_of_warmup(lines: Lines) -> float:
     """Return the tokens at which the first round began; 0 if the run has no synchronous warm-up or only synchronous
     steps."""
-    marked = [line for line in lines if line.get("sync/round") is not None]
-    synchronous = [line["tokens"] for line in marked if line["sync/round"] == 0]
-    return synchronous[-1] if synchronous and marked[-1]["sync/round"] > 0 else 0.0
+    starts = (_start_of_first(*change) for change in _round_changes(lines) if change[0]["sync/round"] == 0)
+    return next(starts, 0.0)
+
+
+def _with_rounds(lines: Lines) -> Lines:
+    return [line for line in lines if line.get("sync/round") is not None]
+
+
+def _round_changes(lines: Lines) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield neighboring lines of which the second is in a later round."""
+    for earlier, later in itertools.pairwise(_with_rounds(lines)):
+        if later["sync/round"] > earlier["sync/round"]:
+            yield earlier, later
+
+
+def _start_of_round(line: Mapping[str, Any]) -> float:
+    """Return the tokens at which a line's round began. All steps have as many tokens; in rounds of seconds, on average."""
+    return line["tokens"] * (1 - line["sync/round_step"] / line["step"])
+
+
+def _start_of_first(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> float:
+    """Return the tokens at which the earlier line's round began. If that line is synchronous, it is the first round, and all rounds
+    up to the later line are taken to be as long as that line's."""
+    if earlier["sync/round"] > 0:
+        return _start_of_round(earlier)
+    before = (later["sync/round"] - 1) * later["sync/period"] * later["tokens"] / later["step"]
+    return max(earlier["tokens"], _start_of_round(later) - before)
 
 
 def stride_of_marks(rounds: int) -> int:

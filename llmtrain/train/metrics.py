@@ -132,6 +132,7 @@ class Metrics:
             "train/lr": lr,
             "sync/count": stats.count,
             "sync/round": self._round_number(state),
+            "sync/round_step": self._round_step(state),
             "sync/period": self.method.period.round_length(state.step),
             "sync/weights_max": stats.weights_max,
             "sync/anomalies": stats.anomalies,
@@ -319,6 +320,12 @@ class Metrics:
         number = self.method.period.round_number(state.step)
         # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
         return self.method.stats.count + (not state.is_done) if number is None else number
+
+    def _round_step(self, state: TrainState) -> int:
+        """Return how many local steps the present round has taken. With rounds of seconds, they are those since the last exchange:
+        a line is logged after one, when the next round has none."""
+        period = self.method.period
+        return period.step_in_round(state.step) or period.round_length(state.step)
 
     def _fingerprint(self, count: int) -> Number:
         """Return the anchors' fingerprint if `sync.verify_every` asks for their comparison after `count` synchronizations, else

@@ -170,11 +170,11 @@ TABLES = {
     "llmtrain/run_plots.py": r"""
     seen by unit/test_run_plots.py
         plots: a round ends at the first line of the next one
-          - ends.append((number, earlier["tokens"] + share
-          + ends.append((number, later["tokens"] + share
-        plots: the warm-up ends with the first line
-          - return synchronous[-1] if
-          + return synchronous[0] if
+          - return line["tokens"] * (1 - line["sync/round_step"] / line["step"])
+          + return line["tokens"]
+        plots: the warm-up ends at the last line in it
+          - return max(earlier["tokens"], _start_of_round(later) - before)
+          + return earlier["tokens"]
         plots: every round is marked
           - if number % stride == 0:
           + if number:

@@ -12,13 +12,14 @@ from matplotlib.figure import Figure
 from llmtrain.run_plots import draw_run, draw_runs, end_of_warmup, ends_of_rounds, stride_of_marks
 
 
-def line(step: int, number: int | None, count: int = 0, **more: Any) -> dict[str, Any]:
-    """A line of training; a step has 100 tokens."""
+def line(step: int, number: int | None, count: int = 0, of_round: int = 0, **more: Any) -> dict[str, Any]:
+    """A line of training, after `of_round` steps of a round of twenty; a step has 100 tokens."""
     tags = {"train/loss": 5.0, "sync/count": count, "perf/tokens_per_second": 7.0, "comm/bytes_total": 10.0 * step}
-    return {"step": step, "tokens": 100 * step, **tags, **({} if number is None else {"sync/round": number}), **more}
+    place = {} if number is None else {"sync/round": number, "sync/round_step": of_round, "sync/period": 20}
+    return {"step": step, "tokens": 100 * step, **tags, **place, **more}
 
 
-WARM = [line(1, 0), line(10, 0), line(20, 1), line(30, 1), line(40, 2), line(50, 2, 2)]
+WARM = [line(1, 0), line(8, 0), line(16, 1, 0, 6), line(24, 1, 0, 14), line(32, 2, 1, 2), line(50, 2, 2, 20)]
 """Ten synchronous steps and two rounds of twenty, of which both have ended."""
 
 
@@ -34,19 +35,23 @@ def legend(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_a_round_ends_at_the_last_line_that_is_in_it() -> None:
+def test_a_round_ends_where_the_next_one_starts() -> None:
     assert ends_of_rounds(WARM) == [(1, 3000), (2, 5000)]
     assert ends_of_rounds(WARM[:-1]) == [(1, 3000)], "the second has not ended"
     assert end_of_warmup(WARM) == 1000
 
 
 def test_rounds_that_end_between_two_lines_are_spread_evenly() -> None:
-    assert ends_of_rounds([line(10, 1), line(30, 5), line(40, 5)]) == [(1, 1000), (2, 1500), (3, 2000), (4, 2500)]
+    lines = [line(10, 1, 0, 10), line(90, 5, 4, 10), line(95, 5, 4, 15)]
+    assert ends_of_rounds(lines) == [(1, 2000), (2, 4000), (3, 6000), (4, 8000)]
+    lines = [line(2, 0), line(90, 4, 3, 20), line(95, 5, 4, 5)]
+    assert ends_of_rounds(lines) == [(1, 3000), (2, 5000), (3, 7000), (4, 9000)]
+    assert end_of_warmup(lines) == 1000, "by the length of the rounds"
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0), (None, None, None), (1, 1, 1)])
 def test_without_synchronous_steps_before_rounds_there_is_no_warm_up(numbers: tuple[int | None, ...]) -> None:
-    lines = [line(step, number) for step, number in enumerate(numbers, 1)]
+    lines = [line(step, number, 0, step) for step, number in enumerate(numbers, 1)]
     assert end_of_warmup(lines) == 0 and ends_of_rounds(lines) == []
 
 
@@ -74,7 +79,7 @@ def test_a_picture_marks_the_warm_up_and_the_rounds_and_has_all_axes(monkeypatch
 
 
 def test_of_five_thousand_rounds_one_in_two_hundred_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line(step, step // 10 + 1, step // 10) for step in range(0, 50_001, 100)]
+    lines = [line(1, 1, 0, 1), *(line(step, step // 10, step // 10, 10) for step in range(100, 50_001, 100))]
     losses = drawn(monkeypatch, lines, Path("loss.png"), "long").axes[0]
     assert "every 200th of 5,000 synchronizations" in legend(losses)
     assert sum(len(curve.get_xdata()) == 2 for curve in losses.lines) == 25
