@@ -50,10 +50,10 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         )
     if (steps != steps[0, 0]).any() or (loaded != loaded[0, 0]).any():
         begun = zip(ranks.flatten().tolist(), steps.flatten().tolist(), loaded.flatten().tolist(), strict=True)
-        said = [
+        texts = [
             (rank, f"continues from step {done}" if is_loaded else "has no state") for rank, done, is_loaded in begun
         ]
-        raise RecipeError(f"{_listed(said)}; load checkpoints of the same step on all ranks")
+        raise RecipeError(f"{_listed(texts)}; load checkpoints of the same step on all ranks")
     if (anchors != anchors[:, :1]).any():
         raise RecipeError(
             f"the states of step {start.steps} have different anchors, so they are of different runs; load what the ranks of one run saved"
@@ -70,21 +70,21 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         return None  # in a round, every replica has its own moments
     if (name := _block_of_other_moments(replicas, shards, replica)) is None:
         return None
-    said = f"the replicas' optimizers have different moments of {name} before {when}"
+    text = f"the replicas' optimizers have different moments of {name} before {when}"
     if synchronous.all():
         raise RecipeError(
-            f"{said}, so equal gradients would not keep replicas equal; to continue an earlier loop, load its state with load_state_dict; "
+            f"{text}, so equal gradients would not keep replicas equal; to continue an earlier loop, load its state with load_state_dict; "
             "otherwise use a new optimizer, or warmup_steps=0"
         )
-    return f"{said}; if this continues an earlier loop, load its state with load_state_dict"
+    return f"{text}; if this continues an earlier loop, load its state with load_state_dict"
 
 
 def check_equal_steps(replicas: Comms, shards: Comms, steps: int) -> None:
     """Raise TrainingError, on every rank, if ranks have taken different numbers of steps. A collective of all ranks."""
     ranks, taken = _gather(replicas, shards, torch.tensor((_rank(), steps)), "comparing the ranks' steps").unbind(-1)
     if (taken != taken[0, 0]).any():
-        said = zip(ranks.flatten().tolist(), (f"has taken {n} steps" for n in taken.flatten().tolist()), strict=True)
-        raise TrainingError(f"{_listed(said)}; all ranks must take the same number of optimizer steps before finish")
+        texts = zip(ranks.flatten().tolist(), (f"has taken {n} steps" for n in taken.flatten().tolist()), strict=True)
+        raise TrainingError(f"{_listed(texts)}; all ranks must take the same number of optimizer steps before finish")
 
 
 def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
@@ -121,9 +121,9 @@ def _first_other(replica: ModuleReplica, sums: torch.Tensor) -> str | None:
     return replica.blocks[differ[0]].name if differ else None
 
 
-def _listed(said: Iterable[tuple[int, str]]) -> str:
-    """Return what is said of the first rank of which it is said, for the first few different texts."""
+def _listed(texts: Iterable[tuple[int, str]]) -> str:
+    """Return the first few different texts, each with the first rank to which it belongs."""
     first: dict[str, int] = {}
-    for rank, text in sorted(said):
+    for rank, text in sorted(texts):
         first.setdefault(text, rank)
     return ", ".join(f"rank {rank} {text}" for text, rank in list(first.items())[:LISTED])

@@ -27,11 +27,11 @@ from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.equal_replicas import LoopStart, check_equal_end, check_equal_start, check_equal_steps
 from llmtrain.sync.loop_checks import (
-    check_arguments,
     check_choices,
     check_current_device,
     check_equal_rates,
     check_rank_order,
+    check_types,
     check_wrapping,
     find_other_rate,
     follows_rates,
@@ -81,7 +81,7 @@ class LocalUpdates:
         Its waits end after `timeout_seconds`; those of the groups end after their own timeouts. Raises RecipeError for choices
         that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
-        check_arguments(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
+        check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
         if (had_loop := optimizer in _REFUSALS) and _REFUSALS[optimizer] is None:
             raise RecipeError(
                 "the optimizer has a LocalUpdates already, and two would synchronize twice; call its finish or close first"
@@ -117,11 +117,10 @@ class LocalUpdates:
         )
         self.step = 0
         """Optimizer steps so far."""
-        self._optimizer, self._had_loop, self._choices = (
-            optimizer,
-            had_loop,
-            f"{self.sync.model_dump(exclude={'offload'})} {lr}",
-        )
+        blocks = [block.name for block in self.replica.blocks]
+        self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
+        """What must be equal on all ranks."""
+        self._optimizer, self._had_loop = optimizer, had_loop
         self._has_stepped = self._is_loaded = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which a loaded state was saved."""
@@ -144,9 +143,11 @@ class LocalUpdates:
         check_equal_steps(self._replicas, self._shards, self.step)
         with torch.no_grad():
             self._method.finish()
+        was_open = self._is_open
         self.close()
-        self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
-        _REFUSALS[self._optimizer] = self._handles[0]
+        if was_open:
+            self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
+            _REFUSALS[self._optimizer] = self._handles[0]
         check_equal_end(self._replicas, self._shards, self.replica)
         period = self._method.period
         if self.step and not self.sync.period.averages_gradients and period.is_synchronous(self.step):
@@ -254,7 +255,7 @@ class LocalUpdates:
         start = LoopStart(
             steps=self.step - 1,
             is_loaded=self._is_loaded,
-            choices=f"{self._choices} {[block.name for block in self.replica.blocks]}",
+            choices=self._choices,
             anchors=int(self._method.fingerprint()),
             is_other_module=compares and self._saved != self.replica.fingerprint().tolist(),
             is_synchronized=self._method.is_synchronized,

@@ -17,7 +17,7 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import environment_number
 
 
-def check_arguments(
+def check_types(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     groups: Mapping[str, dist.ProcessGroup | None],
