@@ -22,8 +22,7 @@ class LoopStart:
     """What this rank knows of its loop before the first step after the construction, or after a state was loaded."""
 
     steps: int
-    """Optimizer steps so far."""
-    is_loaded: bool
+    """Optimizer steps so far: more than 0 only if a state was loaded."""
     choices: str
     """What was chosen, which must be equal on all ranks."""
     anchors: int
@@ -39,20 +38,18 @@ class LoopStart:
 def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, start: LoopStart) -> str | None:
     """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
     they must be equal. Return a warning if the optimizers differ without need, or None. A collective of all ranks."""
-    row = (start.steps, start.is_loaded, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
+    row = (start.steps, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
     row = (_rank(), *row, start.is_synchronized, start.is_synchronous)
     found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
-    ranks, steps, loaded, choices, anchors, others, synchronized, synchronous = found.unbind(-1)
+    ranks, steps, choices, anchors, others, synchronized, synchronous = found.unbind(-1)
     if (choices != choices[0, 0]).any():
         raise RecipeError(
             f"rank {ranks[choices != choices[0, 0]][0]} has other choices than rank {ranks[0, 0]}: method, keys, lr, layers or groups; "
             "construct LocalUpdates with the same ones on all ranks"
         )
-    if (steps != steps[0, 0]).any() or (loaded != loaded[0, 0]).any():
-        begun = zip(ranks.flatten().tolist(), steps.flatten().tolist(), loaded.flatten().tolist(), strict=True)
-        texts = [
-            (rank, f"continues from step {done}" if is_loaded else "has no state") for rank, done, is_loaded in begun
-        ]
+    if (steps != steps[0, 0]).any():
+        begun = zip(ranks.flatten().tolist(), steps.flatten().tolist(), strict=True)
+        texts = [(rank, f"continues from step {done}" if done else "has no state") for rank, done in begun]
         raise RecipeError(f"{_listed(texts)}; load checkpoints of the same step on all ranks")
     if (anchors != anchors[:, :1]).any():
         raise RecipeError(
@@ -66,7 +63,7 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
     when = f"step {start.steps + 1}" if start.steps else "the first step"
     if synchronized.all() and (name := _other_block(replicas, shards, replica)) is not None:
         raise RecipeError(f"replicas differ in {name} before {when}; give them the same seed, or load the same weights")
-    if not synchronous.all() and start.is_loaded:
+    if not synchronous.all() and start.steps > 0:
         return None  # in a round, every replica has its own moments
     if (name := _block_of_other_moments(replicas, shards, replica)) is None:
         return None

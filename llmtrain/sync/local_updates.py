@@ -121,7 +121,7 @@ class LocalUpdates:
         self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
         """What must be equal on all ranks."""
         self._optimizer, self._had_loop = optimizer, had_loop
-        self._has_stepped = self._is_loaded = self._is_finished = False
+        self._has_stepped = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which a loaded state was saved."""
         if (refusal := _REFUSALS.get(optimizer)) is not None:
@@ -200,7 +200,7 @@ class LocalUpdates:
             there = state["layout"][what]
             if there != here:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
-        self._has_stepped, self._is_loaded, self._saved = False, True, state["parameters"]
+        self._has_stepped, self._saved = False, state["parameters"]
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
         self._method.keep_warmup(self.step)
@@ -254,7 +254,6 @@ class LocalUpdates:
         compares = self._saved is not None and not self.sync.schedule.syncs_in_forward
         start = LoopStart(
             steps=self.step - 1,
-            is_loaded=self._is_loaded,
             choices=self._choices,
             anchors=int(self._method.fingerprint()),
             is_other_module=compares and self._saved != self.replica.fingerprint().tolist(),
