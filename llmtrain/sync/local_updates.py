@@ -115,13 +115,16 @@ class LocalUpdates:
             store=store,
             timeout_seconds=timeout_seconds,
         )
+        if self.sync.schedule.syncs_in_forward:
+            # It runs before the hook of the schedule, whose messages need replicas that have begun alike.
+            self.replica.register_block_hook(lambda index: self._begin())
         self.step = 0
         """Optimizer steps so far."""
         blocks = [block.name for block in self.replica.blocks]
         self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
         """What must be equal on all ranks."""
         self._optimizer, self._had_loop = optimizer, had_loop
-        self._has_stepped = self._is_finished = False
+        self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which a loaded state was saved."""
         if (refusal := _REFUSALS.get(optimizer)) is not None:
@@ -200,7 +203,7 @@ class LocalUpdates:
             there = state["layout"][what]
             if there != here:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
-        self._has_stepped, self._saved = False, state["parameters"]
+        self._has_begun, self._saved = False, state["parameters"]
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
         self._method.keep_warmup(self.step)
@@ -222,12 +225,9 @@ class LocalUpdates:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        self.step += 1
         self.replica.check_parameters()
-        if not self._has_stepped:  # also after `load_state_dict`
-            self._has_stepped = True
-            self.replica.check_storage()
-            self._compare_starts()
+        self._begin()
+        self.step += 1
         rate = float(optimizer.param_groups[0]["lr"])
         if self._followed is not None and (text := find_other_rate(self._followed, self.step, optimizer)) is not None:
             self._followed = None
@@ -248,17 +248,20 @@ class LocalUpdates:
                     )
                 self._average_gradients(optimizer)
 
-    def _compare_starts(self) -> None:
-        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike."""
-        # A layer-wise schedule may have synchronized in the forward pass since the state was loaded.
-        compares = self._saved is not None and not self.sync.schedule.syncs_in_forward
+    def _begin(self) -> None:
+        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing but before the first step
+        after the construction or `load_state_dict`."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.replica.check_storage()
         start = LoopStart(
-            steps=self.step - 1,
+            steps=self.step,
             choices=self._choices,
             anchors=int(self._method.fingerprint()),
-            is_other_module=compares and self._saved != self.replica.fingerprint().tolist(),
+            is_other_module=self._saved not in (None, self.replica.fingerprint().tolist()),
             is_synchronized=self._method.is_synchronized,
-            is_synchronous=self._method.period.is_synchronous(self.step),
+            is_synchronous=self._method.period.is_synchronous(self.step + 1),
         )
         text = check_equal_start(self._replicas, self._shards, self.replica, start)
         if text is not None and not self._had_loop:  # a loop before this one leaves different moments

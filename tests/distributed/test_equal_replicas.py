@@ -47,17 +47,24 @@ def refusal_of_a_step(loop: Loop) -> str:
     return str(caught.value)
 
 
-def continue_wrongly() -> list[str]:
-    """Return what each way to continue is refused with, all of them on all ranks."""
-    is_second, loop, at = dist.get_rank() == 1, Loop(), {}
-    for step in (4, 5):  # in a round, and after it
+def saved_at(**choices: Any) -> dict[int, dict[str, Any]]:
+    """Return what a loop saves after a step in a round, and after the last one of that round."""
+    loop, at = Loop(**choices), {}
+    for step in (4, 5):
         loop.step(step - loop.updates.step)
         at[step] = loop.saved()
     loop.updates.close()
+    return at
+
+
+def continue_wrongly() -> list[str]:
+    """Return what each way to continue is refused with, all of them on all ranks."""
+    is_second, at, layerwise = dist.get_rank() == 1, saved_at(), saved_at(schedule="layerwise")
     other_anchor = copy.deepcopy(at[5])
     other_anchor["updates"]["tensors"]["anchor"][0] += dist.get_rank()
     return [
-        refusal_of_a_step(Loop(at[4 if is_second else 5])),
+        refusal_of_a_step(Loop(at[5 - is_second])),
+        refusal_of_a_step(Loop(layerwise[5 - is_second], schedule="layerwise")),  # one synchronizes in its next forward
         refusal_of_a_step(Loop(at[5], "model optimizer" if is_second else "model optimizer updates")),
         refusal_of_a_step(Loop(at[5], period=3 + is_second)),
         refusal_of_a_step(Loop(other_anchor)),
@@ -69,8 +76,10 @@ def continue_wrongly() -> list[str]:
 def test_replicas_that_do_not_continue_alike_are_refused_on_all_ranks(ranks: RankPool) -> None:
     mine, theirs = ranks.run(continue_wrongly, world_size=2)
     assert mine == theirs and not any("\n" in said for said in mine)
+    of_steps = "rank 0 continues from step 5, rank 1 continues from step 4; load checkpoints of the same step"
     expected = (
-        "rank 0 continues from step 5, rank 1 continues from step 4; load checkpoints of the same step",
+        of_steps,
+        of_steps,
         "rank 0 continues from step 5, rank 1 has no state; load",
         "rank 1 has other choices than rank 0: ",
         "the states of step 5 have different anchors",
@@ -107,7 +116,7 @@ def begin_with_other_moments() -> list[str]:
 def test_other_moments_are_warned_of_where_replicas_stay_equal(ranks: RankPool) -> None:
     mine, theirs = ranks.run(begin_with_other_moments, world_size=2)
     assert theirs == [] and [said[:71] for said in mine] == [
-        "step 1: the replicas' optimizers have different moments of rest before "
+        "step 0: the replicas' optimizers have different moments of rest before "
     ]
 
 
