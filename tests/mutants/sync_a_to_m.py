@@ -145,6 +145,9 @@ TABLES = {
         a loop of one's own: a second one hears the first one's end
           - f"llmtrain/loop{next(_LOOPS)}"
           + "llmtrain/loop"
+        library: a wrong argument is taken for a key of sync
+          - closest(name, [*keys, *arguments])
+          + closest(name, keys)
         library: gradients are not averaged in synchronous steps
           -             if plan.phase != "local":
           +             if False:
