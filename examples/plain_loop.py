@@ -1,15 +1,17 @@
-"""DiLoCo in a plain PyTorch loop: every process is a replica.
+"""DiLoCo in a plain PyTorch loop: every process is a replica. The loop saves, and continues where it was stopped.
 
 The model learns to predict the next byte of this file. Run it with
 
-    torchrun --nproc-per-node 2 examples/plain_loop.py
+    torchrun --nproc-per-node 2 examples/plain_loop.py [FOLDER]
 
-With GPUs, each process takes one; CUDA_VISIBLE_DEVICES= hides them. Between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to
-the network interface.
+In FOLDER, every rank keeps its last two checkpoints; without it, nothing is saved. With GPUs, each process takes one;
+CUDA_VISIBLE_DEVICES= hides them. Between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface.
 """
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,42 @@ from torch import nn
 from llmtrain.sync import LocalUpdates
 
 
-def main(steps: int = 60) -> nn.Module:
+def save(folder: Path, step: int, parts: dict[str, Any]) -> None:
+    """Write this rank's checkpoint of a step. The one before it is kept until all ranks have the next one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"rank{dist.get_rank()}.tmp"
+    torch.save({name: part.state_dict() for name, part in parts.items()}, unfinished)
+    dist.barrier()  # all ranks have written this step, so all have the one before it
+    unfinished.rename(checkpoint(folder, step))
+    for old in steps_in(folder)[:-2]:
+        checkpoint(folder, old).unlink()
+
+
+def load(folder: Path, parts: dict[str, Any], device: torch.device) -> int:
+    """Load this rank's checkpoint of the newest step of which all ranks have one, and return the step; 0 without any."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, steps_in(folder))
+    step = max(set.intersection(*map(set, of_ranks)), default=0)
+    if step:
+        state = torch.load(checkpoint(folder, step), map_location=device, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    for newer in (found for found in steps_in(folder) if found > step):
+        checkpoint(folder, newer).unlink()  # other ranks lack it
+    return step
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Return the path of this rank's checkpoint of a step."""
+    return folder / f"rank{dist.get_rank()}-step{step}.pt"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of which this rank has a checkpoint, in order."""
+    return sorted(int(path.stem.partition("-step")[2]) for path in folder.glob(f"rank{dist.get_rank()}-step*.pt"))
+
+
+def main(steps: int = 60, folder: Path | None = None, save_every: int = 10) -> nn.Module:
     """Train a replica in this process, and return the model."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -32,11 +69,14 @@ def main(steps: int = 60) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # Gradients are averaged over the replicas in the first 5 steps. After that, replicas synchronize every 20 steps.
     updates = LocalUpdates(model, optimizer, "diloco", period={"every": 20}, warmup_steps=5)
+    parts = {"model": model, "optimizer": optimizer, "updates": updates}
+    done = load(folder, parts, device) if folder else 0
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
-    torch.manual_seed(1 + dist.get_rank())  # every replica trains on other samples
-    for step in range(1, steps + 1):
-        starts = torch.randint(len(text) - 8, (32, 1), device=device) + torch.arange(8, device=device)
+    for step in range(done + 1, steps + 1):
+        # Every replica trains on other samples, which a resumed loop draws again.
+        drawn = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        starts = torch.randint(len(text) - 8, (32, 1), generator=drawn).to(device) + torch.arange(8, device=device)
         loss = nn.functional.cross_entropy(model(text[starts]), text[starts[:, -1] + 1])
         loss.backward()
         optimizer.step()  # the hooks of LocalUpdates average gradients before it, or synchronize after it
@@ -45,10 +85,12 @@ def main(steps: int = 60) -> nn.Module:
             print(
                 f"step {step} loss {loss.item():.3f} rounds {updates.report().count} sent {updates.bytes_sent / 1e6:.1f} MB"
             )
+        if folder and step % save_every == 0:
+            save(folder, step, parts)
     updates.finish()  # synchronizes the last, shorter round, so that all replicas are equal
     return model
 
 
 if __name__ == "__main__":
-    main()
+    main(folder=Path(sys.argv[1]) if sys.argv[1:] else None)
     dist.destroy_process_group()

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from llmtrain.config import LRScheduleSection, SyncSection
+from llmtrain.config.section import Section
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.sharded import local
+from llmtrain.recipe_messages import Overlay, closest, explain, one_of
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
+from llmtrain.sync.equal_replicas import LoopStart, check_equal_end, check_equal_start, check_equal_steps
 from llmtrain.sync.loop_checks import (
     check_choices,
     check_current_device,
     check_equal_rates,
-    check_equal_start,
     check_rank_order,
+    check_types,
     check_wrapping,
     find_other_rate,
     follows_rates,
@@ -38,6 +45,8 @@ ENDLESS = 2**62
 """Total steps that stand for a loop of unknown length."""
 _LOOPS = itertools.count()
 """Numbers for the loops of this process that use a store. They agree between ranks, because all ranks create the same loops."""
+_REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
+"""The hook that refuses an optimizer's steps after its last loop has finished; None while that loop is open."""
 
 
 class LocalUpdates:
@@ -72,6 +81,11 @@ class LocalUpdates:
         Its waits end after `timeout_seconds`; those of the groups end after their own timeouts. Raises RecipeError for choices
         that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
+        check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
+        if (had_loop := optimizer in _REFUSALS) and _REFUSALS[optimizer] is None:
+            raise RecipeError(
+                "the optimizer has a LocalUpdates already, and two would synchronize twice; call its finish or close first"
+            )
         self.sync = _section(method, choices)
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -101,27 +115,57 @@ class LocalUpdates:
             store=store,
             timeout_seconds=timeout_seconds,
         )
+        if self.sync.schedule.syncs_in_forward:
+            # It runs before the hook of the schedule, whose messages need replicas that have begun alike.
+            self.replica.register_block_hook(lambda index: self._begin())
         self.step = 0
         """Optimizer steps so far."""
-        self._has_stepped = self._is_finished = False
+        blocks = [block.name for block in self.replica.blocks]
+        self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
+        """What must be equal on all ranks."""
+        self._optimizer, self._had_loop = optimizer, had_loop
+        self._has_begun = self._is_finished = False
+        self._saved: list[int] | None = None
+        """Fingerprint of the parameters with which a loaded state was saved."""
+        if (refusal := _REFUSALS.get(optimizer)) is not None:
+            refusal.remove()
+        _REFUSALS[optimizer] = None
+        self._is_open = True
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def finish(self) -> None:
-        """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal. Later calls do nothing."""
+        """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal, and a further step of the
+        optimizer is refused until `close` or a new `LocalUpdates`. Later calls do nothing. Raises TrainingError, on every rank, if
+        ranks have taken different numbers of steps, or if replicas differ at the end."""
         if self._is_finished:
             return
         self._is_finished = True
+        check_equal_steps(self._replicas, self._shards, self.step)
         with torch.no_grad():
             self._method.finish()
+        was_open = self._is_open
         self.close()
+        if was_open:
+            self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
+            _REFUSALS[self._optimizer] = self._handles[0]
+        check_equal_end(self._replicas, self._shards, self.replica)
+        period = self._method.period
+        if self.step and not self.sync.period.averages_gradients and period.is_synchronous(self.step):
+            self._warn(
+                f"all steps averaged gradients, because {self.sync.method} begins with {period.warmup} such steps; give fewer "
+                "warmup_steps, or 0"
+            )
 
     def close(self) -> None:
         """Remove all hooks and stop background work without synchronizing. Also for use after a failure."""
         for handle in self._handles:
             handle.remove()
+        if self._is_open:
+            self._is_open = False
+            _REFUSALS[self._optimizer] = self._handles[0]  # removed, so that it refuses nothing
         self.replica.remove_block_hooks()
         self._method.close()
 
@@ -149,6 +193,7 @@ class LocalUpdates:
             "tensors": tensors,
             "traffic": self._replicas.traffic.state_dict(),
             "layout": self._layout(),
+            "parameters": self.replica.fingerprint().tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,6 +203,7 @@ class LocalUpdates:
             there = state["layout"][what]
             if there != here:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
+        self._has_begun, self._saved = False, state["parameters"]
         self.step = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
         self._method.keep_warmup(self.step)
@@ -179,13 +225,9 @@ class LocalUpdates:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        self.step += 1
         self.replica.check_parameters()
-        if not self._has_stepped:  # also after `load_state_dict`
-            self._has_stepped = True
-            self.replica.check_storage()
-        if self.step == 1:
-            check_equal_start(self._replicas, self._shards, self.replica)
+        self._begin()
+        self.step += 1
         rate = float(optimizer.param_groups[0]["lr"])
         if self._followed is not None and (text := find_other_rate(self._followed, self.step, optimizer)) is not None:
             self._followed = None
@@ -205,6 +247,25 @@ class LocalUpdates:
                         "compute them before, and call step() without a closure"
                     )
                 self._average_gradients(optimizer)
+
+    def _begin(self) -> None:
+        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing but before the first step
+        after the construction or `load_state_dict`."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.replica.check_storage()
+        start = LoopStart(
+            steps=self.step,
+            choices=self._choices,
+            anchors=int(self._method.fingerprint()),
+            is_other_module=self._saved not in (None, self.replica.fingerprint().tolist()),
+            is_synchronized=self._method.is_synchronized,
+            is_synchronous=self._method.period.is_synchronous(self.step + 1),
+        )
+        text = check_equal_start(self._replicas, self._shards, self.replica, start)
+        if text is not None and not self._had_loop:  # a loop before this one leaves different moments
+            self._warn(text)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         with torch.no_grad():
@@ -238,13 +299,37 @@ class LocalUpdates:
             gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire))
 
 
+def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    raise RecipeError(
+        "LocalUpdates has finished, and after a further step replicas would differ; construct it anew, or call its close() to let each "
+        "replica train alone"
+    )
+
+
+class _Choices(Section):
+    """A recipe's `sync` section in its place, for messages with whole keys."""
+
+    sync: SyncSection
+
+
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
     """Return a method's preset, changed by `choices`. A mapping changes single keys of a preset of the same kind. Raises
     RecipeError for a choice that is unknown, invalid or in conflict with another."""
-    if method not in METHODS:
-        raise RecipeError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
-    if "verify_every" in choices:
-        raise RecipeError("verify_every is done at log lines of llmtrain's own loop; leave it out")
+    if not isinstance(method, str) or method not in METHODS:
+        near = closest(str(method), METHODS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise RecipeError(f"method is {method!r}, expected {one_of(METHODS)}{hint}")
+    arguments = [
+        name for name, one in inspect.signature(LocalUpdates).parameters.items() if one.kind == one.KEYWORD_ONLY
+    ]
+    keys = [key for key in SyncSection.model_fields if key not in ("method", "verify_every")]
+    for name in choices:
+        if name == "verify_every":
+            raise RecipeError("verify_every is done at log lines of llmtrain's own loop; leave it out")
+        if name not in keys:
+            near = closest(name, [*keys, *arguments])
+            hint = f"did you mean {near}?" if near else f"keys are {one_of(keys)}"
+            raise RecipeError(f"LocalUpdates: {name} is neither an argument nor a key of sync; {hint}")
     preset: dict[str, Any] = dict(METHODS[method].PRESET)
     for key, value in choices.items():
         below = preset.get(key)
@@ -252,10 +337,11 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
             isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind"))
         )
         preset[key] = {**below, **value} if same_kind else value
+    data = {"sync": {"method": method, **preset}}
     try:
-        section = SyncSection.model_validate({"method": method, **preset})
-    except ValueError as error:
-        raise RecipeError(f"method {method}: {' '.join(str(error).split())}") from None
+        section = _Choices.model_validate(data).sync
+    except ValidationError as error:
+        raise RecipeError(explain(error, [Overlay("LocalUpdates", data)], data)) from None
     if (reason := find_conflict(section)) is not None:
         raise RecipeError(reason)
     return section

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,39 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import environment_number
-from llmtrain.sync.module_replica import ModuleReplica
+
+
+def check_types(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Mapping[str, dist.ProcessGroup | None],
+    layers: Sequence[nn.Module] | None,
+    lr: LRSchedule | None,
+    timeout_seconds: float,
+) -> None:
+    """Raise RecipeError for an argument of another kind than its parameter says."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise RecipeError(f"LocalUpdates({given}, ...) takes the module, then its torch.optim.Optimizer")
+    for name, group in groups.items():
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise RecipeError(
+                f"{name} is {group!r}, expected a process group with this rank, as torch.distributed.new_group or mesh.get_group gives"
+            )
+    if layers is not None and not (
+        isinstance(layers, Sequence | nn.ModuleList | nn.Sequential)
+        and all(isinstance(one, nn.Module) for one in layers)
+    ):
+        raise RecipeError(
+            f"layers is {type(layers).__name__}, expected a list of modules, such as model.layers; each is a block"
+        )
+    if lr is not None and not isinstance(lr, LRSchedule):
+        raise RecipeError(
+            f"lr is {lr!r}, expected llmtrain.lr.LRSchedule.create(peak=..., total_steps=...); leave it out unless rounds follow the "
+            "learning rate, which is the optimizer's"
+        )
+    if not (isinstance(timeout_seconds, int | float) and timeout_seconds > 0):
+        raise RecipeError(f"timeout_seconds is {timeout_seconds!r}, expected a number greater than 0")
 
 
 def check_choices(
@@ -71,18 +105,6 @@ def check_choices(
         raise RecipeError(
             f"sync.period.{sync.period.shortest_round} is 1, but with sync.schedule={sync.schedule.kind} a loop needs rounds of at "
             "least 2; give more, or use local_sgd"
-        )
-
-
-def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
-    """Raise RecipeError, on every rank, if replicas hold different parameters. A collective of all ranks."""
-    sums = replicas.all_gather(replica.fingerprint().to(replicas.device), "comparing the replicas' parameters")
-    differs_here = (sums != sums[0]).any(0).long().to(shards.device)
-    differs = shards.all_gather(differs_here, "comparing the shards' parameters").any(0)
-    if differ := differs.nonzero().flatten().tolist():
-        raise RecipeError(
-            f"replicas differ in {replica.blocks[differ[0]].name} before the first step; give them the same seed, or load the same "
-            "weights"
         )
 
 

@@ -127,9 +127,9 @@ class Method:
 
     def fingerprint(self) -> torch.Tensor | int:
         """Return the fingerprint of this rank's anchors and outer state (see `Anchors.fingerprint`), which should be equal
-        on all replicas; 0 without anchors."""
+        on all replicas; 0 without anchors, or before they are set."""
         anchors = self.block_sync.anchors
-        return anchors.fingerprint() if anchors is not None else 0
+        return anchors.fingerprint() if anchors is not None and anchors.is_set else 0
 
     def shared_state(self) -> dict[str, BlockTensors]:
         """Return state that is equal on all replicas, by block. A list is empty if the method keeps no such state."""

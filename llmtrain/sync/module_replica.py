@@ -77,13 +77,14 @@ class ModuleReplica(Replica):
 
     def fingerprint(self) -> torch.Tensor:
         """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
-        sums = [
-            sum(
-                shard.contiguous().view(INTEGERS[shard.element_size()]).sum(dtype=torch.int64) for shard in block.shards
-            )
-            for block in self.blocks
-        ]
-        return torch.stack(sums).cpu()
+        return torch.stack([_checksum(block.shards) for block in self.blocks])
+
+    def fingerprint_of_moments(self) -> torch.Tensor:
+        """Return a checksum of the bits of the optimizer's first and second moments for each block: [blocks], int64, on the CPU."""
+        both = [self.moments(index, 1) + self.moments(index, 2) for index in range(len(self.blocks))]
+        # Bits of packed moments, which some optimizers keep in classes of their own or in bytes, are not compared.
+        plain = [[m for m in of_block if type(m) is torch.Tensor and m.element_size() in INTEGERS] for of_block in both]
+        return torch.stack([_checksum(moments) for moments in plain])
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
         def before(index: int) -> Callable[[nn.Module, Any], None]:
@@ -117,3 +118,9 @@ def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
     taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
     seen.update(taken)
     return taken
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the bits of float tensors, read as integers."""
+    sums = [tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64)

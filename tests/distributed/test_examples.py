@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from examples import fsdp2_loop, plain_loop, transformers_trainer
+from llmtrain.sync.sync_stats import SyncStats
 from tests.distributed.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +24,15 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.clone() for parameter in local]
 
 
-def run_plain() -> list[torch.Tensor]:
-    return parameters_of(plain_loop.main(steps=30))
+def run_plain(folder: str) -> list[torch.Tensor]:
+    """A loop that was ended while ranks renamed their checkpoints, and continues where both have one."""
+    plain_loop.main(steps=8, folder=Path(folder), save_every=2)
+    if dist.get_rank() == 1:
+        plain_loop.checkpoint(Path(folder), 8).unlink()
+    resumed = parameters_of(plain_loop.main(steps=12, folder=Path(folder), save_every=4))
+    assert plain_loop.steps_in(Path(folder)) == [8, 12], "the last two, the first of them written again"
+    assert all(map(torch.equal, resumed, parameters_of(plain_loop.main(steps=12))))
+    return resumed
 
 
 def run_fsdp2() -> list[torch.Tensor]:
@@ -38,8 +48,9 @@ def assert_equal_replicas(of_ranks: list[list[torch.Tensor]], shards: int = 1) -
         assert all(map(torch.equal, one, other)) and all(bool(tensor.isfinite().all()) for tensor in one)
 
 
-def test_the_example_of_a_plain_loop(ranks: RankPool) -> None:
-    assert_equal_replicas(ranks.run(run_plain, world_size=2))
+def test_the_example_of_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
+    """It continues to the same bits as without an end."""
+    assert_equal_replicas(ranks.run(run_plain, str(tmp_path), world_size=2))
 
 
 def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
@@ -63,3 +74,9 @@ def test_the_page_shows_the_examples() -> None:
     page = (ROOT / "docs/library.md").read_text()
     for name in ("plain_loop", "fsdp2_loop", "transformers_trainer"):
         assert f"../examples/{name}.py" in page
+
+
+def test_the_page_describes_every_counter() -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    named = [*(field.name for field in fields(SyncStats)), "exposed_seconds", "wait_seconds"]
+    assert [name for name in named if f"`{name}`" not in page] == []

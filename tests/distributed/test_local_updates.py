@@ -222,8 +222,19 @@ def refused(method: str, choices: dict[str, Any], model: nn.Module | None = None
 
 
 WRONG = [
-    ("dilco", {}, "method is 'dilco', expected one of synchronous, local_sgd"),
-    ("diloco", {"perod": 3}, "method diloco: .*perod"),
+    ("dilco", {}, "^method is 'dilco', expected synchronous, local_sgd.*; did you mean diloco\\?$"),
+    ("diloco", {"perod": 3}, "^LocalUpdates: perod is neither .* sync; did you mean period\\?$"),
+    ("diloco", {"timeout": 3}, "^LocalUpdates: timeout is neither .* sync; did you mean timeout_seconds\\?$"),
+    (
+        "diloco",
+        {"period": {"evry": 3}},
+        "^LocalUpdates: sync.period.evry is not a key; did you mean sync.period.every\\?$",
+    ),
+    ("diloco", {"lr": 3e-4}, "^lr is 0.0003, expected llmtrain.lr.LRSchedule.create"),
+    ("diloco", {"layers": 3}, "^layers is int, expected a list of modules"),
+    ("diloco", {"layers": ["head"]}, "^layers is list, expected a list of modules"),
+    ("diloco", {"replicas": 2}, "^replicas is 2, expected a process group with this rank"),
+    ("diloco", {"timeout_seconds": -1}, "^timeout_seconds is -1, expected a number greater than 0"),
     ("palsgd", {}, "needs llmtrain's own loop"),
     ("a_edit", {}, "rounds of seconds end a run, which needs llmtrain's own loop"),
     ("qsr", {"period": {"alpha": 0.1}}, "follows the learning rate: give lr"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -40,9 +41,10 @@ def test_a_state_is_not_loaded_while_groups_average(ranks: RankPool) -> None:
 
 def resume_with_a_shorter_warmup(method: str) -> list[int]:
     """The steps after which replicas were synchronized, of a loop that had 10 synchronous steps and now has 2."""
-    synchronized, state = [], None
+    synchronized, state, weights = [], None, Layered().state_dict()
     for warmup, until in ((10, 4), (2, 9)):
         model = Layered()
+        model.load_state_dict(weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         options = {"store": shared_store(), "timeout_seconds": 20} if method == "wagma" else {}
         updates = LocalUpdates(model, optimizer, method, period=5, warmup_steps=warmup, **options)
@@ -53,7 +55,7 @@ def resume_with_a_shorter_warmup(method: str) -> list[int]:
             optimizer.step()
             if updates.is_synchronized:
                 synchronized.append(updates.step)
-        state = updates.state_dict()
+        state, weights = updates.state_dict(), copy.deepcopy(model.state_dict())
         updates.finish()
         updates.close()
     return synchronized

@@ -81,6 +81,41 @@ TABLES = {
           - {"wire": ("2bit", "topk")},
           + {"wire": ("topk",)},
     """,
+    "llmtrain/sync/equal_replicas.py": r"""
+    seen by distributed/test_equal_replicas.py
+        library: ranks may have other choices
+          - if (choices != choices[0, 0]).any():
+          + if False:
+        library: ranks may continue from different steps
+          - if (steps != steps[0, 0]).any():
+          + if False:
+        library: states of different runs go together
+          - if (anchors != anchors[:, :1]).any():
+          + if False:
+        library: a module may be another than its state is of
+          - if others.any():
+          + if False:
+        library: different moments are accepted before a synchronous step
+          -     if synchronous.all():
+          -         raise
+          +     if False:
+          +         raise
+        library: moments are not compared
+          - (name := _block_of_other_moments(replicas, shards, replica)) is None
+          + (name := None) is None
+        library: ranks may end after different steps
+          - if (taken != taken[0, 0]).any():
+          + if False:
+        library: replicas may differ at the end
+          - if (name := _other_block(replicas, shards, replica)) is not None:
+          -         raise TrainingError(
+          + if (name := None) is not None:
+          +         raise TrainingError(
+    seen by distributed/test_local_updates.py
+        library: replicas may differ at the start
+          - if synchronized.all() and
+          + if False and
+    """,
     "llmtrain/sync/group_averager.py": r"""
     seen by unit/test_group_averager.py, distributed/test_wagma.py
         wagma: answers with parameters older than the global average
@@ -110,6 +145,9 @@ TABLES = {
         a loop of one's own: a second one hears the first one's end
           - f"llmtrain/loop{next(_LOOPS)}"
           + "llmtrain/loop"
+        library: a wrong argument is taken for a key of sync
+          - closest(name, [*keys, *arguments])
+          + closest(name, keys)
         library: gradients are not averaged in synchronous steps
           -             if plan.phase != "local":
           +             if False:
@@ -128,8 +166,8 @@ TABLES = {
           + for argument in ()
     seen by distributed/test_loop_checks.py
         library: parameters may move before a state is loaded
-          - if not self._has_stepped:
-          + if self.step == 1:
+          - if self._has_begun:
+          + if self._has_begun or self.step > 0:
         library: a replica may be on another GPU than the process
           -         check_current_device(device)
           -
@@ -139,8 +177,46 @@ TABLES = {
         library: learning rates are compared where nothing follows them
           - lr if follows_rates(self.sync) else None
           + lr
+    seen by distributed/test_equal_replicas.py
+        library: replicas are not compared after a state is loaded
+          - self._has_begun, self._saved = False,
+          + self._has_begun, self._saved = True,
+        library: a layer-wise loop synchronizes before replicas are compared
+          -             self.replica.register_block_hook(lambda index: self._begin())
+          +             pass
+        library: an optimizer may have two loops
+          - and _REFUSALS[optimizer] is None:
+          + and False:
+        library: steps after the end are not refused
+          -         if was_open:
+          +         if False:
+        library: a loop after another one refuses its steps
+          -             refusal.remove()
+          +             pass
+        library: closing an ended loop opens the optimizer of the next one
+          -         if self._is_open:
+          +         if True:
+        library: a loop after another one is warned of its moments
+          - if text is not None and not self._had_loop:
+          + if text is not None:
+        library: nobody is told that all steps were synchronous
+          - and period.is_synchronous(self.step):
+          + and False:
     """,
     "llmtrain/sync/loop_checks.py": r"""
+    seen by distributed/test_local_updates.py
+        library: anything may be a group
+          - if group is not None and not isinstance(group, dist.ProcessGroup):
+          + if False:
+        library: a learning rate may be a number
+          - if lr is not None and not isinstance(lr, LRSchedule):
+          + if False:
+        library: anything may be a layer
+          - and all(isinstance(one, nn.Module) for one in layers)
+          +
+        library: time may be negative
+          - and timeout_seconds > 0):
+          + ):
     seen by distributed/test_loop_checks.py
         a loop of one's own: replicas with learning rates of their own apply CO2's means differently
           - if (rates != rates[0]).any():

@@ -40,13 +40,13 @@ LAYERS = [
         "running_moments",
         "waiting",
         "quantities",
+        "recipe_messages",
     },
     {"loss", "model", "data", "parallel"},
     {"sync"},
     {
         "completion",
         "recipe_loader",
-        "recipe_messages",
         "recipe_check",
         "machine_check",
         "recipe_files",
@@ -77,6 +77,7 @@ BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|n
 SYNC_SEES = {
     "config",
     "errors",
+    "recipe_messages",
     "seeding",
     "lr",
     "trace",

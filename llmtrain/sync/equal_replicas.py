@@ -1,0 +1,126 @@
+"""Comparisons of the replicas of `LocalUpdates`, in a loop's first step and at its end. All ranks decide alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.parallel.comms import Comms
+from llmtrain.sync.module_replica import ModuleReplica
+
+LISTED = 4
+"""Number of ranks that a message names at most."""
+
+
+@dataclass(frozen=True)
+class LoopStart:
+    """What this rank knows of its loop before the first step after the construction, or after a state was loaded."""
+
+    steps: int
+    """Optimizer steps so far: more than 0 only if a state was loaded."""
+    choices: str
+    """What was chosen, which must be equal on all ranks."""
+    anchors: int
+    """Fingerprint of the anchors; 0 without any."""
+    is_other_module: bool
+    """True if the module's parameters are not those with which the loaded state was saved."""
+    is_synchronized: bool
+    """True if the replicas must be equal before this step."""
+    is_synchronous: bool
+    """True if this step averages gradients, so that the optimizers must be equal, too."""
+
+
+def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, start: LoopStart) -> str | None:
+    """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
+    they must be equal. Return a warning if the optimizers differ without need, or None. A collective of all ranks."""
+    row = (start.steps, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
+    row = (_rank(), *row, start.is_synchronized, start.is_synchronous)
+    found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
+    ranks, steps, choices, anchors, others, synchronized, synchronous = found.unbind(-1)
+    if (choices != choices[0, 0]).any():
+        raise RecipeError(
+            f"rank {ranks[choices != choices[0, 0]][0]} has other choices than rank {ranks[0, 0]}: method, keys, lr, layers or groups; "
+            "construct LocalUpdates with the same ones on all ranks"
+        )
+    if (steps != steps[0, 0]).any():
+        begun = zip(ranks.flatten().tolist(), steps.flatten().tolist(), strict=True)
+        texts = [(rank, f"continues from step {done}" if done else "has no state") for rank, done in begun]
+        raise RecipeError(f"{_listed(texts)}; load checkpoints of the same step on all ranks")
+    if (anchors != anchors[:, :1]).any():
+        raise RecipeError(
+            f"the states of step {start.steps} have different anchors, so they are of different runs; load what the ranks of one run saved"
+        )
+    if others.any():
+        raise RecipeError(
+            f"the module of rank {ranks[others != 0][0]} has not the parameters with which its state was saved; load module, optimizer "
+            "and state that the same rank saved at the same step"
+        )
+    when = f"step {start.steps + 1}" if start.steps else "the first step"
+    if synchronized.all() and (name := _other_block(replicas, shards, replica)) is not None:
+        raise RecipeError(f"replicas differ in {name} before {when}; give them the same seed, or load the same weights")
+    if not synchronous.all() and start.steps > 0:
+        return None  # in a round, every replica has its own moments
+    if (name := _block_of_other_moments(replicas, shards, replica)) is None:
+        return None
+    text = f"the replicas' optimizers have different moments of {name} before {when}"
+    if synchronous.all():
+        raise RecipeError(
+            f"{text}, so equal gradients would not keep replicas equal; to continue an earlier loop, load its state with load_state_dict; "
+            "otherwise use a new optimizer, or warmup_steps=0"
+        )
+    return f"{text}; if this continues an earlier loop, load its state with load_state_dict"
+
+
+def check_equal_steps(replicas: Comms, shards: Comms, steps: int) -> None:
+    """Raise TrainingError, on every rank, if ranks have taken different numbers of steps. A collective of all ranks."""
+    ranks, taken = _gather(replicas, shards, torch.tensor((_rank(), steps)), "comparing the ranks' steps").unbind(-1)
+    if (taken != taken[0, 0]).any():
+        texts = zip(ranks.flatten().tolist(), (f"has taken {n} steps" for n in taken.flatten().tolist()), strict=True)
+        raise TrainingError(f"{_listed(texts)}; all ranks must take the same number of optimizer steps before finish")
+
+
+def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
+    """Raise TrainingError, on every rank, if replicas differ after the last synchronization. A collective of all ranks."""
+    if (name := _other_block(replicas, shards, replica)) is not None:
+        raise TrainingError(
+            f"replicas differ in {name} after the last synchronization, so something else than this loop has changed them: check that "
+            "every rank loaded model, optimizer and state of the same step, and that nothing else writes to parameters"
+        )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gather(replicas: Comms, shards: Comms, values: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the values of all ranks, on the CPU: [shards, replicas, *shape]."""
+    of_replicas = replicas.all_gather(values.to(replicas.device), what)
+    return shards.all_gather(of_replicas.to(shards.device), what).cpu()
+
+
+def _other_block(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
+    """Return the name of the first block in which replicas have different parameters, or None."""
+    return _first_other(replica, _gather(replicas, shards, replica.fingerprint(), "comparing the replicas' parameters"))
+
+
+def _block_of_other_moments(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
+    sums = replica.fingerprint_of_moments()
+    return _first_other(replica, _gather(replicas, shards, sums, "comparing the replicas' moments"))
+
+
+def _first_other(replica: ModuleReplica, sums: torch.Tensor) -> str | None:
+    differ = (sums != sums[:, :1]).flatten(0, 1).any(0).nonzero().flatten().tolist()
+    return replica.blocks[differ[0]].name if differ else None
+
+
+def _listed(texts: Iterable[tuple[int, str]]) -> str:
+    """Return the first few different texts, each with the first rank to which it belongs."""
+    first: dict[str, int] = {}
+    for rank, text in sorted(texts):
+        first.setdefault(text, rank)
+    return ", ".join(f"rank {rank} {text}" for text, rank in list(first.items())[:LISTED])

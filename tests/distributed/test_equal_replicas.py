@@ -1,0 +1,177 @@
+"""`LocalUpdates` in loops whose replicas are not equal where they must be, and in those of an optimizer that has another one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.sync import LocalUpdates
+from tests.distributed.pool import RankPool
+from tests.distributed.test_local_updates import LR, Layered, adamw_of, backward
+
+CHOICES = {"period": 3, "warmup_steps": 2}
+
+
+class Loop:
+    """A replica with AdamW, in a loop of its own."""
+
+    def __init__(self, saved: dict[str, Any] | None = None, parts: str = "model optimizer updates", **choices: Any):
+        """With `parts` of what another loop has saved."""
+        self.model = Layered()
+        self.optimizer = adamw_of(self.model)
+        self.updates = LocalUpdates(self.model, self.optimizer, "diloco", **(CHOICES | choices))
+        for part in parts.split() if saved else ():
+            getattr(self, part).load_state_dict(copy.deepcopy(saved[part]))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            backward(self.model, self.updates.step + 1)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def saved(self) -> dict[str, Any]:
+        parts = ("model", "optimizer", "updates")
+        return {part: copy.deepcopy(getattr(self, part).state_dict()) for part in parts}
+
+
+def refusal_of_a_step(loop: Loop) -> str:
+    with pytest.raises(RecipeError) as caught:
+        loop.step()
+    loop.updates.close()
+    return str(caught.value)
+
+
+def saved_at(**choices: Any) -> dict[int, dict[str, Any]]:
+    """Return what a loop saves after a step in a round, and after the last one of that round."""
+    loop, at = Loop(**choices), {}
+    for step in (4, 5):
+        loop.step(step - loop.updates.step)
+        at[step] = loop.saved()
+    loop.updates.close()
+    return at
+
+
+def continue_wrongly() -> list[str]:
+    """Return what each way to continue is refused with, all of them on all ranks."""
+    is_second, at, layerwise = dist.get_rank() == 1, saved_at(), saved_at(schedule="layerwise")
+    other_anchor = copy.deepcopy(at[5])
+    other_anchor["updates"]["tensors"]["anchor"][0] += dist.get_rank()
+    return [
+        refusal_of_a_step(Loop(at[5 - is_second])),
+        refusal_of_a_step(Loop(layerwise[5 - is_second], schedule="layerwise")),  # one synchronizes in its next forward
+        refusal_of_a_step(Loop(at[5], "model optimizer" if is_second else "model optimizer updates")),
+        refusal_of_a_step(Loop(at[5], period=3 + is_second)),
+        refusal_of_a_step(Loop(other_anchor)),
+        refusal_of_a_step(Loop(at[4], "optimizer updates" if is_second else "model optimizer updates")),
+        refusal_of_a_step(Loop(at[5], "model optimizer")),
+    ]
+
+
+def test_replicas_that_do_not_continue_alike_are_refused_on_all_ranks(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(continue_wrongly, world_size=2)
+    assert mine == theirs and not any("\n" in said for said in mine)
+    of_steps = "rank 0 continues from step 5, rank 1 continues from step 4; load checkpoints of the same step"
+    expected = (
+        of_steps,
+        of_steps,
+        "rank 0 continues from step 5, rank 1 has no state; load",
+        "rank 1 has other choices than rank 0: ",
+        "the states of step 5 have different anchors",
+        "the module of rank 1 has not the parameters with which its state was saved",
+        "the replicas' optimizers have different moments of rest before the first step, so equal gradients",
+    )
+    for said, start in zip(mine, expected, strict=True):
+        assert said.startswith(start)
+
+
+def texts_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught]
+
+
+def begin_with_other_moments() -> list[str]:
+    """Return the warnings of a loop whose optimizer comes from another process, and of one that follows another here."""
+    loop = Loop()
+    loop.step(5)
+    saved = loop.saved()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.updates.finish()
+        again = LocalUpdates(loop.model, loop.optimizer, "diloco", period=3, warmup_steps=0)
+        backward(loop.model, 1)
+        loop.optimizer.step()
+        again.finish()
+        assert texts_of(caught) == [], "a loop may follow another"
+        loop = Loop(saved, "model optimizer", warmup_steps=0)
+        loop.step(2)
+        loop.updates.finish()
+    return texts_of(caught)
+
+
+def test_other_moments_are_warned_of_where_replicas_stay_equal(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(begin_with_other_moments, world_size=2)
+    assert theirs == [] and [said[:71] for said in mine] == [
+        "step 0: the replicas' optimizers have different moments of rest before "
+    ]
+
+
+def refusal_of_the_end(loop: Loop) -> str:
+    with pytest.raises(TrainingError) as caught:
+        loop.updates.finish()
+    loop.updates.close()
+    return str(caught.value)
+
+
+def finish_wrongly() -> list[str]:
+    longer, changed = Loop(warmup_steps=0), Loop()
+    longer.step(1 + dist.get_rank())
+    changed.step(2)
+    with torch.no_grad():
+        changed.model.layers[0].weight += dist.get_rank()
+    return [refusal_of_the_end(longer), refusal_of_the_end(changed)]
+
+
+def test_an_end_with_other_steps_or_parameters_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(finish_wrongly, world_size=2)
+    assert mine == theirs
+    assert mine[0].startswith("rank 0 has taken 1 steps, rank 1 has taken 2 steps; all ranks must take the same number")
+    assert mine[1].startswith("replicas differ in layer 0 after the last synchronization")
+
+
+def test_an_optimizer_has_one_open_loop() -> None:
+    loop = Loop()
+    with pytest.raises(RecipeError, match=r"^the optimizer has a LocalUpdates already"):
+        LocalUpdates(loop.model, loop.optimizer, "local_sgd")
+    loop.updates.close()
+    LocalUpdates(loop.model, loop.optimizer, "diloco", **CHOICES)
+    loop.updates.close()  # that of the first loop does not close the second one
+    with pytest.raises(RecipeError, match=r"^the optimizer has a LocalUpdates already"):
+        LocalUpdates(loop.model, loop.optimizer, "local_sgd")
+
+
+def step_alone(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = torch.full_like(parameter, LR)
+    loop.optimizer.step()
+
+
+def test_a_step_after_the_end_is_refused() -> None:
+    loop = Loop(warmup_steps=0)
+    step_alone(loop)
+    loop.updates.finish()
+    for _ in range(2):
+        with pytest.raises(RecipeError, match=r"^LocalUpdates has finished"):
+            step_alone(loop)
+    again = LocalUpdates(loop.model, loop.optimizer, "diloco", **CHOICES)
+    step_alone(loop)
+    with pytest.warns(
+        UserWarning, match=r"^step 1: all steps averaged gradients, because diloco begins with 2 such steps"
+    ):
+        again.finish()
+    again.close()
+    step_alone(loop)
