@@ -57,8 +57,8 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         )
     if others.any():
         raise RecipeError(
-            f"the module of rank {ranks[others != 0][0]} has not the parameters with which its state was saved; load module, optimizer "
-            "and state that the same rank saved at the same step"
+            f"the module of rank {ranks[others != 0][0]} does not have the parameters with which its state was saved; load module, "
+            "optimizer and state that the same rank saved at the same step"
         )
     when = f"step {start.steps + 1}" if start.steps else "the first step"
     if synchronized.all() and (name := _other_block(replicas, shards, replica)) is not None:
@@ -88,7 +88,7 @@ def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica) -> N
     """Raise TrainingError, on every rank, if replicas differ after the last synchronization. A collective of all ranks."""
     if (name := _other_block(replicas, shards, replica)) is not None:
         raise TrainingError(
-            f"replicas differ in {name} after the last synchronization, so something else than this loop has changed them: check that "
+            f"replicas differ in {name} after the last synchronization, so something other than this loop has changed them: check that "
             "every rank loaded model, optimizer and state of the same step, and that nothing else writes to parameters"
         )
 
