@@ -61,8 +61,11 @@ TABLES = {
           - if run.name != folder.name and "name"
           + if False and "name"
         run directory: a moved folder begins another run
-          - if not {"name", "out_dir"} & set(given)
-          + if False
+          - if run.name == folder.name and "out_dir" not in given:
+          + if False:
+        run directory: a new name alone opens the copy that is elsewhere
+          - {folder.name}{out_dir} to continue what
+          + {folder.name} to continue what
     seen by unit/test_text_list.py
         lists: a base file's text stays beside the list above it
           - data = merge(_without_other_texts(data, layer.data), layer.data)

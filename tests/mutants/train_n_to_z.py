@@ -108,6 +108,18 @@ TABLES = {
         run directory: summary.json may hold NaN
           - None if isinstance(value, float) and not math.isfinite(value) else value
           + value
+        run dir: a complete run offers to continue from checkpoints that are gone
+          - mirror is None and newest is None:
+          + mirror is None and False:
+        run dir: an older checkpoint counts as the last one
+          - and newest != summary["steps"]:
+          + and False:
+        run dir: another method's keys are all named
+          - if methods[0] != methods[1]:
+          + if False:
+        run dir: weights of another architecture are offered
+          - has_weights = not is_of_model and complete
+          + has_weights = complete
         run dir: the process that holds the lock is not named
           -     write_lock_holder(folder)
           -
