@@ -37,7 +37,7 @@ def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
     (tmp_path / "a/checkpoints/step-00000004").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-00000004/state.json").touch()
     many = [f"optim.{key}=0.5" for key in ("lr", "weight_decay", "clip_norm", "eps")]
-    many += ["run.seed=9", "train.global_batch=32"]
+    many += ["run.seed=9", "train.global_batch=8"]
     with pytest.raises(
         RecipeError, match=rf"\(([^;]*; ){{5}}and 1 more\); choose another run.name, with model.from_weights={at} to"
     ):

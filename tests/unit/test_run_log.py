@@ -12,6 +12,7 @@ from rich.console import Console as RichConsole
 from llmtrain.errors import TrainingError
 from llmtrain.train import run_log
 from llmtrain.train.loggers import Console
+from llmtrain.train.metrics import rise_of_loss
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.state import TrainState
 
@@ -51,3 +52,13 @@ def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_ag
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)
     assert closed == [True, True]
+
+
+def test_a_loss_that_hardly_rises_is_no_run_that_diverges() -> None:
+    """A run that begins with trained weights rises while its learning rate does."""
+    assert rise_of_loss(3.0, 3.0, False) is None
+    assert rise_of_loss(3.1785, 3.1804, False) == (
+        "validation loss 3.1804 is not below the 3.1785 before the first step; if it stays so, lower optim.lr"
+    )
+    found = [(3.2, False), (3.2, True), (3.5, True), (float("nan"), True)]
+    assert ["diverges" in (rise_of_loss(3.0, *after) or "") for after in found] == [True, False, True, True]
