@@ -280,9 +280,8 @@ def _check_batch(recipe: Recipe, ranks: int) -> None:
     below = train.global_batch // at_once * at_once
     works = f"train.global_batch={f'{below} or ' if below else ''}{below + at_once}"
     folder = Path(recipe.run.out_dir) / recipe.run.name
-    if (
-        os.path.isdir(folder / CHECKPOINTS) and train.global_batch % train.micro_batch == 0
-    ):  # a run, which keeps its batch
+    is_run = os.path.isdir(folder / CHECKPOINTS)  # then it keeps its batch
+    if is_run and train.global_batch % train.micro_batch == 0:
         numbers = (range(min(ranks, train.global_batch), 0, -1), range(ranks, 2 * ranks + 1))
         found = (next((n for n in some if train.global_batch % (train.micro_batch * n) == 0), None) for some in numbers)
         works = f"{one_of(str(n) for n in found if n)} ranks (replicas x shards), because the run in {folder} keeps its batch"

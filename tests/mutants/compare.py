@@ -128,6 +128,9 @@ TABLES = {
           -         runs =
           +     if False:
           +         runs =
+        compare: what the picture's title says differs is always the text
+          - different {unit.differs}: not
+          + different texts: not
     """,
     "llmtrain/compare/trial.py": r"""
     seen by unit/test_compare_trial.py
