@@ -76,6 +76,9 @@ TABLES = {
         time: the bar is that of the fastest seed
           - .index[len(rows) // 2]
           + .index[0]
+        loss: a short logarithmic axis has no numbers
+          - if last < 10 * first:
+          + if False:
     seen by unit/test_compare_report.py
         timeline: one long round sets the window of all runs
           - return min(max(needed), LONGEST * statistics.median(needed))
