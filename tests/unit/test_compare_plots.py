@@ -99,8 +99,9 @@ def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"
 
 
-def test_a_logarithmic_axis_of_a_short_range_has_numbers(tmp_path: Path) -> None:
-    for run, sent in (("edit", 26e6), ("diloco", 65e6)):
+@pytest.mark.parametrize("least", [26e6, 5e6], ids=["less than a decade", "one power of ten"])
+def test_a_logarithmic_axis_of_a_short_range_has_numbers(tmp_path: Path, least: float) -> None:
+    for run, sent in (("edit", least), ("diloco", 65e6)):
         lines = [logged(4, 9.0, sent), validation(4, 9.0, 4.5), logged(5, 10.0, 1.1 * sent), validation(5, 10.0, 4.0)]
         write_trial(tmp_path, "lan", run, 1, lines)
     axes = losses(tmp_path, "bytes")
