@@ -145,6 +145,7 @@ class Metrics:
         stats, interval = self.method.stats, self.interval
         common = {
             "train/lr": lr,
+            "comm/replicas": self.mesh.replicas,
             "sync/count": stats.count,
             "sync/round": self._round_number(state),
             "sync/period": self.method.period.round_length(state.step),

@@ -15,6 +15,7 @@ from llmtrain.train.loggers import Console
 from llmtrain.train.metrics import rise_of_loss
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.state import TrainState
+from llmtrain.train.summary import every_step_bytes
 
 
 def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
@@ -62,3 +63,12 @@ def test_a_loss_that_hardly_rises_is_no_run_that_diverges() -> None:
     )
     found = [(3.2, False), (3.2, True), (3.5, True), (float("nan"), True)]
     assert ["diverges" in (rise_of_loss(3.0, *after) or "") for after in found] == [True, False, True, True]
+
+
+def test_what_averaged_gradients_would_send_is_counted_for_the_replicas_of_each_step() -> None:
+    def line(step: int, **tags: float) -> dict[str, float]:
+        return {"step": step, "train/lr": 0.1, **tags}
+
+    two = [line(1, **{"comm/replicas": 2}), line(40, **{"comm/replicas": 2}), {"step": 40, "eval/loss": 3.0}]
+    assert every_step_bytes([*two, line(44, **{"comm/replicas": 4})], 4, 10) == 80 * (40 * 1 + 4 * 3)
+    assert every_step_bytes([line(1), line(40)], 3, 10) == 80 * 40 * 2, "of an earlier version"
