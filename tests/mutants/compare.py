@@ -118,6 +118,9 @@ TABLES = {
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
+        compare: what the file overrides is said to be of the command line
+          - str(error).removeprefix(f"{COMMAND_LINE}: ")
+          + str(error)
         compare: garbage may begin after a run's last step
           - if garbage is not None and garbage.first >
           + if False and garbage.first >
