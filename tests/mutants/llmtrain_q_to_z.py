@@ -133,6 +133,10 @@ TABLES = {
           + False
     """,
     "llmtrain/recipe_messages.py": r"""
+    seen by unit/test_recipe_wrong.py
+        recipe messages: other programs' names are not known
+          - if name in theirs), None)
+          + if False), None)
     seen by unit/test_recipe_messages.py
         recipe messages: blames the first place that gave a key
           - for layer in reversed(layers) if
