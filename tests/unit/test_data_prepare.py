@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,10 +321,6 @@ def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path)
     ):
         prepare(data.model_copy(update={"validation_fraction": 1e-9}), 10, 10)
     assert cached(data) == []
-    all_but_one = {"train": SimpleNamespace(documents=400), "validation": SimpleNamespace(documents=0)}
-    assert "has all 400, which therefore seem to be equal" in module._remedy(data, "validation", all_but_one)
-    other = DataSection(source=data.source, validation="empty.txt")
-    assert module.BY_PARAGRAPHS in module._remedy(other, "validation", all_but_one)
 
 
 def test_a_cache_that_can_t_be_written_is_named(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
