@@ -42,6 +42,8 @@ def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
         RecipeError, match=rf"\(([^;]*; ){{5}}and 1 more\); choose another run.name, with model.from_weights={at} to"
     ):
         RunDirectory(load_recipe(file, [*keys, *many])).check_recipe()
+    with pytest.raises(RecipeError, match=r"4 there, 3 here\); choose another run.name$"):
+        RunDirectory(load_recipe(file, [*keys, "model.config.num_hidden_layers=3"])).check_recipe()
 
 
 def test_a_complete_run_says_what_is_left_of_it(tmp_path: Path):
