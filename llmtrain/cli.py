@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -308,7 +309,7 @@ def generate(
     ] = 0.7,
     top_k: Annotated[int, typer.Option(min=0, help="Number of likeliest tokens to draw from; 0: all.")] = 40,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Random seed; the same seed draws the same text.")
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed; the same seed draws the same text.")
     ] = 0,
 ) -> None:
     """Generate text with a trained model: llmtrain generate runs/quickstart --prompt "Once upon a time"
@@ -374,6 +375,11 @@ def evaluate_command(
         from llmtrain.eval.command import evaluate
 
     evaluate(runs, suite, limit=limit, batch_size=batch_size, **asked)
+
+
+for _command in (*app.registered_commands, *recipe_app.registered_commands):  # else the source's line breaks are shown
+    _paragraphs = inspect.cleandoc(_command.callback.__doc__ or "").split("\n\n")
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

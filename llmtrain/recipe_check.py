@@ -6,14 +6,17 @@ cluster. `check_machine` (machine_check.py) makes the checks that depend on the 
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.config import ModelSection, ParallelSection, Recipe, TrainSection
+from llmtrain.config import ModelSection, ParallelSection, Recipe
 from llmtrain.config.section import leaves
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
-from llmtrain.recipe_messages import closest
+from llmtrain.recipe_messages import closest, one_of
+from llmtrain.run_files import CHECKPOINTS
 from llmtrain.step_counts import warmup_steps
 from llmtrain.suites import check_suite
 from llmtrain.sync.compatibility import find_conflict
@@ -83,7 +86,7 @@ def check(recipe: Recipe, world_size: int | None) -> None:
         check_group(recipe, world_size // recipe.parallel.shards)
     ranks = world_size or _explicit_ranks(recipe.parallel)
     if ranks is not None:
-        _check_batch(recipe.train, ranks)
+        _check_batch(recipe, ranks)
     _check_model(recipe)
     check_suite(recipe.eval.suite)
 
@@ -269,12 +272,19 @@ def check_group(recipe: Recipe, replicas: int) -> None:
     recipe.sync.schedule.resolve_group_size(replicas)
 
 
-def _check_batch(train: TrainSection, ranks: int) -> None:
+def _check_batch(recipe: Recipe, ranks: int) -> None:
+    train = recipe.train
     at_once = train.micro_batch * ranks
     if train.global_batch % at_once == 0:
         return
     below = train.global_batch // at_once * at_once
-    works = f"{below} or {below + at_once}" if below else str(at_once)
+    works = f"train.global_batch={f'{below} or ' if below else ''}{below + at_once}"
+    folder = Path(recipe.run.out_dir) / recipe.run.name
+    is_run = os.path.isdir(folder / CHECKPOINTS)  # then it keeps its batch
+    if is_run and train.global_batch % train.micro_batch == 0:
+        numbers = (range(min(ranks, train.global_batch), 0, -1), range(ranks, 2 * ranks + 1))
+        found = (next((n for n in some if train.global_batch % (train.micro_batch * n) == 0), None) for some in numbers)
+        works = f"{one_of(str(n) for n in found if n)} ranks (replicas x shards), because the run in {folder} keeps its batch"
     micro = next(
         (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),
         None,
@@ -282,7 +292,7 @@ def _check_batch(train: TrainSection, ranks: int) -> None:
     or_micro = f", or train.micro_batch={micro}" if micro else ""
     raise RecipeError(
         f"train.global_batch is {train.global_batch}, not a multiple of micro_batch x replicas x shards = "
-        f"{train.micro_batch} x {ranks} = {at_once}; use train.global_batch={works}{or_micro}"
+        f"{train.micro_batch} x {ranks} = {at_once}; use {works}{or_micro}"
     )
 
 

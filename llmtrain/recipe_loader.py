@@ -99,18 +99,23 @@ def check_not_moved(path: Path, overrides: Sequence[str]) -> None:
     if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
     run, given = load_recipe(path, overrides).run, parse_overrides(overrides).get("run", {})
+    if _is_same_folder(Path(run.out_dir) / run.name, folder):
+        return
+    out_dir = "" if _is_same_folder(Path(run.out_dir), folder.parent) else f" run.out_dir={folder.parent}"
     if run.name != folder.name and "name" not in given:
         raise RecipeError(
-            f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name} to continue what is in it, "
-            f"or run.name={run.name} to start a run of that name"
+            f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name}{out_dir} to continue what "
+            f"is in it, or run.name={run.name} to start a run of that name"
         )
-    there = Path(run.out_dir) / run.name
-    is_here = there.is_dir() and os.path.samefile(there, folder)
-    if not {"name", "out_dir"} & set(given) and not is_here:
+    if run.name == folder.name and "out_dir" not in given:
         raise RecipeError(
-            f"{path} is of a run in run.out_dir={run.out_dir}, which is another folder now; give run.out_dir={folder.parent} to continue "
+            f"{path} is of a run in run.out_dir={run.out_dir}, which is another folder now; give{out_dir} to continue "
             "what is in its folder, or run.name=NAME to start another run"
         )
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    return one.is_dir() and os.path.samefile(one, other)
 
 
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:

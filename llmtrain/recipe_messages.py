@@ -13,6 +13,18 @@ from pydantic import ValidationError
 
 from llmtrain.config import Recipe, Section
 
+ELSEWHERE = {
+    "optim.lr": ("learning_rate",),
+    "optim.clip_norm": ("grad_clip", "max_grad_norm", "max_norm"),
+    "train.global_batch": ("batch_size", "global_batch_size", "gradient_accumulation_steps"),
+    "train.micro_batch": ("local_batch_size", "micro_batch_size", "per_device_train_batch_size"),
+    "train.sequence_length": ("block_size", "max_seq_length", "seq_len", "sequence_len"),
+    "train.steps": ("max_iters", "max_steps"),
+    "sync.period": ("H", "local_steps", "sync_every"),
+    "parallel.precision": ("dtype",),
+}
+"""Names of keys in nanoGPT, torchtitan, axolotl, transformers and papers on DiLoCo, by ours; for messages only."""
+
 
 @dataclass(frozen=True)
 class Overlay:
@@ -135,6 +147,8 @@ def _unknown_key(path: list[str], data: dict[str, Any]) -> str:
     key = ".".join(path)
     if ":" in name:
         return f"{key} is not a key; YAML needs a space after the colon in `key: value`"
+    if (ours := next((ours for ours, theirs in ELSEWHERE.items() if name in theirs), None)) is not None:
+        return f"{key} is not a {'key' if parents else 'section'}; did you mean {ours}?"
     if not parents:
         elsewhere = [k for k in _all_keys(Recipe) if k.rpartition(".")[2] == name]
         near = closest(name, known) or next(iter(elsewhere), None)

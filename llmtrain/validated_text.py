@@ -78,8 +78,14 @@ class LossUnit:
     name: str = "nats per token"
     note: str = ""
     """Text for the user: why the unit is not the loss per token, or why the runs are not ranked."""
-    is_ranked: bool = True
-    """False if the losses can't be compared in any unit."""
+    differs: str = ""
+    """What the runs are not ranked for, in a few words and with its key: "texts (data.source)". Empty if their losses can be compared
+    in a unit."""
+
+    @property
+    def is_ranked(self) -> bool:
+        """Return whether the losses can be compared in any unit."""
+        return not self.differs
 
 
 def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> ValidatedText:
@@ -161,7 +167,7 @@ def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
             return LossUnit(
                 name=f"nats per token of different {what}",
                 note=f"validated on different {what} ({values}): losses can't be compared, and runs are not ranked",
-                is_ranked=False,
+                differs=f"{what} ({key})",
             )
     for name, text in known[1:]:
         first, other = known[0]

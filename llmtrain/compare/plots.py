@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from llmtrain.compare.measures import SPLIT, Results, Sweep, validations
 from llmtrain.compare.results import Trial, TrialState
@@ -94,6 +94,9 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
     if cost == "bytes" or (ends and max(ends) / min(ends) > LARGE_RATIO):
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
+        first, last = axes.get_xlim()
+        if last < 100 * first:  # there may be one power of ten or none, which alone would have numbers
+            axes.xaxis.set_major_locator(MaxNLocator(4) if last < 10 * first else LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else "", sep=""))
     axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=condition)
     _legend_below(figure)

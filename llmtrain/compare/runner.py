@@ -38,7 +38,7 @@ from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
+from llmtrain.recipe_loader import COMMAND_LINE, differences, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_for
@@ -122,7 +122,8 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
             )
         return recipe
     except UserError as error:
-        raise type(error)(f"runs.{planned.run}: {error}") from None
+        message = str(error).removeprefix(f"{COMMAND_LINE}: ")  # most overrides are of the file
+        raise type(error)(f"runs.{planned.run}: {message}") from None
 
 
 @contextmanager
@@ -139,8 +140,13 @@ def _open(folder: Path, comparison: Comparison) -> None:
     path, text = folder / COMPARISON, resolved_yaml(comparison)
     if path.exists() and path.read_text() != text:
         here, there = text.splitlines(), path.read_text().splitlines()
-        differing = next((line.strip() for line in here if line not in there), "a key is gone")
-        raise _of_another_version(folder, differing)
+        pairs = ((there, here, "there"), (here, there, "here"))
+        found = [
+            f"{lacking[0].lstrip(' -')} {where}"
+            for one, other, where in pairs
+            if (lacking := [line for line in one if line not in other])
+        ]
+        raise _of_another_version(folder, ", ".join(found) or "in another order")
     path.write_text(text)
 
 

@@ -57,7 +57,7 @@ def compare_runs(folders: Sequence[Path], out: Path) -> None:
         console.print(f"warning: {unit.note}", markup=False, soft_wrap=True)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        note = "" if unit.is_ranked else "validated on different texts: not comparable"
+        note = "" if unit.is_ranked else f"validated on different {unit.differs}: not comparable"
         draw_runs({run.row.name: run.lines for run in runs}, out / PICTURE, unit.tag, unit.name, note)
     except OSError as error:
         raise ResultsError(f"{out / PICTURE} can't be written ({error.strerror}); choose another --out") from None

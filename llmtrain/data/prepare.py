@@ -39,6 +39,10 @@ NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
 PACKAGES = "packages.txt"
 """File that records the packages of `python`: versions, sizes and digests, one package per line."""
+MANY = 20
+"""Expected number of a split's documents from which on it is no chance that there are none."""
+BY_PARAGRAPHS = """'data.separator="\\n\\n"'"""
+"""Override that makes documents of a .txt's paragraphs, as a shell takes it."""
 LOCK_SECONDS = 24 * 3600.0
 """Seconds to wait for another process that prepares the same folder."""
 
@@ -250,17 +254,24 @@ def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
     for split, entry in entries.items():
         if entry.exhausted and not entry.documents:
             shutil.rmtree(prepared.directory)
-            raise DataError(
-                f"{data.source}: no {split} documents; give more of them (data.separator={data.separator!r} cuts a .txt), "
-                f"change data.validation_fraction (now {data.validation_fraction:g}), or data.validation"
-            )
+            raise DataError(f"{data.source}: no {split} documents; {_remedy(data, split, entries)}")
+
+
+def _remedy(data: DataSection, split: Split, entries: Mapping[Split, SplitIndex]) -> str:
+    """Return what the user of a text can do that has no documents for a split."""
+    found, fraction = sum(entry.documents for entry in entries.values()), data.validation_fraction
+    wanted = found * (fraction if split == "validation" else 1 - fraction)
+    if data.validation is None and wanted > MANY:
+        return f"the other split has all {found:,}, which therefore seem to be equal; equal documents are never divided"
+    cut = "" if data.separator != DataSection().separator else f" ({BY_PARAGRAPHS} cuts a .txt by paragraphs)"
+    return f"give more of them{cut}, change data.validation_fraction (now {fraction:g}), or give data.validation=FILE"
 
 
 def one_document(data: DataSection) -> DataError:
     """Return the error of a source that is one document, which can't be divided into training and validation text."""
     return DataError(
-        f"{data.source} is one document, so it leaves no text to train or to validate on; cut it with "
-        """'data.separator="\\n\\n"' (a document per paragraph), or give data.validation=FILE"""
+        f"{data.source} is one document, so it leaves no text to train or to validate on; cut it with {BY_PARAGRAPHS} (a document per "
+        "paragraph), or give data.validation=FILE"
     )
 
 

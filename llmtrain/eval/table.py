@@ -125,7 +125,13 @@ def table_of(
             called = verdict_of(entry, row) if row.name in entry.scores else ""
             notes += [NOTES[called]] if called else []
             cells.append(text)
-        documents = evaluated[0].entries[row.unit].scores[row.name]["n"]
+        scores = evaluated[0].entries[row.unit].scores[row.name]
+        documents = scores["n"]
+        if documents == 1 and "bytes" in scores:  # a text
+            notes.append(
+                f"{row.name}: read as one document, so it has no standard error, and a test says nothing; cut it with `separator:` in the "
+                'suite ("\\n\\n": a document per paragraph)'
+            )
         table.add_row(row.name, row.metric, f"{documents:,}", *cells)
     everything = [*evaluated, baseline] if baseline else evaluated
     apart = [one.checkpoint.label for one in everything if any(_context(one.entries[row.unit], row)[0] for row in rows)]

@@ -45,6 +45,21 @@ METRICS_RULES: Rules = {
 }
 """Resharding rules for `Metrics.state_dict`."""
 
+CLEAR_RISE, CLEAR_RISE_OF_WEIGHTS = 0.01, 0.1
+"""Relative rise of the validation loss from which on a run diverges. One that starts from trained weights first rises a little,
+because its learning rate is higher than it was at their end."""
+
+
+def rise_of_loss(first: float, last: float, is_continued: bool) -> str | None:
+    """Return a warning about a validation loss that is above the one before the first step; None if it is not. `is_continued` is
+    whether the run began with trained weights."""
+    if last <= first:
+        return None
+    line = f"validation loss {last:.4f} is not below the {first:.4f} before the first step"
+    if last <= first * (1 + (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)):
+        return f"{line}; if it stays so, lower optim.lr"
+    return f"{line}: the run diverges, unless its learning rate still rises; lower optim.lr"  # also for NaN
+
 
 class Metrics:
     """Metrics of one rank. All ranks call `log`, `wait` and `log_validation` at the same steps, and `poll` after each of their
@@ -130,6 +145,7 @@ class Metrics:
         stats, interval = self.method.stats, self.interval
         common = {
             "train/lr": lr,
+            "comm/replicas": self.mesh.replicas,
             "sync/count": stats.count,
             "sync/round": self._round_number(state),
             "sync/round_step": self._round_step(state),
@@ -232,12 +248,9 @@ class Metrics:
         state.last_evaluated = state.global_step
         tags = {text.name: text.tags(validation) for text, validation in found}
         self.run_log.log_validation(state.global_step, self.tokens, self.train_seconds, tags)
-        if not self.last_eval.loss <= self.first_eval.loss:  # so written, it is also true of NaN
-            start = f"{self.first_eval.loss:.4f} before the first step"
-            why = "the run diverges, unless its learning rate still rises; lower optim.lr"
-            self.run_log.warn(
-                state.global_step, f"validation loss {self.last_eval.loss:.4f} is not below the {start}: {why}"
-            )
+        is_continued = self.recipe.model.from_weights is not None
+        if line := rise_of_loss(self.first_eval.loss, self.last_eval.loss, is_continued):
+            self.run_log.warn(state.global_step, line)
 
     def log_sample(self, state: TrainState, text: str) -> None:
         """Log a text that the model has generated."""

@@ -19,6 +19,7 @@ from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY, complete_checkpoints
+from llmtrain.sync.methods import inner_preset
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced, where_locks_exist
@@ -67,6 +68,9 @@ are the number of replicas (`reshard`), their texts (`_other_sites`) and the len
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length does: those that with the length determine the learning rate, and those that
 `sync.outer: auto` derives from it."""
+
+MOST_NAMED = 5
+"""Maximum number of differing keys that a message names."""
 
 
 class RunDirectory:
@@ -124,9 +128,15 @@ class RunDirectory:
         summary, key = self.finished(), length_key(self.recipe)
         assert summary is not None
         twice = 2 * (self.recipe.train.steps or self.recipe.train.tokens or 0)
+        newest = max(complete_checkpoints(self.checkpoints), default=None)
+        longer = f"Train it longer with more {key}, such as {key}={twice}"
+        if self.recipe.checkpoint.mirror is None and newest is None:
+            longer = "It has no checkpoint any more, from which it could be trained longer or exported"
+        elif self.recipe.checkpoint.mirror is None and newest != summary["steps"]:
+            longer = f"Its newest checkpoint is only of step {newest}, where more {key} would continue"
         return (
             f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss'] or math.nan:.4f}. "
-            f"Train it longer with more {key}, such as {key}={twice}; start another with run.name=NAME."
+            f"{longer}; start another with run.name=NAME."
         )
 
     def check_recipe(self) -> None:
@@ -238,11 +248,25 @@ def _have_same_files(one: Path, other: Path) -> bool:
 
 def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
     """Raise RecipeError if `recipe` can't continue the run of recipe `there`, which was found in `where`."""
-    changed = recipe_changes(there, recipe)
-    if changed:
+    if changed := recipe_changes(there, recipe):
+        is_of_model = any(line.startswith("model.") for line in changed)
+        has_weights = not is_of_model and complete_checkpoints(Path(where) / CHECKPOINTS)
+        begin = f", with model.from_weights={where} to begin with its weights" if has_weights else ""
         raise RecipeError(
-            f"{where} holds a run of another recipe ({'; '.join(changed)}); choose another run.name, or delete that folder"
+            f"{where} holds a run of another recipe ({_shortened(changed, there, recipe)}); choose another run.name{begin}"
         )
+
+
+def _shortened(changed: list[str], there: Recipe, recipe: Recipe) -> str:
+    """Return the lines of `recipe_changes` as one. Another method is named without the keys that differ because of it, and the last
+    of many lines are only counted."""
+    methods = [one.sync.method for one in (there, recipe)]
+    if methods[0] != methods[1]:
+        follows = ("sync.", *(f"optim.{key}{end}" for one in methods for key in inner_preset(one) for end in ":."))
+        named = next(line for line in changed if line.startswith("sync.method:"))
+        changed = [f"{named}, and what follows from it", *(line for line in changed if not line.startswith(follows))]
+    more = [f"and {len(changed) - MOST_NAMED} more"] if len(changed) > MOST_NAMED else []
+    return "; ".join([*changed[:MOST_NAMED], *more])
 
 
 def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:

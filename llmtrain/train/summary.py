@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -129,6 +129,17 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
     return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
 
 
+def every_step_bytes(lines: Iterable[Mapping[str, Any]], replicas: int, parameters: int) -> float:
+    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. Their replicas
+    may have changed; lines of earlier versions, which do not tell, had `replicas`."""
+    total, before = 0.0, 0
+    for line in lines:
+        if "train/lr" in line:  # no validation's
+            total += (line["step"] - before) * 2 * (line.get("comm/replicas", replicas) - 1) * 4 * parameters
+            before = line["step"]
+    return total
+
+
 COMPARE_WITH = ("synchronous", "local_sgd")
 """Methods that the report suggests to compare with: the baseline, and for the baseline the simplest other method. Neither has
 an outer step, which would have to be tuned."""
@@ -151,7 +162,7 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         happened += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
     if "virtual_seconds" in summary:
         happened += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
-    every_step = summary["steps"] * 2 * (summary["replicas"] - 1) * 4 * parameters
+    every_step = every_step_bytes(read_lines(run_log.directory.metrics), summary["replicas"], parameters)
     count, beside = summary["sync_count"], ""
     synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
     if recipe.sync.period.averages_gradients:
@@ -170,10 +181,11 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         kept = [
             f"The best checkpoint is of step {best}, validation loss {loss:.4f} (--step best in export, generate, eval)"
         ]
+    plot, run = run_log.directory.plot, run_log.directory.path
     return [
         happened,
         *read_lines_of(summary),
         sent,
         *kept,
-        f"Look at {run_log.directory.plot}{board} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
+        f"Look at {plot}{board} · llmtrain generate {run} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
     ]

@@ -76,6 +76,12 @@ TABLES = {
         time: the bar is that of the fastest seed
           - .index[len(rows) // 2]
           + .index[0]
+        loss: a short logarithmic axis has no numbers
+          - if last < 100 * first:
+          + if False:
+        loss: a logarithmic axis has the number of its one power of ten
+          - if last < 100 * first:
+          + if last < 10 * first:
     seen by unit/test_compare_report.py
         timeline: one long round sets the window of all runs
           - return min(max(needed), LONGEST * statistics.median(needed))
@@ -112,6 +118,9 @@ TABLES = {
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
+        compare: what the file overrides is said to be of the command line
+          - str(error).removeprefix(f"{COMMAND_LINE}: ")
+          + str(error)
         compare: garbage may begin after a run's last step
           - if garbage is not None and garbage.first >
           + if False and garbage.first >
@@ -128,6 +137,9 @@ TABLES = {
           -         runs =
           +     if False:
           +         runs =
+        compare: what the picture's title says differs is always the text
+          - different {unit.differs}: not
+          + different texts: not
     """,
     "llmtrain/compare/trial.py": r"""
     seen by unit/test_compare_trial.py

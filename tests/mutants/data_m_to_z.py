@@ -57,6 +57,13 @@ TABLES = {
           + if True
     """,
     "llmtrain/data/prepare.py": r"""
+    seen by unit/test_data_one_document.py
+        prepare: equal documents are to be more
+          - if data.validation is None and wanted > MANY:
+          + if False:
+        prepare: the separator that was given is named again
+          - "" if data.separator != DataSection().separator else
+          + "" if False else
     seen by unit/test_data_prepare.py
         prepare: two bytes for every vocabulary
           - "<u2" if vocabulary <= 1 << 16 else "<u4"

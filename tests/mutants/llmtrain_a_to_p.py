@@ -44,6 +44,9 @@ TABLES = {
           -     with single_threaded_imports():  # numpy's
           +     if True:
     seen by unit/test_cli.py
+        help: the source's line breaks are shown
+          - "\n\n".join(" ".join(paragraph.split()) for
+          + "\n\n".join(paragraph for
         cli: launch forgets the exit code
           - raise typer.Exit(launch_torchrun(recipe, overrides or []))
           + launch_torchrun(recipe, overrides or [])

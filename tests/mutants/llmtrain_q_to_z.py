@@ -2,6 +2,10 @@
 
 TABLES = {
     "llmtrain/recipe_check.py": r"""
+    seen by unit/test_recipe_check.py
+        recipe check: a run that continues is told to change its batch
+          - if is_run and
+          + if False and
     seen by unit/test_wsd.py
         wsd: warm-up and decay may take more than the run
           - if recipe.schedule.kind == "wsd" and recipe.schedule.warmup_steps
@@ -61,8 +65,11 @@ TABLES = {
           - if run.name != folder.name and "name"
           + if False and "name"
         run directory: a moved folder begins another run
-          - if not {"name", "out_dir"} & set(given)
-          + if False
+          - if run.name == folder.name and "out_dir" not in given:
+          + if False:
+        run directory: a new name alone opens the copy that is elsewhere
+          - {folder.name}{out_dir} to continue what
+          + {folder.name} to continue what
     seen by unit/test_text_list.py
         lists: a base file's text stays beside the list above it
           - data = merge(_without_other_texts(data, layer.data), layer.data)
@@ -126,6 +133,10 @@ TABLES = {
           + False
     """,
     "llmtrain/recipe_messages.py": r"""
+    seen by unit/test_recipe_wrong.py
+        recipe messages: other programs' names are not known
+          - if name in theirs), None)
+          + if False), None)
     seen by unit/test_recipe_messages.py
         recipe messages: blames the first place that gave a key
           - for layer in reversed(layers) if

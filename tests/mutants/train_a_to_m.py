@@ -212,8 +212,15 @@ TABLES = {
           - for warning in self.method.take_warnings():
           + for warning in ():
         metrics: a run that diverges is not named
-          - if not self.last_eval.loss <= self.first_eval.loss:
-          + if False:
+          - self.run_log.warn(state.global_step, line)
+          + pass
+    seen by unit/test_run_log.py
+        metrics: every rise of the loss diverges
+          - if last <= first * (1 +
+          + if last < 0 * (1 +
+        metrics: a run of trained weights diverges when its rate is warmed again
+          - (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)
+          + CLEAR_RISE
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
         trainer: the interval begun is not restored
           - self.interval = IntervalMetrics(**state["interval"])

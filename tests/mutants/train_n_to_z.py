@@ -108,6 +108,18 @@ TABLES = {
         run directory: summary.json may hold NaN
           - None if isinstance(value, float) and not math.isfinite(value) else value
           + value
+        run dir: a complete run offers to continue from checkpoints that are gone
+          - mirror is None and newest is None:
+          + mirror is None and False:
+        run dir: an older checkpoint counts as the last one
+          - and newest != summary["steps"]:
+          + and False:
+        run dir: another method's keys are all named
+          - if methods[0] != methods[1]:
+          + if False:
+        run dir: weights of another architecture are offered
+          - has_weights = not is_of_model and complete
+          + has_weights = complete
         run dir: the process that holds the lock is not named
           -     write_lock_holder(folder)
           -
@@ -233,6 +245,10 @@ TABLES = {
           + return every is not None and self.global_step % every == 0
     """,
     "llmtrain/train/summary.py": r"""
+    seen by unit/test_run_log.py
+        summary: gradients are averaged among the last replicas from the start
+          - line.get("comm/replicas", replicas)
+          + replicas
     seen by distributed/test_resume_training.py::test_a_stopped_run_counts_its_tokens_up_to_the_stop
         summary: tokens are those of the last log line
           -     trainer.metrics.count_tokens(trainer.state)

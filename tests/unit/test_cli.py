@@ -21,6 +21,7 @@ from llmtrain.data import extend, tokenizing
 from llmtrain.eval import arguments, command
 from llmtrain.launch import torchrun
 from llmtrain.plan import hardware
+from llmtrain.recipe_commands import recipe_app
 from llmtrain.recipe_schema import file_schema
 from tests.end_to_end.runs import RECIPE, environment, start, write_text
 from tests.in_process import run_here
@@ -37,6 +38,12 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     output = capsys.readouterr()
     assert left.value.code in (0, None), output.err
     return output.out
+
+
+def test_the_help_has_no_line_breaks_of_its_source() -> None:
+    """In a narrow terminal, they would lie between those of the terminal."""
+    commands = [*app.registered_commands, *recipe_app.registered_commands]
+    assert len(commands) > 10 and all(re.fullmatch(r".+(\n\n.+)*", command.help) for command in commands)
 
 
 def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:

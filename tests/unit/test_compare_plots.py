@@ -22,9 +22,9 @@ def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Ax
     return figure and figure.axes[0]
 
 
-def losses(folder: Path) -> Axes:
+def losses(folder: Path, cost: str = "seconds") -> Axes:
     results = gather(load_trials([folder]))
-    figure = draw_loss(results, next(iter(results.targets)), "seconds")
+    figure = draw_loss(results, next(iter(results.targets)), cost)
     assert figure is not None
     return figure.axes[0]
 
@@ -97,6 +97,16 @@ def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     axes = losses(tmp_path / "thin")
     assert not axes.texts and list(labeled(axes, "edit").get_ydata()) == [8.0, 5.0]
     assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"
+
+
+@pytest.mark.parametrize("least", [26e6, 5e6], ids=["less than a decade", "one power of ten"])
+def test_a_logarithmic_axis_of_a_short_range_has_numbers(tmp_path: Path, least: float) -> None:
+    for run, sent in (("edit", least), ("diloco", 65e6)):
+        lines = [logged(4, 9.0, sent), validation(4, 9.0, 4.5), logged(5, 10.0, 1.1 * sent), validation(5, 10.0, 4.0)]
+        write_trial(tmp_path, "lan", run, 1, lines)
+    axes = losses(tmp_path, "bytes")
+    low, high = axes.get_xlim()
+    assert axes.get_xscale() == "log" and len([tick for tick in axes.get_xticks() if low < tick < high]) >= 2
 
 
 def test_a_bar_of_the_training_time_is_of_one_seed(tmp_path: Path) -> None:

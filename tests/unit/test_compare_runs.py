@@ -207,8 +207,12 @@ def test_runs_on_different_texts_are_not_ranked(tmp_path: Path, capsys) -> None:
         assert runs[["speed_up", "own_speed_up"]].xs("median", axis=1, level=1).isna().all(axis=None)
 
 
-def test_runs_whose_tokens_have_other_contexts_are_not_ranked(tmp_path: Path, capsys) -> None:
+def test_runs_whose_tokens_have_other_contexts_are_not_ranked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the same text, and with as many bytes per token."""
+    titles: list[str] = []
+    monkeypatch.setattr("llmtrain.compare.runs.draw_runs", lambda *given: titles.append(given[-1]))
     a, b = write(tmp_path, "a", 4.5), write(tmp_path, "b", 4.25, "data.packing=none")
     recipe = (a / "recipe.yaml").read_text()
     (a / "recipe.yaml").write_text(recipe.replace("  packing: packed\n", ""))  # as earlier versions wrote it
@@ -224,6 +228,7 @@ def test_runs_whose_tokens_have_other_contexts_are_not_ranked(tmp_path: Path, ca
         other = write(folder, "d", 4.0, "train.sequence_length=128", f"{key}={values.rpartition(' ')[2].lower()}")
         _, output, _ = compared(capsys, write(folder, "c", 4.25, "train.sequence_length=128"), other, "--out", folder)
         assert f"different contexts ({key} is {values} in d)" in output
+        assert titles[-1] == f"validated on different contexts ({key}): not comparable"
 
 
 @pytest.mark.parametrize(

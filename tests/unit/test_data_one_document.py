@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmtrain.config import DataSection
+from llmtrain.data import prepare as prepare_module
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.errors import DataError
 from llmtrain.launch.preflight import check_here
@@ -41,3 +44,14 @@ def test_with_a_validation_text_of_its_own_it_is_fine(keys: list[str], tmp_path:
     (tmp_path / "other.txt").write_text("Another text.")
     recipe = load_recipe(RECIPE, [*keys, f"data.validation={tmp_path}/other.txt"])
     assert prepare(recipe.data, 100_000, 100_000).index.splits["train"].documents == 1
+
+
+def test_documents_of_which_a_split_has_none_may_be_equal() -> None:
+    counts = {"train": SimpleNamespace(documents=4000), "validation": SimpleNamespace(documents=0)}
+    of = DataSection(source="a.txt")
+    assert "has all 4,000, which therefore seem to be equal" in prepare_module._remedy(of, "validation", counts)
+    for given in ({"validation": "empty.txt"}, {"validation_fraction": 0.001}):
+        few = of.model_copy(update=given)
+        assert """more of them ('data.separator="\\n\\n"' cuts""" in prepare_module._remedy(few, "validation", counts)
+        few = few.model_copy(update={"separator": "\n\n"})
+        assert "more of them, change" in prepare_module._remedy(few, "validation", counts)

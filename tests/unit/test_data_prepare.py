@@ -316,7 +316,9 @@ def test_a_lost_tokenizer_is_named(data: DataSection, tokens: int) -> None:
 
 
 def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no validation documents; .*data\.validation"):
+    with pytest.raises(
+        DataError, match=r"no validation documents; give more of them, change data\.validation_f.*=FILE$"
+    ):
         prepare(data.model_copy(update={"validation_fraction": 1e-9}), 10, 10)
     assert cached(data) == []
 

@@ -42,6 +42,16 @@ def test_the_table_says_near_chance_and_names_the_test() -> None:
     )
 
 
+def test_a_text_that_is_one_document_is_told_how_it_is_cut() -> None:
+    one = evaluated("one", [1.0] * 2)
+    del one.entries["quiz"].about["quiz"]["chance"]
+    one.entries["quiz"].scores["quiz"] |= {"n": 1, "bytes": 9000}
+    (note,) = table_of("quiz", [one], {"quiz": ["acc"]}, baseline=None)[1]
+    assert note.startswith("quiz: read as one document") and r'suite ("\n\n": a document per' in note
+    one.entries["quiz"].scores["quiz"]["n"] = 2
+    assert table_of("quiz", [one], {"quiz": ["acc"]}, baseline=None)[1] == []
+
+
 def test_texts_read_one_document_at_a_time_are_tested_among_themselves() -> None:
     """Do not test losses of documents in other contexts against each other, and say why."""
     apart, also, joined = (evaluated(label, [1.0] * 30 + [0.0] * 2) for label in ("apart", "also", "joined"))

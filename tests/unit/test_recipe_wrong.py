@@ -33,7 +33,10 @@ WRONG_OVERRIDES = [
     *WRONG_LISTS,
     # unknown keys and sections
     ("optim.lrr=1", ["optim.lrr is not a key", "did you mean optim.lr?"]),
-    ("optim.learning_rate=1", ["optim.learning_rate is not a key", "kind, muon, lr, betas"]),
+    ("optim.learning_rate=1", ["optim.learning_rate is not a key", "did you mean optim.lr?"]),
+    ("train.batch_size=8", ["train.batch_size is not a key", "did you mean train.global_batch?"]),
+    ("sync.H=20", ["sync.H is not a key", "did you mean sync.period?"]),
+    ("batch_size=8", ["batch_size is not a section", "did you mean train.global_batch?"]),
     ("data.sorce=x", ["data.sorce is not a key", "did you mean data.source?"]),
     ("train.batch=3", ["train.batch is not a key", "did you mean train."]),
     ("parallel.replica=2", ["parallel.replica is not a key", "did you mean parallel.replicas?"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 from contextlib import suppress
@@ -21,6 +23,45 @@ from llmtrain.train.run_dir import RunDirectory, lock_folder
 
 HERE = socket.gethostname()
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
+    """Another method changes many keys, and its preset's are not worth a word."""
+    file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]
+    RunDirectory(load_recipe(file, keys)).open()
+    at = re.escape(f"{tmp_path}/a")
+    for method, other in (("diloco", "lr"), ("muloco", "weight_decay")):
+        said = f'sync.method: "edit" there, "{method}" here, and what follows from it; optim.{other}:'
+        with pytest.raises(RecipeError, match=rf"^{at} holds .* \({said}[^;]+\); choose another run.name$"):
+            RunDirectory(load_recipe(file, [*keys, f"sync.method={method}", f"optim.{other}=0.5"])).check_recipe()
+    (tmp_path / "a/checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "a/checkpoints/step-00000004/state.json").touch()
+    many = [f"optim.{key}=0.5" for key in ("lr", "weight_decay", "clip_norm", "eps")]
+    many += ["run.seed=9", "train.global_batch=8"]
+    with pytest.raises(
+        RecipeError, match=rf"\(([^;]*; ){{5}}and 1 more\); choose another run.name, with model.from_weights={at} to"
+    ):
+        RunDirectory(load_recipe(file, [*keys, *many])).check_recipe()
+    with pytest.raises(RecipeError, match=r"4 there, 3 here\); choose another run.name$"):
+        RunDirectory(load_recipe(file, [*keys, "model.config.num_hidden_layers=3"])).check_recipe()
+
+
+def test_a_complete_run_says_what_is_left_of_it(tmp_path: Path):
+    recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "train.steps=40"])
+    directory = RunDirectory(recipe)
+    directory.open()
+    directory.write_summary({"stopped": "done", "steps": 40, "final_eval_loss": 3.0})
+    said = [directory.completed_message()]
+    for step in (24, 40):
+        (directory.checkpoints / f"step-{step:08}").mkdir(parents=True)
+        (directory.checkpoints / f"step-{step:08}/state.json").touch()
+        said.append(directory.completed_message())
+    lost, older, whole = (
+        line.partition("loss 3.0000. ")[2].removesuffix("; start another with run.name=NAME.") for line in said
+    )
+    assert lost == "It has no checkpoint any more, from which it could be trained longer or exported"
+    assert older == "Its newest checkpoint is only of step 24, where more train.steps would continue"
+    assert whole == "Train it longer with more train.steps, such as train.steps=80"
 
 
 def test_a_runs_tokenizer_is_copied_whole_and_kept_from_its_first_checkpoint_on(tmp_path: Path):
@@ -121,6 +162,22 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
         RunDirectory(load_recipe(stored, ["run.name=b", "optim.lr=0.5"])).check_recipe()
     (tmp_path / "b").rename(tmp_path / "a")
     check_not_moved(tmp_path / "a/recipe.yaml", [])
+
+
+def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_path: Path):
+    """By its new name alone, a start would train in the first copy."""
+    keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
+    RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).open()
+    (tmp_path / "runs/a").rename(tmp_path / "runs/b")
+    (tmp_path / "runs/b/checkpoints").mkdir()
+    shutil.copytree(tmp_path / "runs/b", tmp_path / "copy/b")
+    stored = tmp_path / "copy/b/recipe.yaml"
+    with pytest.raises(RecipeError, match=rf"; give run\.name=b run\.out_dir={tmp_path}/copy to continue"):
+        check_not_moved(stored, [])
+    with pytest.raises(RecipeError, match=rf"another folder now; give run\.out_dir={tmp_path}/copy to continue"):
+        check_not_moved(stored, ["run.name=b"])
+    check_not_moved(stored, ["run.name=b", f"run.out_dir={tmp_path}/copy"])
+    check_not_moved(stored, ["run.name=c"])
 
 
 def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):

@@ -12,8 +12,10 @@ from rich.console import Console as RichConsole
 from llmtrain.errors import TrainingError
 from llmtrain.train import run_log
 from llmtrain.train.loggers import Console
+from llmtrain.train.metrics import rise_of_loss
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.state import TrainState
+from llmtrain.train.summary import every_step_bytes
 
 
 def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
@@ -51,3 +53,22 @@ def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_ag
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)
     assert closed == [True, True]
+
+
+def test_a_loss_that_hardly_rises_is_no_run_that_diverges() -> None:
+    """A run that begins with trained weights rises while its learning rate does."""
+    assert rise_of_loss(3.0, 3.0, False) is None
+    assert rise_of_loss(3.1785, 3.1804, False) == (
+        "validation loss 3.1804 is not below the 3.1785 before the first step; if it stays so, lower optim.lr"
+    )
+    found = [(3.2, False), (3.2, True), (3.5, True), (float("nan"), True)]
+    assert ["diverges" in (rise_of_loss(3.0, *after) or "") for after in found] == [True, False, True, True]
+
+
+def test_what_averaged_gradients_would_send_is_counted_for_the_replicas_of_each_step() -> None:
+    def line(step: int, **tags: float) -> dict[str, float]:
+        return {"step": step, "train/lr": 0.1, **tags}
+
+    two = [line(1, **{"comm/replicas": 2}), line(40, **{"comm/replicas": 2}), {"step": 40, "eval/loss": 3.0}]
+    assert every_step_bytes([*two, line(44, **{"comm/replicas": 4})], 4, 10) == 80 * (40 * 1 + 4 * 3)
+    assert every_step_bytes([line(1), line(40)], 3, 10) == 80 * 40 * 2, "of an earlier version"
