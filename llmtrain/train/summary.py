@@ -129,13 +129,13 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
     return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
 
 
-def every_step_bytes(lines: Iterable[Mapping[str, Any]], replicas: int, parameters: int) -> float:
-    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. Their replicas
-    may have changed; lines of earlier versions, which do not tell, had `replicas`."""
+def every_step_bytes(lines: Iterable[Mapping[str, Any]], parameters: int) -> float:
+    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. The number of
+    replicas may have changed between them."""
     total, before = 0.0, 0
     for line in lines:
         if "train/lr" in line:  # no validation's
-            total += (line["step"] - before) * 2 * (line.get("comm/replicas", replicas) - 1) * 4 * parameters
+            total += (line["step"] - before) * 2 * (line["comm/replicas"] - 1) * 4 * parameters
             before = line["step"]
     return total
 
@@ -162,7 +162,7 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
         happened += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
     if "virtual_seconds" in summary:
         happened += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
-    every_step = every_step_bytes(read_lines(run_log.directory.metrics), summary["replicas"], parameters)
+    every_step = every_step_bytes(read_lines(run_log.directory.metrics), parameters)
     count, beside = summary["sync_count"], ""
     synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
     if recipe.sync.period.averages_gradients:

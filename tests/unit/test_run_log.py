@@ -70,5 +70,4 @@ def test_what_averaged_gradients_would_send_is_counted_for_the_replicas_of_each_
         return {"step": step, "train/lr": 0.1, **tags}
 
     two = [line(1, **{"comm/replicas": 2}), line(40, **{"comm/replicas": 2}), {"step": 40, "eval/loss": 3.0}]
-    assert every_step_bytes([*two, line(44, **{"comm/replicas": 4})], 4, 10) == 80 * (40 * 1 + 4 * 3)
-    assert every_step_bytes([line(1), line(40)], 3, 10) == 80 * 40 * 2, "of an earlier version"
+    assert every_step_bytes([*two, line(44, **{"comm/replicas": 4})], 10) == 80 * (40 * 1 + 4 * 3)
