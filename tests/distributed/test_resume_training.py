@@ -164,7 +164,7 @@ def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ("model.config.num_hidden_layers=2", "model.config.num_hidden_layers: 1 there, 2 here"),
-        ("sync.method=co2", "sync.schedule.kind: "),
+        ("sync.method=co2", 'sync.method: "edit" there, "co2" here, and what follows from it'),
         ("optim.kind=sgd", 'optim.kind: "adamw" there, "sgd" here'),
     ],
 )

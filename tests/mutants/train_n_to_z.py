@@ -247,8 +247,8 @@ TABLES = {
     "llmtrain/train/summary.py": r"""
     seen by unit/test_run_log.py
         summary: gradients are averaged among the last replicas from the start
-          - line.get("comm/replicas", replicas)
-          + replicas
+          - (line["comm/replicas"] - 1)
+          + (list(lines)[-1]["comm/replicas"] - 1)
     seen by distributed/test_resume_training.py::test_a_stopped_run_counts_its_tokens_up_to_the_stop
         summary: tokens are those of the last log line
           -     trainer.metrics.count_tokens(trainer.state)

@@ -39,15 +39,17 @@ RULES = {
 def progress_of(replica: int, shard: int) -> dict[str, Any]:
     """What a rank might have kept; no two ranks alike."""
     rank = 10 * replica + shard
-    interval = {"loss": 5.5 + rank, "grad_norm": 1.0 + replica, "steps": 3, "gradients": 2 + replica}
+    interval = {"loss": 5.5 + rank, "grad_norm": 1.0 + replica, "steps": 3, "gradients": 2 + replica, "padding": 0}
     return {
         "step": 7 + replica,
         "loader": {"position": 96},
         "gradients": 5 + replica,
         "skipped": 1 + replica,
+        "skipped_in_a_row": 0,
         "predicted_tokens": 1001 + rank,
         "interval": {**interval, "predicted_tokens": 101 + rank, "step_seconds": 2.0 + rank, "data_seconds": 0.1},
         "train_seconds": 30.0 + rank,
+        "virtual_seconds": 0.0,
         "gradient_wait_seconds": 0.5 + rank,
         "first_eval": {"loss": 5.0, "tokens": 64},
         "last_eval": {"loss": 4.0, "tokens": 64},
@@ -138,7 +140,7 @@ def test_other_replicas_are_all_where_the_run_is() -> None:
 def test_a_value_without_a_rule_is_not_dropped_in_silence() -> None:
     ranks = [progress_of(0, 0) | {"new": 1}]
     assert MeshChange(1, 1, 1, 1, 0, 0).apply(RULES, ranks)["new"] == 1
-    with pytest.raises(AssertionError, match=r"no rule says what becomes of \{'new'\}"):
+    with pytest.raises(AssertionError, match=r"\{'new'\} has either no value or no rule"):
         MeshChange(1, 1, 2, 1, 0, 0).apply(RULES, ranks)
 
 
