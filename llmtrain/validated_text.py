@@ -79,8 +79,8 @@ class LossUnit:
     note: str = ""
     """Text for the user: why the unit is not the loss per token, or why the runs are not ranked."""
     differs: str = ""
-    """What the runs are not ranked for, in a few words and with its key: "texts (data.source)". Empty if their losses can be compared
-    in a unit."""
+    """Difference for which the runs are not ranked, with its key, such as "texts (data.source)". Empty if their losses can be
+    compared in a unit."""
 
     @property
     def is_ranked(self) -> bool:

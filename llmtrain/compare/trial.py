@@ -33,13 +33,13 @@ LAST_LINES = 20
 
 
 class StageEnd(NamedTuple):
-    """How the hosts of a stage ended."""
+    """Outcome of a stage on all of its hosts."""
 
     state: TrialState | None
     """None if the next stage continues the run, which is never the case after the last one."""
     exit_codes: list[int | None]
     last_lines: list[str]
-    """What the first host that failed wrote last."""
+    """Last lines of output of the first host that failed."""
     seconds: float
     """Seconds of training."""
 

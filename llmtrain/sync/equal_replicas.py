@@ -19,12 +19,12 @@ LISTED = 4
 
 @dataclass(frozen=True)
 class LoopStart:
-    """What this rank knows of its loop before the first step after the construction, or after a state was loaded."""
+    """Facts about the loop of this rank, before the first step after its construction or after a state was loaded."""
 
     steps: int
     """Optimizer steps so far: more than 0 only if a state was loaded."""
     choices: str
-    """What was chosen, which must be equal on all ranks."""
+    """Method, keys, learning rates and blocks as one text, which must be equal on all ranks."""
     anchors: int
     """Fingerprint of the anchors; 0 without any."""
     is_other_module: bool

@@ -122,7 +122,7 @@ class LocalUpdates:
         """Optimizer steps so far."""
         blocks = [block.name for block in self.replica.blocks]
         self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
-        """What must be equal on all ranks."""
+        """Text that must be equal on all ranks (`LoopStart.choices`)."""
         self._optimizer, self._had_loop = optimizer, had_loop
         self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None

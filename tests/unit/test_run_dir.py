@@ -165,7 +165,7 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
 
 
 def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_path: Path):
-    """By its new name alone, a start would train in the first copy."""
+    """Check the advice: with the new name alone, a start would train in the first copy."""
     keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).open()
     (tmp_path / "runs/a").rename(tmp_path / "runs/b")
