@@ -33,6 +33,7 @@ keys that differ.
     llmtrain recipe check RECIPE        # would it start on this machine, and how? (--processes N: with N ranks elsewhere?)
     llmtrain recipe show RECIPE         # every key's value, the model's size, memory, traffic, time (--gpu h100: on that card)
     llmtrain recipe keys [SECTION]      # keys with values, defaults and meanings, as on this page
+    llmtrain recipe diff A B            # keys in which two recipes or runs differ, after base files and presets
     llmtrain recipe schema              # JSON schema, for editors
 
 Editors with the YAML language server complete and check keys by `recipes/schema.json`, which each recipe names in a comment:

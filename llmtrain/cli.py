@@ -247,7 +247,8 @@ def runs(
 
     The state is done, running, stopped (by a signal, with a checkpoint) or failed.
     """
-    from llmtrain.run_list import as_json, console_for_output, find_runs, show_runs
+    from llmtrain.console_table import console_for_output
+    from llmtrain.run_list import as_json, find_runs, show_runs
 
     rows = find_runs(folder)
     if in_json:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.completion import Overrides, complete_recipe, complete_section
-from llmtrain.recipe_files import copy_recipe, find_recipe, list_recipes
+from llmtrain.recipe_files import copy_recipe, find_recipe, find_recipe_or_run, list_recipes
 from llmtrain.startup import imports_without_gc
 
 UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
@@ -20,6 +20,14 @@ RecipeFile = Annotated[
         metavar="RECIPE",
         help="A recipe's file, or a name in llmtrain recipe list (quickstart).",
         callback=find_recipe,
+        autocompletion=complete_recipe,
+    ),
+]
+RecipeOrRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE|RUN",
+        help="A recipe's file or name, or a run's folder.",
         autocompletion=complete_recipe,
     ),
 ]
@@ -118,3 +126,15 @@ def recipe_show(
         show_methods(loaded, partial(load_recipe, recipe, overrides or ()), console, hardware)
     else:
         show_plan(loaded, console, hardware)
+
+
+@recipe_app.command("diff")
+def recipe_diff(first: RecipeOrRun, second: RecipeOrRun) -> None:
+    """Show the keys in which two recipes or runs differ, with the values of both, after base files and presets."""
+    with imports_without_gc():
+        from llmtrain.console_table import console_for_output
+        from llmtrain.recipe_diff import differing_values, show_differences
+        from llmtrain.recipe_loader import load_recipe
+
+    found = differing_values(*(load_recipe(find_recipe_or_run(given)) for given in (first, second)))
+    show_differences(found, str(first), str(second), console_for_output())

@@ -11,6 +11,7 @@ import typer
 
 from llmtrain.errors import RecipeError
 from llmtrain.files import check_path
+from llmtrain.run_files import RECIPE, is_run
 
 T = TypeVar("T", str, Path | None, list[str], list[Path])
 
@@ -34,6 +35,12 @@ def find_recipe(given: Path) -> Path:
         return given
     packaged = PACKAGED / given.with_suffix(".yaml")
     return packaged if os.path.isfile(packaged) else given
+
+
+def find_recipe_or_run(given: Path) -> Path:
+    """Return the recipe of a run, if the argument is a run directory, and otherwise what `find_recipe` returns."""
+    found = find_recipe(given)
+    return given / RECIPE if is_run(given) else found
 
 
 def recipe_named_in(file: Path, given: str) -> Path:

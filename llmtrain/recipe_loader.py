@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,25 +196,6 @@ def resolved_yaml(recipe: Recipe) -> str:
     """Return every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
     # OmegaConf's dumper, because it quotes text that its loader would read as a number (a run called "3e-4").
     return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
-
-
-def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list[str]:
-    """Return a line such as `optim.lr: 0.001 there, 0.002 here` for each key that differs.
-
-    `ignore` holds dotted keys or sections.
-    """
-    left, right = leaves(there.model_dump(mode="json")), leaves(here.model_dump(mode="json"))
-    ignored = tuple(ignore)
-    keys = [key for key in {**left, **right} if not any(key == i or key.startswith(i + ".") for i in ignored)]
-
-    def value(values: dict[str, Any], key: str) -> str:
-        return json.dumps(values[key], ensure_ascii=False) if key in values else "not given"
-
-    return [
-        f"{key}: {value(left, key)} there, {value(right, key)} here"
-        for key in keys
-        if left.get(key, ...) != right.get(key, ...)
-    ]
 
 
 def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:

@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from llmtrain.best_checkpoint import best_step, read_losses
+from llmtrain.console_table import output_table
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
@@ -32,8 +31,6 @@ STATES = {"done": "done", "signal": "stopped"}
 STYLES = {"done": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
 KINDS = {"method": str, "steps": int, "stopped": str}
 """Types of the values of a summary.json that are shown. A value of another type is ignored."""
-WIDTH = 1000
-"""Columns if the output is not a terminal, so that no cell is cut."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +105,7 @@ def read_run(path: Path, name: str) -> RunRow:
 
 def show_runs(rows: list[RunRow], console: Console) -> None:
     """Print a table with a row per run: with colors on a terminal, as plain columns elsewhere."""
-    plain = not console.is_terminal
-    table = Table(box=None if plain else SIMPLE_HEAD, pad_edge=False, padding=(0, 2) if plain else (0, 1))
+    table = output_table(console)
     for head in (
         "name",
         "method",
@@ -126,12 +122,6 @@ def show_runs(rows: list[RunRow], console: Console) -> None:
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
-
-
-def console_for_output() -> Console:
-    """Return a console for standard output that cuts nothing if there is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def as_json(rows: list[RunRow]) -> str:

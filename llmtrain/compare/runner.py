@@ -38,7 +38,8 @@ from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.recipe_loader import COMMAND_LINE, differences, load_recipe, resolved_yaml
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import COMMAND_LINE, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_for

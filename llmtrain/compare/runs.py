@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from llmtrain.console_table import console_for_output, output_table
 from llmtrain.errors import ResultsError
 from llmtrain.files import read_lines
 from llmtrain.quantities import format_duration
 from llmtrain.run_files import METRICS
-from llmtrain.run_list import RunRow, console_for_output, loss_in_words, name_below, read_run, run_directories
+from llmtrain.run_list import RunRow, loss_in_words, name_below, read_run, run_directories
 from llmtrain.run_plots import draw_runs
 from llmtrain.validated_text import LossUnit, common_unit, read_validated_text
 
@@ -84,8 +84,7 @@ def find_compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 def table_of_runs(runs: Sequence[ComparedRun], unit: LossUnit, console: Console) -> Table:
     """Return a table with a row per run. Bits per byte are shown only if the runs are compared by them."""
-    plain = not console.is_terminal
-    table = Table(box=None if plain else SIMPLE_HEAD, pad_edge=False, padding=(0, 2) if plain else (0, 1))
+    table = output_table(console)
     in_bits = unit.tag == "eval/bpb"
     for head in ("name", "method", "state"):
         table.add_column(head, overflow="fold", no_wrap=head != "name")

@@ -17,7 +17,8 @@ from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
-from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml, stored_recipe
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY, complete_checkpoints
 from llmtrain.sync.methods import inner_preset
 from llmtrain.train.checkpoint_files import read_state

@@ -41,7 +41,21 @@ TABLES = {
           - recipe.train.sequence_length > positions
           + recipe.train.sequence_length >= positions
     """,
+    "llmtrain/recipe_diff.py": r"""
+    seen by unit/test_recipe.py
+        recipe: a difference names here and there the wrong way round
+          - f"{key}: {a} there, {b} here"
+          + f"{key}: {b} there, {a} here"
+    seen by unit/test_cli.py
+        recipes: a diff shows equal values, too
+          - for key in keys if left.get(key, ...) != right.get(key, ...)}
+          + for key in keys}
+    """,
     "llmtrain/recipe_files.py": r"""
+    seen by unit/test_cli.py
+        recipes: a diff takes no run directories
+          - if is_run(given) else found
+          + if False else found
     seen by unit/test_recipe_files.py
         recipes: a name of the package wins over a file here
           -  or os.path.isfile(given) or
@@ -78,9 +92,6 @@ TABLES = {
         recipe: the command line lies under the file
           - layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
           + layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]
-        recipe: a difference names here and there the wrong way round
-          - f"{key}: {value(left, key)} there, {value(right, key)} here"
-          + f"{key}: {value(right, key)} there, {value(left, key)} here"
         recipe: a name is the number that YAML reads
           - ["run"]["name"]  # which reads text only
           + ["run"]["name"] and str(run["name"])

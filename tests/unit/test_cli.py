@@ -159,6 +159,20 @@ def test_keys_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFix
     )
 
 
+def test_two_recipes_or_runs_are_compared_key_by_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "run: {name: mine}\noptim: {lr: 0.5}\nsync: {method: diloco, outer: average}\n"
+    )
+    (tmp_path / "other.yaml").write_text("run: {name: mine}\nsync: {method: diloco}\n")
+    lines = said(capsys, "recipe", "diff", str(tmp_path), str(tmp_path / "other.yaml")).splitlines()
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    assert rows[0] == ["key", str(tmp_path), str(tmp_path / "other.yaml")]
+    assert rows[1:3] == [["optim.lr", "0.5", "0.0003"], ["sync.outer.kind", '"average"', '"nesterov"']]
+    assert ["sync.outer.momentum", "not given", "0.9"] in rows  # of the method's preset
+    assert not any(row[0].startswith(("run.", "model.")) for row in rows)
+    assert said(capsys, "recipe", "diff", "quickstart", "quickstart") == "The recipes do not differ.\n"
+
+
 @pytest.mark.parametrize(
     ("section", "hint"),
     [("optm", "did you mean optim?"), ("optim.lrr", "did you mean optim.lr?"), ("xyz", "sections are run, model")],

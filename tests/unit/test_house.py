@@ -46,8 +46,10 @@ LAYERS = [
     {"sync"},
     {
         "completion",
+        "console_table",
         "recipe_loader",
         "recipe_check",
+        "recipe_diff",
         "machine_check",
         "recipe_files",
         "recipe_keys",

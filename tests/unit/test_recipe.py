@@ -20,7 +20,8 @@ from llmtrain.config import (
     SgdSection,
 )
 from llmtrain.errors import RecipeError
-from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
 Write = Callable[[str, str], Path]
