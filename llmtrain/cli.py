@@ -128,7 +128,7 @@ def prepare(
     try:
         prepare_for(loaded, show_progress=True)
     except KeyboardInterrupt:
-        typer.echo(f"stopped: {describe_kept_texts(loaded.data)}; the same command continues")
+        typer.echo(f"stopped: {describe_kept_texts(loaded.data)}; run the same command to continue")
         raise typer.Exit(STOPPED_EARLY) from None
     for prepared in prepare_texts(loaded, None, show_progress=False).values():
         counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))

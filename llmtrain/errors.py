@@ -111,7 +111,7 @@ def panics_as_errors() -> Iterator[None]:
 
 
 HEAD_START_SECONDS = 1.0
-"""Seconds that a rank which prints nothing gives the rank that does: launchers end all ranks once one has ended."""
+"""Head start, in seconds, of the rank that prints the error: launchers kill all ranks once one has exited."""
 
 
 def exit_with_status(command: Callable[[], object]) -> None:

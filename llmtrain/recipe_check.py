@@ -111,8 +111,8 @@ def _check_in_process(recipe: Recipe, processes: int | None) -> None:
     if clock is None and (sync.period.is_timed or sync.schedule.needs_threads):
         what = "sync.period is in seconds" if sync.period.is_timed else f"sync.schedule is {sync.schedule.kind}"
         raise RecipeError(
-            f"{given}, in lockstep, but {what}, for replicas of different speeds; set these with parallel.virtual_clock, leave "
-            "out in_process, or choose another method"
+            f"{given}, in lockstep, but {what}, for replicas of different speeds; give their speeds in parallel.virtual_clock, "
+            "leave out in_process, or choose another method"
         )
     if sync.schedule.needs_threads and sync.pull is not None:
         raise RecipeError(

@@ -77,7 +77,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
 
 
 def _with_outer_step(recipe: Recipe) -> Recipe:
-    """Return the recipe with the outer step that `sync.outer: auto` stands for, if it has that. Raises RecipeError if its number of
+    """Return the recipe with the outer settings that `sync.outer: auto` stands for, if it has that. Raises RecipeError if its number of
     rounds is not known."""
     sync = recipe.sync
     if not isinstance(sync.outer, AutoOuterSection):

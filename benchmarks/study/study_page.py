@@ -94,7 +94,7 @@ BY_ROUNDS = ("diloco", "local_sgd", "edit")
 GAPS = "Gap against the number of rounds"
 STEPS = "Tokens per second, by network"
 SPEEDS = "Speed to its own final loss, by network"
-HEATS = "DiLoCo with other outer steps"
+HEATS = "DiLoCo with other outer settings"
 UNEVEN = "Uneven replicas: losses and virtual times"
 EVEN = "Where methods break even"
 TRAINED = "Losses on the training text"
@@ -204,7 +204,7 @@ def trained_rows(done: Records) -> list[Row]:
 
 
 def heat_rows(done: Records) -> list[Row]:
-    """Return DiLoCo's losses by outer step, if all are there: a row for each momentum and its warm-up, a column for each outer
+    """Return DiLoCo's losses by outer setting, if all are there: a row for each momentum and its warm-up, a column for each outer
     learning rate."""
     [(cell, _)] = HEAT.items()
     runs = [run for run in runs_of(cell, done) if run.kind == "heat"]

@@ -2,7 +2,7 @@
 
 A cell is a method with a number of replicas and a round length. It has trials, each at about a quarter of the tokens, and then
 final runs of the best trial with all tokens and several seeds. Later trials start from the best of the earlier ones; every cell
-has the same number. Cells in `SHORTENED` also have final runs with fewer tokens, and those in `HEAT` with other outer steps.
+has the same number. Cells in `SHORTENED` also have final runs with fewer tokens, and those in `HEAT` with other outer settings.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial`, `final`, with fewer tokens than that `shorter`, or with another outer step `heat`."""
+    """`trial`, `final`, with fewer tokens than that `shorter`, or with other outer settings `heat`."""
     number: int
-    """Number of the trial or of the outer step, from 0, or seed of the final run."""
+    """Number of the trial or of the outer settings, from 0, or seed of the final run."""
     setting: Setting
     share: float = 1.0
     """Share of a final run's tokens."""

@@ -71,8 +71,8 @@ class TrainSection(Section):
     """Sequences per forward pass of a rank."""
     document_mask: bool = False
     """Restrict attention to the token's own document and the separator before it, and restart positions there; `false`: a token
-    attends to all before it in its sequence. With an attention of transformers, each sequence needs a mask of sequence_length
-    squared."""
+    attends to all before it in its sequence. With the attention implementations of transformers, each sequence needs a mask of
+    sequence_length squared."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
     gc_every: Count | None = 50
@@ -89,7 +89,7 @@ class TrainSection(Section):
 
 
 class MuonSection(Section):
-    """Muon, which updates matrices of the layers with `optim.kind=muon`. Embeddings, head and vectors have AdamW."""
+    """Muon, which updates matrices of the layers with `optim.kind=muon`. Embeddings, the head and vectors use AdamW."""
 
     momentum: DecayRate = 0.95
     """Decay rate of the momentum (Nesterov's)."""

@@ -68,7 +68,7 @@ def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: 
     for method, reason in found.refused.items():
         console.print(f"  {method}: {reason}", soft_wrap=True)
     console.print(
-        f"{footnote(hardware)}\n  A method's preset replaces the recipe's reduction, outer step and schedule; the recipe's "
+        f"{footnote(hardware)}\n  A method's preset replaces the recipe's reduction, outer optimizer and schedule; the recipe's "
         "period, warm-up and wire stay where\n  the method has none of its own. docs/results.md has what each costs in loss.",
         soft_wrap=True,
     )

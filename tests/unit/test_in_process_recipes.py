@@ -38,7 +38,7 @@ IN_PROCESS = [
     (
         ["parallel.replicas=2", "sync.method=a_edit"],
         1,
-        ["in lockstep", "sync.period is in seconds", "set these with parallel.virtual_clock", "another method"],
+        ["in lockstep", "sync.period is in seconds", "give their speeds in parallel.virtual_clock", "another method"],
     ),
     (
         ["parallel.replicas=2", "sync.method=a_edit", "parallel.virtual_clock.step_seconds=[1, 1, 2]"],

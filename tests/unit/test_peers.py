@@ -20,7 +20,7 @@ from llmtrain.model import build, model_config
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.single_device import SingleDeviceEngine
 from llmtrain.recipe_check import check
-from llmtrain.recipe_loader import differences
+from llmtrain.recipe_diff import differences
 from tests.distributed.pool import RankPool
 from tests.unit.test_benchmarks import ROOT
 
