@@ -25,14 +25,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from llmtrain.data.local_files import split_text
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.errors import DataError, ModelError, UserError, reason
-from llmtrain.eval.evaluated_checkpoint import check_model_path
+from llmtrain.eval.evaluated_checkpoint import find_checkpoints
 from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio_of_sums
-from llmtrain.export.export import exported
-from llmtrain.export.folder import check_export, recorded
+from llmtrain.export.folder import recorded
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.export.request import Step
 from llmtrain.model import learned_positions
-from llmtrain.run_files import is_run
 from llmtrain.suites import SamplesSection, TextSection
 
 PROTOCOL = 2
@@ -231,13 +229,9 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
 
 
 def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
-    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary. Raises
-    UserError if the path is neither such a folder nor a run."""
-    check_model_path(run_or_export, step)
-    if is_run(run_or_export):
-        return exported(run_or_export, step)
-    check_export(run_or_export)
-    return run_or_export
+    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary, and is
+    enough where its checkpoint is gone. Raises UserError if the path is neither such a folder nor a run."""
+    return find_checkpoints(run_or_export, "", step, over_time=False)[-1].folder
 
 
 def generate(
@@ -308,4 +302,4 @@ def _costs(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor
         torch.nn.functional.cross_entropy(of_row[: len(row) - 1].float(), ids[1 : len(row)], reduction="none")
         for of_row, ids, row in zip(logits, padded, rows, strict=True)
     ]
-    return torch.cat(costs).double().cpu()
+    return torch.cat(costs).cpu().double()  # mps has no fp64
