@@ -54,19 +54,27 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
     """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`, and with `max_length` if
     it has learned positions that training has not reached.
 
-    Raises ModelError if transformers can't load it.
+    Raises ModelError if transformers can't load it, or if the folder lacks some of its weights.
     """
     with quiet():
         import torch
         from lm_eval.models.huggingface import HFLM
 
+        from llmtrain.eval.texts import check_weights
         from llmtrain.export.folder import recorded
+        from llmtrain.export.parity import without_progress_bars
 
         longest = None if (known := recorded(folder)) is None else known.trained_positions
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device, max_length=longest)
-        except torch.OutOfMemoryError:
+            # lm-eval ignores what transformers reports. A second load, without data, reports it again. Not for quantized weights,
+            # because their libraries may need a GPU.
+            if getattr(model.model.config, "quantization_config", None) is None:
+                with without_progress_bars():
+                    load = type(model.model).from_pretrained
+                    check_weights(folder, load(folder, device_map="meta", output_loading_info=True)[1])
+        except (torch.OutOfMemoryError, ModelError):
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
             raise ModelError(

@@ -13,7 +13,7 @@ each with the token that begins the next one at its end. Such losses have anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -111,16 +111,21 @@ def load_model_and_tokenizer(folder: Path, device: str | None = None) -> Loaded:
     except Exception as error:  # transformers and safetensors raise many kinds of errors for damage
         raise unreadable(reason(error)) from error
     tokenizer = read_tokenizer(folder, unreadable, try_out=True)
-    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind])
-    if wrong:
-        raise ModelError(
-            f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
-        )
+    check_weights(folder, loading)
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     known = recorded(folder)
     if known is None:
         return Loaded(model, tokenizer)
     return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, known.separate_documents)
+
+
+def check_weights(folder: Path, loading: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers, by its `loading` info, has drawn weights at random because the folder lacks them."""
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind])
+    if wrong:
+        raise ModelError(
+            f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
+        )
 
 
 def read_documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
