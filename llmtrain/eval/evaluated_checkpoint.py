@@ -55,7 +55,8 @@ class Checkpoint:
 
 
 def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool) -> list[Checkpoint]:
-    """Return the checkpoints to evaluate for a path given by the user, oldest first.
+    """Return the checkpoints to evaluate for a path given by the user, oldest first: without `step` and `over_time`, the newest
+    one, or the newest export if the run has no checkpoint.
 
     Checkpoints of runs are exported, and every folder has passed `check_model_folder`. Raises UserError if `check_model_path` does.
     """
@@ -68,7 +69,7 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
     if over_time:
         steps = _steps(path)
     elif step is None:
-        steps = [max(_steps(path))]
+        steps = [max(complete_checkpoints(path / CHECKPOINTS) or _exports(path))]
     else:
         steps = [choose_step(path, BEST) if step == BEST else step]
     found = [_of_run(path, label, each) for each in steps]

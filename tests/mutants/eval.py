@@ -27,6 +27,9 @@ TABLES = {
         eval: new weights of the same size go unnoticed
           - \0{stat.st_size}\0{stat.st_mtime_ns}\0
           + \0{stat.st_size}\0
+        eval: the newest of a run is an export of what was trained before
+          - steps = [max(complete_checkpoints(path / CHECKPOINTS) or _exports(path))]
+          + steps = [max(_steps(path))]
     """,
     "llmtrain/eval/harness.py": r"""
     seen by unit/test_eval_harness.py
@@ -50,6 +53,9 @@ TABLES = {
         eval: questions reach learned positions that are random
           - device=device, max_length=longest)
           + device=device)
+        eval: tasks are evaluated with weights that were drawn at random
+          - check_weights(folder, load(folder, device_map="meta", output_loading_info=True)[1])
+          + load(folder, device_map="meta", output_loading_info=True)
     """,
     "llmtrain/eval/scores.py": r"""
     seen by unit/test_eval_scores.py
@@ -95,6 +101,9 @@ TABLES = {
         eval: standard error of the loss as that of the perplexity
           - else perplexity * loss_error
           + else loss_error
+        eval: losses become fp64 on a device that may have none
+          - torch.cat(costs).cpu().double()
+          + torch.cat(costs).double().cpu()
     seen by unit/test_eval_arguments.py
         eval: another device than asked
           - int(index or 0) >= found
