@@ -125,5 +125,8 @@ TABLES = {
         eval: the larger of two limits
           - return min(given) if given
           + return max(given) if given
+        eval: a group of the harness's tasks is loaded without them
+          - with_defaults=not (task and task.is_complete)
+          + with_defaults=task is None
     """,
 }
