@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from llmtrain.best_checkpoint import BEST
 from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step
-from llmtrain.files import read_lines
+from llmtrain.files import nearest_existing, read_lines
 from llmtrain.parallel.world import environment_number
 from llmtrain.run_files import CHECKPOINTS, EXPORT_MANIFEST, METRICS, STEP_NAME, complete_checkpoints, is_run
 
@@ -127,6 +127,12 @@ def labels(paths: Sequence[Path]) -> list[str]:
     return found
 
 
+def same(path: Path, paths: Sequence[Path]) -> int | None:
+    """Return the index of `path` in `paths`, comparing resolved paths, or None if it is not among them."""
+    resolved = [each.resolve() for each in paths]
+    return resolved.index(path.resolve()) if path.resolve() in resolved else None
+
+
 def check_model_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` has a configuration, a tokenizer and complete safetensors files.
 
@@ -156,6 +162,15 @@ def check_model_folder(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is damaged or cut short ({one_line(error)}); export the model again") from None
+
+
+def check_can_write(folder: Path) -> None:
+    """Raise UserError unless a folder for results exists, or can be made, and can be written."""
+    there = nearest_existing(folder)
+    if not there.is_dir():
+        raise UserError(f"{folder}: {there} is a file; choose another folder with --out")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{folder}: {there} can't be written; choose another folder with --out")
 
 
 def is_main_process() -> bool:

@@ -118,8 +118,10 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
         )
 
 
-def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
-    """Evaluate one task, group or tag; return None on all but the main process.
+def run_task(
+    section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager, is_local: bool = False
+) -> Entry | None:
+    """Evaluate one task, group or tag, `is_local` if it reads local files; return None on all but the main process.
 
     Raises DataError if the task's data is not available or damaged, SuiteError if the task does not accept the given
     few_shot, and ModelError if an answer is longer than the model's context or has no loss.
@@ -130,13 +132,13 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
 
         try:
             loaded = manager.load([section.task])
-        except OSError as error:
-            raise DataError(
+        except (OSError, ValueError, LookupError, UndefinedError) as error:
+            if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
+                raise DataError(
+                    f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
+                ) from error
+            raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
                 f"task {section.task}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
-            ) from None
-        except (ValueError, LookupError, UndefinedError) as error:  # of JSON, text encodings, columns and empty files
-            raise DataError(
-                f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
             ) from error
         fixed = next((name for name, task in loaded["tasks"].items() if task.get_config("num_fewshot") == 0), None)
         if section.few_shot and fixed:

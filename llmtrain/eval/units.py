@@ -123,6 +123,7 @@ def _task_unit(section: TaskSection, options: Options, of_files: Key, with_defau
             limit,
             lambda: models.for_harness,
             task_manager(options.task_folders, options.data_dir, with_defaults),
+            bool(of_files.get("data")),
         ),
         by_all=True,
     )

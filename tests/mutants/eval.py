@@ -9,6 +9,12 @@ TABLES = {
         eval: the baseline is looked for when everything else is evaluated
           -         check_model_path(baseline, None)
           +         pass
+        eval: results of a model of the same name are overwritten
+          - if os.path.exists(other) and path
+          + if False and path
+        eval: a results folder that can't be written is found out after the first task
+          -         check_can_write(out or path / EVALUATIONS)
+          -
         eval: imports torch before it looks at its arguments
           - import os
           -
@@ -18,6 +24,9 @@ TABLES = {
     """,
     "llmtrain/eval/command.py": r"""
     seen by unit/test_eval_arguments.py
+        eval: a baseline's first task is lost where nothing can be written
+          - check_can_write(cache.folder)
+          + pass
         eval: a baseline is always its newest checkpoint
           - step if is_there else None
           + None
@@ -36,13 +45,16 @@ TABLES = {
         eval: a generated answer may fill the model's context
           - if asked >= model.max_length:
           + if asked > model.max_length:
+        eval: a data set that the hub's cache lacks is a damaged file
+          - if is_local and not isinstance(error, OSError):
+          + if not isinstance(error, OSError):
         eval: JSON with a standard error that is no number
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
     seen by end_to_end/test_eval_damaged.py
         eval: damaged data of a task ends in a traceback
-          - except (ValueError, LookupError, UndefinedError) as error:  # of JSON
-          + except KeyError as error:  # of JSON
+          - except (OSError, ValueError, LookupError, UndefinedError) as error:
+          + except OSError as error:
         eval: scores of a task whose losses are no numbers
           - return all(map(math.isfinite, numbers))
           + return not any(map(math.isinf, numbers))

@@ -90,7 +90,7 @@ def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(
     monkeypatch.setattr(units, "check_tasks", lambda names, *_: asked.append(names))
     monkeypatch.setattr(units, "harness_version", lambda: "0.4")
     monkeypatch.setattr(units, "task_manager", lambda *arguments: arguments)
-    monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager: asked.append(manager))
+    monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager, is_local: asked.append(manager))
     (tmp_path / "mine.yaml").write_text("group: mine\ntask: [piqa]")
     options = Options(Suite(tasks=(TaskSection(task="mine"),)), (tmp_path,), None, 5, 1, None)
     (unit,) = units_of(options)
