@@ -1,6 +1,6 @@
 """Suites: the tasks, texts and prompts of an evaluation, and the data files that they need.
 
-A suite is one of eval/suites/*.yaml or a user's YAML file. Task files are read without lm-evaluation-harness.
+A suite is one of eval/suites/*.yaml or a user's YAML file.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import hashlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -21,10 +20,8 @@ from pydantic import Field, ValidationError
 from llmtrain.config import SuiteSection
 from llmtrain.config.section import Count, Section
 from llmtrain.errors import DataError, SuiteError, UserError
-from llmtrain.recipe_messages import closest, explain_in, format_value, one_of
-
-FILES = Path(__file__).resolve().parent / "eval"
-"""Folder of the suites and task files that come with the package."""
+from llmtrain.recipe_messages import closest, explain_in, one_of
+from llmtrain.task_files import FILES, digest_of, local_tasks, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 FewShot = Annotated[int, Field(ge=0)]
@@ -102,7 +99,7 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     `key` is the recipe key or option that gave the name. Raises SuiteError, with a one-line message, for anything else.
     """
     path = _path_of(name, key)
-    data = _read_yaml(path, yaml.SafeLoader, "a suite")
+    data = read_yaml(path, yaml.SafeLoader, "a suite")
     if not isinstance(data, dict):
         raise SuiteError(f"{path}: is not a mapping; a suite has {', '.join(Suite.model_fields)}")
     try:
@@ -129,15 +126,6 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in (FILES / "suites").glob("*.yaml"))
 
 
-def _read_yaml(path: Path, loader: type[yaml.SafeLoader], what: str) -> Any:
-    try:
-        return yaml.load(path.read_text(), loader)
-    except RecursionError:
-        raise SuiteError(f"{path}: can't be read as {what}: it is nested too deeply") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SuiteError(f"{path}: can't be read as {what}: {' '.join(str(error).split())}") from None
-
-
 def _path_of(name: str, key: str) -> Path:
     if name.endswith((".yaml", ".yml")):
         if not os.path.isfile(name):
@@ -149,56 +137,6 @@ def _path_of(name: str, key: str) -> Path:
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
         raise SuiteError(f"{key} {name}: there is no such suite; {hint}")
     return FILES / "suites" / f"{name}.yaml"
-
-
-class TaskFunction(str):
-    """Name `module.function` of a Python function, in a module next to the task file."""
-
-
-class TaskLoader(yaml.SafeLoader):
-    """YAML loader that reads `!function a.b` as the name `a.b` of a function and loads no code."""
-
-
-TaskLoader.add_constructor("!function", lambda loader, node: TaskFunction(loader.construct_scalar(node)))
-
-
-@dataclass(frozen=True)
-class LocalTask:
-    """A task, or a group of tasks, in a local folder."""
-
-    name: str
-    files: tuple[str, ...]
-    """Data files, relative to --data-dir."""
-    folder: Path
-
-
-def local_tasks(folders: Sequence[Path]) -> dict[str, LocalTask]:
-    """Return tasks and groups by name. A later folder takes precedence."""
-    configs: dict[str, tuple[dict[str, Any], Path]] = {}
-    for folder in folders:
-        try:
-            paths = sorted(folder.rglob("*.yaml"))
-        except OSError as error:
-            raise SuiteError(
-                f"{error.filename} can't be read ({error.strerror}); give a folder of task files"
-            ) from None
-        for path in paths:
-            config = _with_includes(path)
-            name = config.get("group") or config.get("task")
-            if isinstance(name, str):
-                configs[name] = config, folder
-    return {name: LocalTask(name, _files_of(name, configs), folder) for name, (_, folder) in configs.items()}
-
-
-def digest_of(folders: Sequence[Path]) -> str:
-    """Return a digest that changes when a file in one of the task folders changes, or a file elsewhere that they need."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-        paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
-        for name, path in sorted({os.path.relpath(path, folder): path for path in paths}.items()):
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def suite_digest(suite: Suite, folders: Sequence[Path]) -> str:
@@ -233,75 +171,6 @@ def digests_of_data(data_dir: Path | None, files: Sequence[str], needed_by: str)
         path = data_file(data_dir, file, needed_by)
         found[file] = content_digest(path, path.stat().st_size, path.stat().st_mtime_ns)
     return found
-
-
-def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a task file's content, merged over that of the files that it includes. `chain` has the files whose includes led
-    to this one. Raises SuiteError if an included file, or a module with a function of the task, is missing, or if a file
-    includes itself."""
-    if path.resolve() in chain:
-        raise SuiteError(f"{path}: includes itself; leave out one include of {', '.join(file.name for file in chain)}")
-    config = _read_yaml(path, TaskLoader, "a task file")
-    if not isinstance(config, dict):
-        raise SuiteError(f"{path}: holds no mapping, expected a task (task: NAME) or a group (group: NAME)")
-    _check_task(path, config)
-    included = config.pop("include", None)
-    for file, reason in [
-        (included, "include"),
-        *((_module_of(name), f"!function {name}") for name in _functions(config)),
-    ]:
-        if file and not os.path.isfile(path.parent / file):
-            known = next((found for found in (FILES / "tasks").rglob("*") if found.name == Path(file).name), None)
-            remedy = f"copy {known}" if known else "copy it from where the task file comes from"
-            raise SuiteError(f"{path}: needs {path.parent / file} ({reason}), which is missing; {remedy} to there")
-    return (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {}) | config
-
-
-def _files_needed(path: Path) -> Iterator[Path]:
-    """Yield the files that a task file includes, and the modules of its functions, those of included files, too."""
-    config = _read_yaml(path, TaskLoader, "a task file")
-    for module in map(_module_of, _functions(config)):
-        yield path.parent / module
-    if included := config.get("include"):
-        yield path.parent / included
-        yield from _files_needed(path.parent / included)
-
-
-def _check_task(path: Path, config: dict[str, Any]) -> None:
-    """Raise SuiteError unless the keys of a task file that are read here have values of the right kind."""
-    kwargs = config.get("dataset_kwargs")
-    for key, value, kinds, what in (
-        ("include", config.get("include"), str, "the name of a file"),
-        ("task", config.get("task"), str | list, "a name, or the list of a group's tasks"),
-        ("group", config.get("group"), str, "a name"),
-        ("dataset_kwargs", kwargs, dict, "a mapping"),
-        ("dataset_kwargs.file", kwargs.get("file") if isinstance(kwargs, dict) else None, str, "the name of a file"),
-    ):
-        if value is not None and not isinstance(value, kinds):
-            raise SuiteError(f"{path}: {key} is {format_value(value)}, expected {what}")
-
-
-def _functions(value: Any) -> Iterator[str]:
-    """Yield the names of the functions in a task file."""
-    if isinstance(value, TaskFunction):
-        yield str(value)
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _functions(part)
-
-
-def _module_of(function: str) -> str:
-    return f"{function.rpartition('.')[0]}.py"
-
-
-def _files_of(name: str, configs: dict[str, tuple[dict[str, Any], Path]]) -> tuple[str, ...]:
-    config = configs[name][0] if name in configs else {}
-    if isinstance(config.get("task"), list):
-        return tuple(
-            file for member in config["task"] if isinstance(member, str) for file in _files_of(member, configs)
-        )
-    file = (config.get("dataset_kwargs") or {}).get("file")
-    return (file,) if file else ()
 
 
 KEY = "eval.suite"

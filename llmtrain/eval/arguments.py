@@ -3,14 +3,15 @@ longer than to find a typing mistake."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.eval.evaluated_checkpoint import check_model_path, labels
+from llmtrain.eval.evaluated_checkpoint import check_can_write, check_model_path, labels, same
 from llmtrain.export.request import Step
-from llmtrain.files import nearest_existing
+from llmtrain.run_files import EVALUATIONS
 from llmtrain.suites import check_device_name, check_local_files, harness_version, load_suite
 
 
@@ -40,16 +41,21 @@ def check_arguments(
     labels(paths)
     for path in paths:
         check_model_path(path, step)
+        check_can_write(out or path / EVALUATIONS)
+    everything = [*paths]
     if baseline is not None:
         check_model_path(baseline, None)
-    if out is not None:
-        _check_out(out)
+        everything += [baseline] if same(baseline, paths) is None else []
+    for path, label in zip(everything, labels(everything), strict=True) if out is not None else ():
+        _check_owner(out / label, path)
 
 
-def _check_out(folder: Path) -> None:
-    """Raise UserError unless `folder` exists, or can be made, and can be written."""
-    there = nearest_existing(folder)
-    if not there.is_dir():
-        raise UserError(f"--out {folder}: {there} is a file; choose another folder")
-    if not os.access(there, os.W_OK):
-        raise UserError(f"--out {folder}: {there} can't be written; choose another folder")
+def _check_owner(folder: Path, path: Path) -> None:
+    """Raise UserError if `folder` has results of another model or run than `path`, which still exists."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            other = Path(json.loads(file.read_text())["model"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if os.path.exists(other) and path.resolve() not in (other.resolve(), *other.resolve().parents):
+            raise UserError(f"{folder} has results of {other}; choose another folder with --out for those of {path}")

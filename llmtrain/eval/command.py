@@ -11,7 +11,15 @@ from rich.console import Console
 
 import llmtrain
 from llmtrain.doctor.machine import installed_version
-from llmtrain.eval.evaluated_checkpoint import Checkpoint, find_checkpoints, has_step, is_main_process, labels
+from llmtrain.eval.evaluated_checkpoint import (
+    Checkpoint,
+    check_can_write,
+    find_checkpoints,
+    has_step,
+    is_main_process,
+    labels,
+    same,
+)
 from llmtrain.eval.scores import SEPARATE, Cache, write_json
 from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
 from llmtrain.eval.texts import check_device
@@ -49,7 +57,7 @@ def evaluate(
     name, chosen, task_folders = load_suite(suite)
     options = Options(chosen, tuple(task_folders), data_dir, limit, batch_size or chosen.batch_size, device)
     units = units_of(options)
-    everything = [*paths] if baseline is None or _same(baseline, paths) is not None else [*paths, baseline]
+    everything = [*paths] if baseline is None or same(baseline, paths) is not None else [*paths, baseline]
     found = [
         find_checkpoints(path, label, step, over_time)
         if path in paths
@@ -59,7 +67,7 @@ def evaluate(
     evaluated = [[_evaluate_one(each, units, options, name, out, console) for each in of_path] for of_path in found]
     if not is_main_process():
         return []
-    reference = None if baseline is None else evaluated[_same(baseline, everything)][-1]
+    reference = None if baseline is None else evaluated[same(baseline, everything)][-1]
     show, digest = {unit.name: unit.show for unit in units}, suite_digest(chosen, task_folders)
     results = []
     for path, of_path in zip(everything, evaluated, strict=True):
@@ -94,6 +102,9 @@ def _evaluate_one(
     models = LazyModels(checkpoint.folder, options)
     where = checkpoint.label + ("" if checkpoint.step is None else f" step {checkpoint.step}")
     missing = [unit for unit in units if done[unit.name] is None]
+    if missing and is_main_process():
+        # Before the model is loaded. Not of a baseline whose entries are all in a cache that can't be written.
+        check_can_write(cache.folder)
     if not missing:
         console.print(f"{where}: evaluated on {suite} before", markup=False)
     for number, unit in enumerate(missing, 1):
@@ -185,9 +196,3 @@ def _draw(
 def _home(checkpoint: Checkpoint, out: Path | None) -> Path:
     """Return the folder for the results of a checkpoint."""
     return checkpoint.home / EVALUATIONS if out is None else out / checkpoint.label
-
-
-def _same(path: Path, paths: Sequence[Path]) -> int | None:
-    """Return the index of `path` in `paths`, comparing resolved paths, or None if it is not among them."""
-    resolved = [each.resolve() for each in paths]
-    return resolved.index(path.resolve()) if path.resolve() in resolved else None

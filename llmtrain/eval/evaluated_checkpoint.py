@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from llmtrain.best_checkpoint import BEST
 from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step
-from llmtrain.files import read_lines
+from llmtrain.files import nearest_existing, read_lines
 from llmtrain.parallel.world import environment_number
 from llmtrain.run_files import CHECKPOINTS, EXPORT_MANIFEST, METRICS, STEP_NAME, complete_checkpoints, is_run
 
@@ -55,7 +55,8 @@ class Checkpoint:
 
 
 def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool) -> list[Checkpoint]:
-    """Return the checkpoints to evaluate for a path given by the user, oldest first.
+    """Return the checkpoints to evaluate for a path given by the user, oldest first: without `step` and `over_time`, the newest
+    one, or the newest export if the run has no checkpoint.
 
     Checkpoints of runs are exported, and every folder has passed `check_model_folder`. Raises UserError if `check_model_path` does.
     """
@@ -68,7 +69,7 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
     if over_time:
         steps = _steps(path)
     elif step is None:
-        steps = [max(_steps(path))]
+        steps = [max(complete_checkpoints(path / CHECKPOINTS) or _exports(path))]
     else:
         steps = [choose_step(path, BEST) if step == BEST else step]
     found = [_of_run(path, label, each) for each in steps]
@@ -126,6 +127,12 @@ def labels(paths: Sequence[Path]) -> list[str]:
     return found
 
 
+def same(path: Path, paths: Sequence[Path]) -> int | None:
+    """Return the index of `path` in `paths`, comparing resolved paths, or None if it is not among them."""
+    resolved = [each.resolve() for each in paths]
+    return resolved.index(path.resolve()) if path.resolve() in resolved else None
+
+
 def check_model_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` has a configuration, a tokenizer and complete safetensors files.
 
@@ -155,6 +162,15 @@ def check_model_folder(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is damaged or cut short ({one_line(error)}); export the model again") from None
+
+
+def check_can_write(folder: Path) -> None:
+    """Raise UserError unless a folder for results exists, or can be made, and can be written."""
+    there = nearest_existing(folder)
+    if not there.is_dir():
+        raise UserError(f"{folder}: {there} is a file; choose another folder with --out")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{folder}: {there} can't be written; choose another folder with --out")
 
 
 def is_main_process() -> bool:

@@ -54,19 +54,27 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
     """Load the model as lm-eval's command line does with `--model hf --model_args pretrained=FOLDER`, and with `max_length` if
     it has learned positions that training has not reached.
 
-    Raises ModelError if transformers can't load it.
+    Raises ModelError if transformers can't load it, or if the folder lacks some of its weights.
     """
     with quiet():
         import torch
         from lm_eval.models.huggingface import HFLM
 
+        from llmtrain.eval.texts import check_weights
         from llmtrain.export.folder import recorded
+        from llmtrain.export.parity import without_progress_bars
 
         longest = None if (known := recorded(folder)) is None else known.trained_positions
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device, max_length=longest)
-        except torch.OutOfMemoryError:
+            # lm-eval ignores what transformers reports. A second load, without data, reports it again. Not for quantized weights,
+            # because their libraries may need a GPU.
+            if getattr(model.model.config, "quantization_config", None) is None:
+                with without_progress_bars():
+                    load = type(model.model).from_pretrained
+                    check_weights(folder, load(folder, device_map="meta", output_loading_info=True)[1])
+        except (torch.OutOfMemoryError, ModelError):
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many kinds of errors for damage
             raise ModelError(
@@ -110,8 +118,10 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
         )
 
 
-def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager) -> Entry | None:
-    """Evaluate one task, group or tag; return None on all but the main process.
+def run_task(
+    section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager, is_local: bool = False
+) -> Entry | None:
+    """Evaluate one task, group or tag, `is_local` if it reads local files; return None on all but the main process.
 
     Raises DataError if the task's data is not available or damaged, SuiteError if the task does not accept the given
     few_shot, and ModelError if an answer is longer than the model's context or has no loss.
@@ -122,13 +132,13 @@ def run_task(section: TaskSection, limit: int | None, load: Callable[[], HFLM], 
 
         try:
             loaded = manager.load([section.task])
-        except OSError as error:
-            raise DataError(
+        except (OSError, ValueError, LookupError, UndefinedError) as error:
+            if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
+                raise DataError(
+                    f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
+                ) from error
+            raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
                 f"task {section.task}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
-            ) from None
-        except (ValueError, LookupError, UndefinedError) as error:  # of JSON, text encodings, columns and empty files
-            raise DataError(
-                f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
             ) from error
         fixed = next((name for name, task in loaded["tasks"].items() if task.get_config("num_fewshot") == 0), None)
         if section.few_shot and fixed:

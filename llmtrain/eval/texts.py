@@ -13,7 +13,7 @@ each with the token that begins the next one at its end. Such losses have anothe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,14 +25,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from llmtrain.data.local_files import split_text
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.errors import DataError, ModelError, UserError, reason
-from llmtrain.eval.evaluated_checkpoint import check_model_path
+from llmtrain.eval.evaluated_checkpoint import find_checkpoints
 from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio_of_sums
-from llmtrain.export.export import exported
-from llmtrain.export.folder import check_export, recorded
+from llmtrain.export.folder import recorded
 from llmtrain.export.parity import without_progress_bars
 from llmtrain.export.request import Step
 from llmtrain.model import learned_positions
-from llmtrain.run_files import is_run
 from llmtrain.suites import SamplesSection, TextSection
 
 PROTOCOL = 2
@@ -113,16 +111,21 @@ def load_model_and_tokenizer(folder: Path, device: str | None = None) -> Loaded:
     except Exception as error:  # transformers and safetensors raise many kinds of errors for damage
         raise unreadable(reason(error)) from error
     tokenizer = read_tokenizer(folder, unreadable, try_out=True)
-    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind])
-    if wrong:
-        raise ModelError(
-            f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
-        )
+    check_weights(folder, loading)
     model = model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     known = recorded(folder)
     if known is None:
         return Loaded(model, tokenizer)
     return Loaded(model, tokenizer, known.sequence_length, known.trained_positions, known.separate_documents)
+
+
+def check_weights(folder: Path, loading: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers, by its `loading` info, has drawn weights at random because the folder lacks them."""
+    wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in loading[kind])
+    if wrong:
+        raise ModelError(
+            f"{folder} lacks weights of the model in its config.json, such as {wrong[0]}; export the model again"
+        )
 
 
 def read_documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
@@ -231,13 +234,9 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
 
 
 def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
-    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary. Raises
-    UserError if the path is neither such a folder nor a run."""
-    check_model_path(run_or_export, step)
-    if is_run(run_or_export):
-        return exported(run_or_export, step)
-    check_export(run_or_export)
-    return run_or_export
+    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary, and is
+    enough where its checkpoint is gone. Raises UserError if the path is neither such a folder nor a run."""
+    return find_checkpoints(run_or_export, "", step, over_time=False)[-1].folder
 
 
 def generate(
@@ -308,4 +307,4 @@ def _costs(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor
         torch.nn.functional.cross_entropy(of_row[: len(row) - 1].float(), ids[1 : len(row)], reduction="none")
         for of_row, ids, row in zip(logits, padded, rows, strict=True)
     ]
-    return torch.cat(costs).double().cpu()
+    return torch.cat(costs).cpu().double()  # mps has no fp64

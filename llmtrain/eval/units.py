@@ -18,11 +18,10 @@ from llmtrain.suites import (
     TaskSection,
     TextSection,
     data_file,
-    digest_of,
     digests_of_data,
     harness_version,
-    local_tasks,
 )
+from llmtrain.task_files import digest_of, local_tasks
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -93,14 +92,17 @@ def units_of(options: Options) -> list[EvalUnit]:
     local = local_tasks(options.task_folders)
     found = []
     if suite.tasks:
-        check_tasks([section.task for section in suite.tasks], list(local), options.task_folders, options.data_dir)
+        names = [section.task for section in suite.tasks]
+        names += [member for name in names if name in local for member in local[name].elsewhere]
+        complete = [name for name, task in local.items() if task.is_complete]
+        check_tasks(names, complete, options.task_folders, options.data_dir)
     for section in suite.tasks:
         task = local.get(section.task)
         of_files: Key = {}
         if task:
             data = digests_of_data(options.data_dir, task.files, f"task {task.name}")
             of_files = {"task_files": digest_of(options.task_folders), "data": data}
-        found.append(_task_unit(section, options, of_files, with_defaults=task is None))
+        found.append(_task_unit(section, options, of_files, with_defaults=not (task and task.is_complete)))
     for section in suite.texts:
         found.append(_text_unit(section, options))
     if suite.samples:
@@ -121,6 +123,7 @@ def _task_unit(section: TaskSection, options: Options, of_files: Key, with_defau
             limit,
             lambda: models.for_harness,
             task_manager(options.task_folders, options.data_dir, with_defaults),
+            bool(of_files.get("data")),
         ),
         by_all=True,
     )

@@ -29,10 +29,10 @@ from llmtrain.train.stored_weights import validates_anchor
 def model_card(source: Source, manifest: Manifest) -> str:
     """Return the text of the model card, metadata header first.
 
-    The evaluation results are those in the run's `eval/` for this step, which are of the weights that are exported by default.
+    The evaluation results are those in the run's `eval/` for this checkpoint, which are of the weights that are exported by default.
     """
     is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
-    scores = read_scores(source.run / EVALUATIONS, source.step) if is_default else []
+    scores = read_scores(source.run / EVALUATIONS, source.step, manifest.checkpoint) if is_default else []
     name, start = source.recipe.run.name, source.state.get("from_weights")
     how = "pretrained from scratch" if start is None else f"trained further from `{start['path']}`"
     parts = [
@@ -171,24 +171,27 @@ class Score:
         return f"{self.value:.4f}" + ("" if self.stderr is None else f" ± {self.stderr:.4f}")
 
 
-def read_scores(folder: Path, step: int) -> list[Score]:
+def read_scores(folder: Path, step: int, digest: str) -> list[Score]:
     """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name. Of several
-    evaluations, the newest score is returned.
+    evaluations, the newest score on all documents is returned, or else the newest one. Files that name another `digest` are of
+    weights that were trained before for the same step.
 
     Files and values of any other form are skipped, because a model card does not need results.
     """
-    found: dict[tuple[str, str, str], list[tuple[str, Score]]] = {}
+    found: dict[tuple[str, str, str], list[tuple[tuple[bool, str], Score]]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict) and content.get("checkpoint_step") == step:
-            suite, date = str(content.get("suite", file.stem)), str(content.get("date", ""))
+        if not isinstance(content, dict) or content.get("digest") not in (None, digest):
+            continue
+        if content.get("checkpoint_step") == step:
+            suite, is_limited = str(content.get("suite", file.stem)), content.get("limit") is not None
+            rank = (not is_limited, str(content.get("date", "")))
             for key, score in _scores_of(suite, content.get("results")):
-                limited = replace(score, is_limited=content.get("limit") is not None)
-                found.setdefault((suite, score.task, key), []).append((date, limited))
-    return [max(reversed(scores), key=lambda dated: dated[0])[1] for scores in found.values()]
+                found.setdefault((suite, score.task, key), []).append((rank, replace(score, is_limited=is_limited)))
+    return [max(reversed(scores), key=lambda ranked: ranked[0])[1] for scores in found.values()]
 
 
 def _scores_of(suite: str, results: Any) -> Iterator[tuple[str, Score]]:

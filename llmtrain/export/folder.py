@@ -29,6 +29,7 @@ from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 from llmtrain.waiting import acquire
 
 CARD = "README.md"
+DEFAULT_TEMPLATE = "chat_template.jinja"
 COMMAND = "export RUN --out FOLDER"
 LOCK_SECONDS = 3600.0
 """Seconds to wait for another process that exports to the same folder."""
@@ -239,9 +240,11 @@ def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder:
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path) -> None:
     """Copy the files of the training tokenizer, with other settings for special tokens. Those that a text spells out, such as
     `<unk>`, are split like any other text, as in training. A bos token is eos: training put nothing else between texts, so the
-    model has never seen another one. For the same reason, none is added to a text unless a caller asks for it."""
+    model has never seen another one. For the same reason, none is added to a text unless a caller asks for it. Several chat
+    templates, of which transformers makes a folder, are put in the configuration, where older readers look for them, too."""
     for file in sorted(files.iterdir()):
-        shutil.copyfile(file, folder / file.name)
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
     path, backend = folder / TOKENIZER_CONFIG, folder / TOKENIZER_FILE
     settings = {**json.loads(path.read_text()), "split_special_tokens": True}
     # transformers 4 knows neither this class, which 5 finds by its older name, too, nor lists under this key.
@@ -249,6 +252,9 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if isinstance(tokenizer.chat_template, dict):
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in tokenizer.chat_template.items()]
+        (folder / DEFAULT_TEMPLATE).unlink(missing_ok=True)  # transformers would read it alone
     # llama.cpp takes tokenizer.model, does not look there, and puts a space before each text unless this key is false.
     if (files / MODEL_FILE).exists() and not adds_space(files / MODEL_FILE):
         settings["add_prefix_space"] = False

@@ -143,11 +143,15 @@ def open_loggers(
     note: Callable[[str], None],
 ) -> Sequence[Logger]:
     """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`,
-    `unlogged_steps` after its last log line. `note` receives a line if earlier lines of metrics.jsonl are lost. Raises OSError."""
+    `unlogged_steps` after its last log line. `note` receives a line if earlier lines of metrics.jsonl are lost, or if there are exports or
+    evaluations of later steps, which are set aside. Raises OSError."""
     jsonl = JsonlLogger(directory.metrics, resumed_step)
     if not recipe.sync.period.is_timed and resumed_step - jsonl.last_step > unlogged_steps:
         lost = f"steps {jsonl.last_step + 1} to {resumed_step}"
         note(f"warning: {directory.metrics} has no line of {lost}, which are before the checkpoint; they stay lost")
+    if moved := directory.set_aside_after(resumed_step):
+        names = ", ".join(str(path.relative_to(directory.path)) for path in moved)
+        note(f"steps after {resumed_step} are trained again, so what was made of them before has another name: {names}")
     loggers: list[Logger] = [jsonl, SampleLogger(directory.samples, resumed_step)]
     if recipe.log.tensorboard:
         loggers.append(TensorBoardLogger(recipe, directory.tensorboard, resumed_step, resumed_tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from llmtrain.errors import CheckpointError, RecipeError, TrainingError
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
-from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY, complete_checkpoints
+from llmtrain.run_files import CHECKPOINTS, EVALUATIONS, LOCK, METRICS, RECIPE, STEP_NAME, SUMMARY, complete_checkpoints
 from llmtrain.sync.methods import inner_preset
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.run_length import LengthChange, length_key
@@ -227,9 +228,28 @@ class RunDirectory:
                 f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"
             ) from error
 
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Give other names (`.old`) to exports and results of evaluations of steps after `step`, which will be trained again, so that
+        none of them counts as the run's. Return their new paths. Main rank only. Raises OSError."""
+        moved = []
+        for path in sorted([*self.path.glob("export/step-*"), *self.path.glob(f"{EVALUATIONS}/*.json")]):
+            if path.suffix in ("", ".json") and _step_of_result(path) > step:
+                names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+                moved.append(path.rename(next(name for name in names if not name.exists())))
+        return moved
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
         atomic_write(self.path / SUMMARY, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+
+
+def _step_of_result(path: Path) -> int:
+    """Return the step of an export, or of the checkpoint whose evaluation is in a file; 0 if there is none."""
+    if named := STEP_NAME.match(path.name):
+        return int(named[1])
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return int(json.loads(path.read_text())["checkpoint_step"])
+    return 0
 
 
 def _finite(value: Any) -> Any:

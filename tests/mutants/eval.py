@@ -9,6 +9,12 @@ TABLES = {
         eval: the baseline is looked for when everything else is evaluated
           -         check_model_path(baseline, None)
           +         pass
+        eval: results of a model of the same name are overwritten
+          - if os.path.exists(other) and path
+          + if False and path
+        eval: a results folder that can't be written is found out after the first task
+          -         check_can_write(out or path / EVALUATIONS)
+          -
         eval: imports torch before it looks at its arguments
           - import os
           -
@@ -18,6 +24,9 @@ TABLES = {
     """,
     "llmtrain/eval/command.py": r"""
     seen by unit/test_eval_arguments.py
+        eval: a baseline's first task is lost where nothing can be written
+          - check_can_write(cache.folder)
+          + pass
         eval: a baseline is always its newest checkpoint
           - step if is_there else None
           + None
@@ -27,19 +36,25 @@ TABLES = {
         eval: new weights of the same size go unnoticed
           - \0{stat.st_size}\0{stat.st_mtime_ns}\0
           + \0{stat.st_size}\0
+        eval: the newest of a run is an export of what was trained before
+          - steps = [max(complete_checkpoints(path / CHECKPOINTS) or _exports(path))]
+          + steps = [max(_steps(path))]
     """,
     "llmtrain/eval/harness.py": r"""
     seen by unit/test_eval_harness.py
         eval: a generated answer may fill the model's context
           - if asked >= model.max_length:
           + if asked > model.max_length:
+        eval: a data set that the hub's cache lacks is a damaged file
+          - if is_local and not isinstance(error, OSError):
+          + if not isinstance(error, OSError):
         eval: JSON with a standard error that is no number
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
     seen by end_to_end/test_eval_damaged.py
         eval: damaged data of a task ends in a traceback
-          - except (ValueError, LookupError, UndefinedError) as error:  # of JSON
-          + except KeyError as error:  # of JSON
+          - except (OSError, ValueError, LookupError, UndefinedError) as error:
+          + except OSError as error:
         eval: scores of a task whose losses are no numbers
           - return all(map(math.isfinite, numbers))
           + return not any(map(math.isinf, numbers))
@@ -50,6 +65,9 @@ TABLES = {
         eval: questions reach learned positions that are random
           - device=device, max_length=longest)
           + device=device)
+        eval: tasks are evaluated with weights that were drawn at random
+          - check_weights(folder, load(folder, device_map="meta", output_loading_info=True)[1])
+          + load(folder, device_map="meta", output_loading_info=True)
     """,
     "llmtrain/eval/scores.py": r"""
     seen by unit/test_eval_scores.py
@@ -95,6 +113,9 @@ TABLES = {
         eval: standard error of the loss as that of the perplexity
           - else perplexity * loss_error
           + else loss_error
+        eval: losses become fp64 on a device that may have none
+          - torch.cat(costs).cpu().double()
+          + torch.cat(costs).double().cpu()
     seen by unit/test_eval_arguments.py
         eval: another device than asked
           - int(index or 0) >= found
@@ -116,5 +137,8 @@ TABLES = {
         eval: the larger of two limits
           - return min(given) if given
           + return max(given) if given
+        eval: a group of the harness's tasks is loaded without them
+          - with_defaults=not (task and task.is_complete)
+          + with_defaults=task is None
     """,
 }

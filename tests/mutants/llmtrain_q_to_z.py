@@ -235,21 +235,9 @@ TABLES = {
     """,
     "llmtrain/suites.py": r"""
     seen by unit/test_suites.py
-        suites: a task file may lack the module of its functions
-          - if file and not os.path.isfile(path.parent / file):
-          + if file == included and file and not os.path.isfile(path.parent / file):
         suites: a folder of tasks that is not there has no tasks
           - if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):
           + if missing := None:
-        suites: a task file that includes itself is read without end
-          - if path.resolve() in chain:
-          + if path in chain[:0]:
-        suites: an included task file wins over the one that includes it
-          - (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {}) | config
-          + config | (_with_includes(path.parent / included, (*chain, path.resolve())) if included else {})
-        eval: files that a task includes from elsewhere may change
-          -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
-          -
     seen by unit/test_eval_arguments.py
         recipe: a mistyped device of a suite is found out at the first checkpoint
           - check_device_name(section.device, f"{KEY}.device")
@@ -258,6 +246,31 @@ TABLES = {
         suites: a folder's name that is too long ends in a traceback
           - not os.path.isdir(folder)
           + not folder.is_dir()
+    """,
+    "llmtrain/task_files.py": r"""
+    seen by unit/test_suites.py
+        suites: a task file may lack the module of its functions
+          - not (reason != "include" and _is_installed(file)):
+          + reason == "include":
+        suites: a task file that includes itself is read without end
+          - if path.resolve() in chain:
+          + if path in chain[:0]:
+        suites: an included task file wins over the one that includes it
+          - return merged | config
+          + return config | merged
+        eval: files that a task includes from elsewhere may change
+          -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
+          -
+        suites: the data of a tag's tasks is not known
+          - configs |= {tag: {"task": names} for tag, names in tags.items()} | own
+          + configs |= own
+        suites: a group's settings do not change its members
+          - settings = (config or {}) | (changes or {})
+          + settings = (changes or {}) | (config or {})
+        suites: a group that is its own member is read without end
+          - if config is not None and name in groups:
+          + if False:
+    seen by unit/test_wrong_files.py
         suites: a task file's include may be a number
           -     _check_task(path, config)
           -

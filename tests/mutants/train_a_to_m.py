@@ -159,6 +159,9 @@ TABLES = {
         metrics: the line of the checkpoint's own step is dropped
           - if line["step"] <= resumed_step]
           + if line["step"] < resumed_step]
+        resume: exports of steps that are trained again count as the run's
+          - if moved := directory.set_aside_after(resumed_step):
+          + if moved := None:
         console: time left by the steps of the whole run, not of this start
           - max(1, step - self._first)
           + max(1, step)

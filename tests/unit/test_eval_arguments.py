@@ -18,6 +18,7 @@ from llmtrain.eval import command
 from llmtrain.eval.arguments import check_arguments
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_model_path, has_step
 from llmtrain.eval.texts import check_device, generate
+from llmtrain.eval.units import EvalUnit
 from llmtrain.suites import check_suite
 from tests.end_to_end.runs import environment
 from tests.unit.test_eval_units import write_model
@@ -64,7 +65,7 @@ def test_a_mistyped_argument_is_reported_before_anything_large_is_imported(run: 
             *of_run,
             "--out",
             f"{run}/recipe.yaml/a",
-        ): f"--out {run}/recipe.yaml/a: {run}/recipe.yaml is a file; choose an",
+        ): f"{run}/recipe.yaml/a: {run}/recipe.yaml is a file; choose another folder with --out",
         (*of_run, "--step", "10", "--over-time"): "--over-time is for all checkpoints and --step for one; leave one of",
         (
             "eval",
@@ -100,6 +101,29 @@ def test_what_is_there_passes(run: Path, tmp_path: Path) -> None:
     check_model_path(run / "export/step-00000005", 5)
     with pytest.raises(CheckpointError, match="has no checkpoint of step 7"):
         check_arguments([run], "small", step=7)
+
+
+def test_results_have_a_folder_that_can_be_written_and_is_of_no_other_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tell it before hours of work: of a colleague's model without --out, and of runs of the same name with it."""
+    here, there = (write_model(tmp_path / name / "model") for name in "ab")
+    (tmp_path / "out/model").mkdir(parents=True)
+    result = tmp_path / "out/model/small.json"
+    result.write_text(json.dumps({"model": str(here)}))
+    check_arguments([here], "small", out=tmp_path / "out")
+    with pytest.raises(UserError, match=r"out/model has results of \S+a/model; choose another folder with --out for"):
+        check_arguments([there], "small", out=tmp_path / "out")
+    result.write_text(json.dumps({"model": str(tmp_path / "moved")}))
+    check_arguments([there], "small", out=tmp_path / "out", baseline=run)
+    monkeypatch.setattr("os.access", lambda path, mode: path != here)
+    message = r"a/model/eval\S*: \S+a/model can't be written; choose another folder with --out"
+    with pytest.raises(UserError, match=message):
+        check_arguments([here], "small")
+    check_arguments([run], "small", baseline=here)  # which may have been evaluated
+    with pytest.raises(UserError, match=message):
+        unit = EvalUnit("quiz", {}, (), pytest.fail)
+        command._evaluate_one(Checkpoint("a", here, here), [unit], None, "small", None, Console())
 
 
 def test_a_baseline_is_of_the_same_step_if_it_has_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.errors import ModelError
+from llmtrain.errors import DataError, ModelError
 from llmtrain.eval import harness
 from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, per_document, run_task
 from llmtrain.eval.scores import Entry
@@ -92,6 +93,24 @@ def run_one(monkeypatch: pytest.MonkeyPatch, task: Task, evaluated: Callable[...
     manager = SimpleNamespace(load=lambda names: {"tasks": {"quiz": task}, "groups": {}})
     model = SimpleNamespace(tok_encode=list, max_length=3)
     return run_task(TaskSection(task="quiz"), None, lambda: model, manager)
+
+
+def test_only_a_task_with_a_local_file_has_a_file_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets raises ValueError without internet if its cache has another configuration of a data set."""
+
+    def load(names: list[str]) -> None:
+        raise ValueError("Couldn't find cache for ai2_arc\nAvailable: ARC-Easy")
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=None))
+    for is_local, message in (
+        (True, "data can't be read (Couldn't find cache for ai2_arc); mend the file"),
+        (
+            False,
+            "data can't be had (Couldn't find cache for ai2_arc Available: ARC-Easy); without internet, take --suite",
+        ),
+    ):
+        with pytest.raises(DataError, match=re.escape(message)):
+            run_task(TaskSection(task="quiz"), None, lambda: None, SimpleNamespace(load=load), is_local)
 
 
 def test_all_processes_but_the_main_one_get_nothing_from_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:

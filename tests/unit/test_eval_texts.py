@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from llmtrain.errors import DataError, ModelError, UserError
@@ -210,6 +210,39 @@ def test_a_model_of_separate_documents_reads_them_one_by_one() -> None:
     assert losses(["a", "b", "c"], apart, 8, 1)[0][1] != losses(["a", "b", "c"], Loaded(model, Letters()), 8, 1)[0][1]
 
 
+def fake_harness(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    """Let lm-eval load `model`, whatever the folder has."""
+    named = dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), print)
+    fake = SimpleNamespace(HFLM=lambda **how: SimpleNamespace(how=how, model=model, **named))
+    for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
+        monkeypatch.setitem(sys.modules, name, fake)
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", 8)
+    without = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=without)
+    byte_tokenizer().save_pretrained(tmp_path)
+    fake_harness(monkeypatch, model)
+    for load in (load_model_and_tokenizer, lambda folder: harness.load_model(folder, 1, "cpu")):
+        with pytest.raises(
+            ModelError, match=r"lacks weights of the model in its config\.json, such as lm_head\.weight"
+        ):
+            load(tmp_path)
+
+
+def test_losses_are_summed_in_fp64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every GPU has fp64 (Apple's has not)."""
+    order = []
+    for name in ("cpu", "double"):
+        convert = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda tensor, name=name, convert=convert: order.append(name) or convert(tensor)
+        )
+    losses(["abc"], Loaded(Guessing(), Letters()), window=3, batch_size=2)
+    assert order == ["cpu", "double"]
+
+
 def test_learned_positions_that_training_has_not_reached_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,10 +264,7 @@ def test_learned_positions_that_training_has_not_reached_are_not_used(
     (tmp_path / "text").write_text("abc")
     with pytest.raises(ModelError, match=r"letters: window is 7, but .* has learned 6 positions"):
         evaluate_text(TextSection(name="letters", file="text", window=7), tmp_path / "text", None, loaded, 1)
-    named = dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), print)
-    fake = SimpleNamespace(HFLM=lambda **how: SimpleNamespace(how=how, **named))
-    for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
-        monkeypatch.setitem(sys.modules, name, fake)
+    fake_harness(monkeypatch, loaded.model)
     assert harness.load_model(tmp_path, 1, "cpu").how["max_length"] == 6
 
 

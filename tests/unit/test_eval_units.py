@@ -83,12 +83,20 @@ def test_a_suite_of_prompts_alone_has_neither_table_nor_curves(
     assert not (out / "small-over-time.png").exists()
 
 
-def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(units, "check_tasks", lambda names, *_: asked.append(names))
     monkeypatch.setattr(units, "harness_version", lambda: "0.4")
     monkeypatch.setattr(units, "task_manager", lambda *arguments: arguments)
-    monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager: asked.append(manager))
+    monkeypatch.setattr(units, "run_task", lambda section, limit, load, manager, is_local: asked.append(manager))
+    (tmp_path / "mine.yaml").write_text("group: mine\ntask: [piqa]")
+    options = Options(Suite(tasks=(TaskSection(task="mine"),)), (tmp_path,), None, 5, 1, None)
+    (unit,) = units_of(options)
+    unit.run(LazyModels(Path(), options))
+    assert asked == [["mine", "piqa"], ((tmp_path,), None, True)]
+    asked.clear()
     options = Options(Suite(tasks=(TaskSection(task="piqa"),)), (), None, 5, 1, None)
     (unit,) = units_of(options)
     key = {"kind": "lm_eval", "lm_eval": "0.4", "entry": units.ENTRY, "task": "piqa", "few_shot": None, "limit": 5}

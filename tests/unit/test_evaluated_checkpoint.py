@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmtrain.errors import CheckpointError, ModelError, UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint, check_model_folder, find_checkpoints, labels
+from llmtrain.eval.texts import folder_to_load
 from tests.unit.test_eval_units import write_model
 from tests.unit.test_export_folder import complete
 
@@ -81,6 +84,20 @@ def test_several_processes_do_not_export(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="several processes can't export it at once; first `llmtrain export"):
         find_checkpoints(tmp_path, "a", None, False)
+
+
+def test_a_run_is_as_new_as_its_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later export is of weights that were trained before. Without checkpoints, the newest export is all there is."""
+    (tmp_path / "recipe.yaml").write_text("{}")
+    for step in (6, 12):
+        complete(write_model(tmp_path / f"export/step-{step:08}"))
+    (tmp_path / "checkpoints/step-00000006").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000006/state.json").write_text("{}")
+    monkeypatch.setattr("llmtrain.export.export.exported", lambda run, step: run / f"export/step-{step:08}")
+    monkeypatch.setattr("llmtrain.export.source.find_source", lambda run, step: SimpleNamespace(tokens=600))
+    assert [found.step for found in find_checkpoints(tmp_path, "run", None, False)] == [6]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert [folder_to_load(tmp_path, step).name for step in (None, 6)] == ["step-00000012", "step-00000006"]
 
 
 def test_labels_are_as_long_as_needed() -> None:

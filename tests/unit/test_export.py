@@ -176,7 +176,7 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     (folder / "torn.json").write_text("{")
     (folder / "list.json").write_text("[]")
     (folder / "odd.json").write_text('{"checkpoint_step": 1000, "results": {"a": 3}}')
-    scores = read_scores(folder, 1000)
+    scores = read_scores(folder, 1000, "new")
     assert [(s.suite, s.task, s.metric, s.value, s.stderr) for s in scores] == [
         ("suite1000", "piqa", "acc", 0.53, 0.0116),
         ("suite1000", "blimp", "acc", 1.0, None),

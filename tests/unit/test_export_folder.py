@@ -137,26 +137,32 @@ def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: boo
 def test_a_card_has_each_score_once(tmp_path: Path) -> None:
     """Take it from the newest evaluation, because SUITE-step-N.json and SUITE.json may be of the same step."""
 
-    def write(file: str, day: int, n: int, **scores: float) -> None:
+    def write(
+        file: str, day: int, n: int, limit: int | None = None, digest: str | None = "new", **scores: float
+    ) -> None:
         content = {"suite": "small", "checkpoint_step": 1000, "date": f"2026-01-{day:02}T00:00:00+00:00"}
+        content |= {"limit": limit, "digest": digest}
         (tmp_path / file).write_text(json.dumps(content | {"results": {"piqa": {**scores, "n": n}}}))
 
     write("small-step-00001000.json", 9, 200, **{"acc,none": 0.5, "acc,other": 0.1})
     write("small.json", 3, 200, **{"acc,none": 0.5, "f1,none": 0.3})
-    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 1000)] == [
+    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 1000, "new")] == [
         ("acc", "0.5000"),
         ("acc,other", "0.1000"),
         ("f1", "0.3000"),
     ]
     write("small.json", 12, 1838, **{"acc,none": 0.6})
-    assert [(str(s), s.n) for s in read_scores(tmp_path, 1000)] == [("0.6000", 1838), ("0.1000", 200)]
+    assert [(str(s), s.n) for s in read_scores(tmp_path, 1000, "new")] == [("0.6000", 1838), ("0.1000", 200)]
+    write("quick.json", 13, 20, limit=20, **{"acc,none": 0.7})
+    write("before.json", 14, 1838, digest="old", **{"acc,none": 0.8})
+    assert [(str(s), s.n) for s in read_scores(tmp_path, 1000, "new")] == [("0.6000", 1838), ("0.1000", 200)]
 
 
 def test_a_card_has_the_standard_errors_of_tasks_with_filters(tmp_path: Path) -> None:
     numbers = {"exact_match,strict": 0.5, "exact_match,strict_stderr": 0.1, "acc": 0.25, "acc_stderr": 0.2}
     content = {"suite": "mine", "checkpoint_step": 10, "results": {"quiz": numbers}}
     (tmp_path / "mine.json").write_text(json.dumps(content))
-    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 10)] == [
+    assert [(s.metric, str(s)) for s in read_scores(tmp_path, 10, "new")] == [
         ("exact_match,strict", "0.5000 ± 0.1000"),
         ("acc", "0.2500 ± 0.2000"),
     ]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.export import parity
-from llmtrain.export.folder import copy_tokenizer
+from llmtrain.export.folder import copy_tokenizer, written_files
 from tests.unit.test_export import byte_tokenizer
 
 
@@ -57,6 +57,18 @@ def test_settings_have_names_that_transformers_4_knows(tmp_path: Path) -> None:
     assert settings["additional_special_tokens"] == ["<x>", "<y>"] and "extra_special_tokens" not in settings
     parity.check_tokenizer(trained_with, tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").extra_special_tokens == ["<x>", "<y>"]
+
+
+def test_several_chat_templates_are_kept_in_an_export(tmp_path: Path) -> None:
+    """transformers saves all but the default one in a folder, and an export has no folders."""
+    trained_with, exported = byte_tokenizer(), tmp_path / "exported"
+    trained_with.chat_template = {"default": "a", "tool_use": "b"}
+    trained_with.save_pretrained(tmp_path / "of training")
+    exported.mkdir()
+    copy_tokenizer(AutoTokenizer.from_pretrained(tmp_path / "of training"), tmp_path / "of training", exported)
+    parity.check_tokenizer(trained_with, exported)
+    assert AutoTokenizer.from_pretrained(exported).chat_template == trained_with.chat_template
+    assert all((exported / name).is_file() for name in written_files(exported))
 
 
 def test_other_tools_put_no_space_before_a_text_either(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ LAYERS = [
         "pretrained",
         "step_counts",
         "suites",
+        "task_files",
     },
     {"train"},
     {"launch", "doctor", "export"},

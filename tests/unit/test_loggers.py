@@ -61,6 +61,27 @@ def test_lines_lost_before_the_checkpoint_are_named(
     assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]
 
 
+def test_what_was_made_of_steps_that_are_trained_again_is_not_of_this_run(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, "log.tensorboard=false", "log.every=25")
+    directory, notes = RunDirectory(recipe), []
+    for name in ("step-00000025", "step-00000050-bf16", "step-00000050", "step-00000050.old"):
+        (directory.path / "export" / name).mkdir(parents=True)
+    (directory.path / "eval").mkdir()
+    for name, content in (("small", {"checkpoint_step": 50}), ("first", {"checkpoint_step": 25}), ("odd", [])):
+        (directory.path / f"eval/{name}.json").write_text(json.dumps(content))
+    directory.metrics.write_text('{"step": 25}\n')
+    for _ in range(2):
+        for logger in open_loggers(recipe, directory, 25, 2500, 0, notes.append):
+            logger.close()
+    moved = ["eval/small.json.old", "export/step-00000050.old1", "export/step-00000050-bf16.old"]
+    assert notes == [
+        f"steps after 25 are trained again, so what was made of them before has another name: {', '.join(moved)}"
+    ]
+    found = {str(path.relative_to(directory.path)) for path in directory.path.glob("e*/*")}
+    kept = {"eval/first.json", "eval/odd.json", "export/step-00000025", "export/step-00000050.old"}
+    assert found == {*moved, *kept}
+
+
 def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlLogger(path, resumed_step=0)

@@ -18,10 +18,10 @@ from llmtrain.suites import (
     check_suite_data,
     harness_version,
     load_suite,
-    local_tasks,
     suite_digest,
     suite_names,
 )
+from llmtrain.task_files import digest_of, local_tasks
 from tests.unit.test_eval_units import options
 
 TASKS = (FILES / "tasks",)
@@ -160,6 +160,48 @@ def test_a_task_file_changes_what_it_includes(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("include: base.yaml\ntask: own\ndataset_kwargs: {file: its_own.txt}")
     tasks = local_tasks([tmp_path])
     assert {name: task.files for name, task in tasks.items()} == {"base": ("of_base.txt",), "own": ("its_own.txt",)}
+
+
+def test_groups_and_tags_read_what_their_members_read(tmp_path: Path) -> None:
+    """Apply the settings of groups and members as lm-evaluation-harness does, and tell its own tasks from inline ones."""
+    files = {
+        "quiz": "task: quiz\ntag: [mine, other]\ndataset_kwargs: {file: quiz.jsonl}",
+        "plain": "task: plain\ntag: mine",
+        "of_group": "group: of_group\ntask: [{task: quiz, dataset_kwargs: {file: b.jsonl}}, mine]",
+        "outer": "group: outer\ndataset_kwargs: {file: c.jsonl}\ntask: [of_group, {group: in, task: [plain]}]",
+        "inline": "group: inline\ntask: [{task: new, dataset_path: json, dataset_kwargs: {file: a.jsonl}}]",
+        "far": "group: far\ntask: [arc_easy, {task: piqa, num_fewshot: 5}, quiz]",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    found = local_tasks([tmp_path])
+    assert {name: task.files for name, task in found.items()} == {
+        **{name: ("quiz.jsonl",) for name in ("quiz", "mine", "other", "far")},
+        **{"plain": (), "of_group": ("b.jsonl", "quiz.jsonl"), "outer": ("b.jsonl", "c.jsonl"), "inline": ("a.jsonl",)},
+    }
+    assert {name: task.elsewhere for name, task in found.items() if task.elsewhere} == {"far": ("arc_easy", "piqa")}
+    assert [name for name, task in found.items() if not task.is_complete] == ["far", "inline"]
+    (tmp_path / "far.yaml").write_text("group: far\ntask: [{group: near, task: [far]}]")
+    with pytest.raises(SuiteError, match="task far: is a member of itself; leave it out of its group"):
+        local_tasks([tmp_path])
+
+
+def test_task_files_of_the_harness_are_accepted(tmp_path: Path) -> None:
+    """It takes several includes, the later ones first, and functions of subfolders and of installed packages."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/utils.py").write_text("")
+    (tmp_path / "a").write_text("dataset_kwargs: {file: a.jsonl}\ndoc_to_text: !function sub.utils.text")
+    (tmp_path / "b").write_text("dataset_kwargs: {file: b.jsonl}")
+    text = "include: [a, b]\ntask: quiz\nprocess_docs: !function json.decoder.scan\n"
+    (tmp_path / "quiz.yaml").write_text(text)
+    assert local_tasks([tmp_path])["quiz"].files == ("b.jsonl",)
+    digest = digest_of([tmp_path / "sub", tmp_path])
+    (tmp_path / "b").write_text("dataset_kwargs: {file: c.jsonl}")
+    assert digest_of([tmp_path / "sub", tmp_path]) != digest
+    for wrong in ("quiz.text", "sub.other.text", ".text", "text"):
+        (tmp_path / "quiz.yaml").write_text(f"{text}doc_to_text: !function {wrong}")
+        with pytest.raises(SuiteError, match=r"which is missing; copy it from where the task file comes from"):
+            local_tasks([tmp_path])
 
 
 def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:

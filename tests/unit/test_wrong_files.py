@@ -14,7 +14,8 @@ import pytest
 from llmtrain.compare.comparison import load_comparison
 from llmtrain.errors import RecipeError, SuiteError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.suites import load_suite, local_tasks
+from llmtrain.suites import load_suite
+from llmtrain.task_files import local_tasks
 from llmtrain.train.checkpoint_files import FORMAT
 from tests.fuzz.draws import problem_of
 from tests.fuzz.kinds import QUICKSTART, SHORT_KEYS, write_text
