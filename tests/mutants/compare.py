@@ -54,6 +54,9 @@ TABLES = {
         compare: of two seeds the better final loss is the target
           - interpolation="higher"
           + interpolation="lower"
+        compare: a speed-up is of all seeds, whether they got there or not
+          - ours[counts].where(fewer, theirs[counts])
+          + ours[counts]
         compare: a range of speed-ups pairs best with best
           - "low": theirs["low"] / ours["high"]
           + "low": theirs["low"] / ours["low"]
@@ -92,6 +95,14 @@ TABLES = {
         headline: one seed among several is not pointed out
           - min(best["seeds"], base["seeds"])
           + max(best["seeds"], base["seeds"])
+        headline: seeds that miss the target are not named
+          - if side["finite"] < side["seeds"]:
+          + if False:
+        compare: one seed is faster without a word
+          - == 1
+          -     by_one_seed
+          + == 0
+          +     by_one_seed
     """,
     "llmtrain/compare/results.py": r"""
     seen by unit/test_compare_benchmarks.py
