@@ -29,6 +29,9 @@ TABLES = {
         compare: trials share a mirror
           -             "checkpoint.mirror=null",
           +           ␣
+        compare: a fault may be of a host that a run does not use
+          - for host in faulty if host >= used]
+          + for host in faulty if host >= count]
     seen by unit/test_compare_runner.py
         compare: an override of what the file sets is ignored
           - if value not in (None, used):
