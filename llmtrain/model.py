@@ -348,10 +348,12 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     """Return the floating-point operations of forward and backward per token (arXiv 2204.02311, appendix B, PaLM).
 
     They are 6 per weight that takes part in a matrix product (all but embeddings that are only looked up), and 12 x layers x
-    hidden x T for attention, where T is `sequence_length`. Recomputed activations are not counted.
+    heads x head size x T for attention, where T is `sequence_length`. Recomputed activations are not counted.
     """
     causal_lm, config = model.causal_lm, model.causal_lm.config
     looked_up = {id(m.weight): m.weight.numel() for m in causal_lm.modules() if isinstance(m, nn.Embedding)}
     looked_up.pop(id(causal_lm.get_output_embeddings().weight), None)
     multiplying = count_parameters(model) - sum(looked_up.values())
-    return 6.0 * multiplying + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)  # Qwen3's is not the hidden size
+    return 6.0 * multiplying + 12.0 * config.num_hidden_layers * width * sequence_length

@@ -303,9 +303,16 @@ def _problem(comparison: Comparison) -> str | None:
         if restarted and (condition.pauses or condition.kills):
             return f"runs.{restarted} has restarts, which conditions.{name} with its pauses or kills excludes"
         faults = [*condition.pauses, *condition.kills, condition.garbage, condition.delays]
-        hosts = [*condition.hosts, *(fault.host for fault in faults if fault is not None)]
-        if too_high := [host for host in hosts if host != "random" and host >= count]:
+        faulty = [fault.host for fault in faults if fault is not None and fault.host != "random"]
+        if too_high := [host for host in (*condition.hosts, *faulty) if host >= count]:
             return f"conditions.{name} names host {too_high[0]}, but hosts.count is {count}: they are 0 to {count - 1}"
+        for run, section in runs.items():
+            used = min(stage.replicas for stage in section.stages(count))
+            if unused := [host for host in faulty if host >= used]:
+                return (
+                    f"conditions.{name} has a fault of host {unused[0]}, which runs.{run} does not always use: "
+                    f"it trains on {used} of {count}; give a lower host, or compare that run in a file without the fault"
+                )
         if condition.garbage and condition.garbage.last < condition.garbage.first:
             return f"conditions.{name}.garbage ends before it begins; give last >= first"
     return None

@@ -252,10 +252,13 @@ def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
 
 def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """Return the baseline's seconds / a run's: NaN if at least half of the seeds of either never reached the loss, or a
-    seed of the run had it before the first step. 1 is between low and high if and only if the seeds' ranges overlap."""
+    seed of the run had it before the first step. 1 is between low and high if and only if the seeds' ranges overlap. The numbers of
+    seeds are those of the side that reached the loss less often."""
     speed_up = pd.DataFrame({"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]})
     speed_up["high"] = theirs["high"] / ours["low"]
-    speed_up["seeds"] = speed_up["finite"] = np.maximum(ours["seeds"], theirs["seeds"])
+    fewer = ours["finite"] / ours["seeds"] < theirs["finite"] / theirs["seeds"]
+    counts = ["finite", "seeds"]
+    speed_up[counts] = ours[counts].where(fewer, theirs[counts])
     return speed_up[np.isfinite(theirs["median"] + ours["median"]) & (ours["low"] > 0)].reindex(ours.index)
 
 

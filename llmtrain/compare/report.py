@@ -113,11 +113,16 @@ def headline(results: Results) -> str:
     condition, name = ranked.index[0]
     speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
     rivals = runs.loc[ranked.index[1:], "seconds"].query("condition == @condition and low <= @best['high']")
-    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["seeds"] > 1 else ""
+    sides = {name: best, baseline: base}
+    has_range = any(side["seeds"] > 1 for side in sides.values())
+    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if has_range else ""
     fewest = min(best["seeds"], base["seeds"])
     seeds = f"{fewest:.0f} seeds" if fewest > 1 else "1 seed: chance is not excluded"
-    failed = {run: runs.loc[(condition, run), ("failed", "")] for run in (name, baseline)}
-    seeds += "".join(f"; {run}: {number} failed" for run, number in failed.items() if number)
+    for run, side in sides.items():
+        if side["finite"] < side["seeds"]:
+            seeds += f"; {run}: {side['finite']:.0f} of {side['seeds']:.0f} reached it"
+        if failed := runs.loc[(condition, run), ("failed", "")]:
+            seeds += f"; {run}: {failed} failed"
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
     tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
     times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
@@ -135,11 +140,15 @@ def runs_table(results: Results, condition: str) -> pd.DataFrame:
     unfinished = by_run.agg(
         lambda states: f"{Outcome.NOT_FINISHED} {(states != TrialState.DONE).sum()} of {len(states)}"
     )
+    reached = runs["seconds"]["seeds"]
+    is_single = reached.clip(upper=reached.get(results.baseline, 0)) == 1
+    by_one_seed = runs["outcome"].isin([Outcome.FASTER, Outcome.SLOWER]) & is_single
+    outcome = runs["outcome"].mask(by_one_seed, runs["outcome"] + " (1 seed)")
     target = results.targets[condition]
     to = "to the target" if math.isnan(target) else f"to loss {loss(target)}"
     columns = {
         "trials": by_run.agg(lambda states: ", ".join(f"{n} {state}" for state, n in Counter(sorted(states)).items())),
-        "outcome": runs["outcome"].where(runs["outcome"] != Outcome.NOT_FINISHED, unfinished),
+        "outcome": outcome.where(outcome != Outcome.NOT_FINISHED, unfinished),
         "final loss": _cells(runs["final_loss"], loss),
         f"time {to}": _cells(runs["seconds"], seconds),
         "speed-up": _cells(runs["speed_up"], ratio),

@@ -24,6 +24,7 @@ import torch
 from rich.filesize import decimal
 
 from llmtrain.doctor.finding import Finding, ok, problem, warning
+from llmtrain.doctor.timed_connection import TimedConnection
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import FAR_SECONDS
 from llmtrain.parallel.mesh import Mesh
@@ -48,6 +49,8 @@ LONGEST_TRANSFER, LONGEST_COLLECTIVE = 1 / 20, 1 / 4
 long, and all of them together four times."""
 CHUNK = bytes(2**16)
 SECRET_BYTES = 16
+
+Connection = socket.socket | TimedConnection
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,14 @@ class LinkServer:
 def measure_link(
     here: int, there: int, mine: str, server: tuple[str, int], secret: bytes, timeout_seconds: float
 ) -> Link:
-    """Measure the link from this host (`there`, at address `mine`) to the server of host `here`.
+    """Measure the link from this host (`there`, at address `mine`) to the server of host `here`, in at most `timeout_seconds`.
 
     Network errors are returned in `error`, not raised.
     """
     try:
-        with socket.create_connection(server, timeout_seconds, source_address=(mine, 0)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = TimedConnection(mine, server, timeout_seconds)
+        with connection.socket:
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
             pings = [_ping(connection) for _ in range(PINGS)]
             round_trip = median(seconds for seconds, _ in pings)
@@ -156,7 +160,7 @@ def measure_all(
     """Measure all links between hosts and return them on every rank. All ranks must call this, because it is a collective.
 
     `me` is this host's index, or None on ranks that measure nothing. `exchange(name, value)` returns every host's
-    value in the order of `addresses`; all ranks call it equally often.
+    value in the order of `addresses`; all ranks call it equally often. It must wait longer than `timeout_seconds`.
     """
     server = LinkServer(addresses[me], secret, timeout_seconds) if me is not None else None
     links: list[Link] = []
@@ -175,7 +179,7 @@ def measure_all(
     return sorted(links, key=lambda link: (link.here, link.there))
 
 
-def _ping(connection: socket.socket) -> tuple[float, float]:
+def _ping(connection: Connection) -> tuple[float, float]:
     """Return (round-trip seconds, seconds by which the other clock was ahead of this one halfway through)."""
     began, clock = time.perf_counter(), time.time()
     other = _upload(connection, 0)
@@ -206,33 +210,33 @@ def _first_long_enough(
     return size, max(seconds - round_trip, seconds / 2)
 
 
-def _upload(connection: socket.socket, size: int) -> float:
+def _upload(connection: Connection, size: int) -> float:
     """Send `size` zero bytes and return the other host's clock when it had received them all."""
     connection.sendall(struct.pack("!cQ", b"u", size))
     _send_zeros(connection, size)
     return struct.unpack("!d", _receive(connection, 8))[0]
 
 
-def _download(connection: socket.socket, size: int) -> None:
+def _download(connection: Connection, size: int) -> None:
     connection.sendall(struct.pack("!cQ", b"d", size))
     _drop(connection, size)
 
 
-def _send_zeros(connection: socket.socket, size: int) -> None:
+def _send_zeros(connection: Connection, size: int) -> None:
     for begin in range(0, size, len(CHUNK)):
         connection.sendall(CHUNK[: size - begin])
 
 
-def _drop(connection: socket.socket, size: int) -> None:
+def _drop(connection: Connection, size: int) -> None:
     for _ in _parts(connection, size):
         pass
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: Connection, size: int) -> bytes:
     return b"".join(_parts(connection, size))
 
 
-def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
+def _parts(connection: Connection, size: int) -> Iterator[bytes]:
     """Yield the next `size` bytes in parts as they arrive."""
     while size > 0:
         part = connection.recv(min(size, len(CHUNK)))

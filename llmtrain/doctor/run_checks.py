@@ -297,7 +297,8 @@ class ClusterCheck:
         secret = bytes.fromhex(self._gather("secret", secrets.token_hex(SECRET_BYTES))[0])
 
         def exchange(name: str, value: Any) -> list[Any]:
-            told = self._gather(name, value)
+            # A rank whose link is stuck answers only after the timeout.
+            told = self._gather(name, value, 2 * self.timeout_seconds)
             return [told[rank] for rank in leaders]
 
         me = leaders.index(self.world.rank) if self.world.rank in leaders else None
@@ -330,16 +331,19 @@ class ClusterCheck:
                 findings.append(network_use(self.recipe, plan.size, replicas, shards, rates))
         return findings
 
-    def _gather(self, name: str, value: Any) -> list[Any]:
-        """Return the JSON `value` of every rank, in rank order. A collective of all ranks."""
-        return gather_over_store(self.peers.store, self.world, f"of the doctor, {name}", value, self.timeout_seconds)
+    def _gather(self, name: str, value: Any, patience: float | None = None) -> list[Any]:
+        """Return the JSON `value` of every rank, in rank order. A collective of all ranks. Wait for `patience` seconds, by default
+        the timeout."""
+        seconds = self.timeout_seconds if patience is None else patience
+        return gather_over_store(self.peers.store, self.world, f"of the doctor, {name}", value, seconds)
 
 
 def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> int:
     """Run all checks, print the report on rank 0, and return the exit code: 1 if there is a problem.
 
-    Every wait for other ranks ends within `timeout_seconds` plus GRACE_SECONDS. If ranks do not meet or a check across
-    ranks fails, the error is a problem in rank 0's report and a TrainingError on the other ranks.
+    Every wait for other ranks ends within `timeout_seconds` plus GRACE_SECONDS, or twice as long while they measure links. If
+    ranks do not meet or a check across ranks fails, the error is a problem in rank 0's report and a TrainingError on the
+    other ranks.
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     sections: Sections = {"software": software(), "machine": machine(world)}
@@ -354,9 +358,11 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
             peers = rendezvous(world, parallel, lambda: memory_of_rank(world), timeout_seconds)
             ClusterCheck(recipe, world, peers, timeout_seconds).add_to(sections)
         except (TrainingError, UserError) as error:
+            # The doctor has a timeout of its own.
+            told = str(error).replace("run.timeout_seconds", "--timeout")
             if world.rank != 0:
-                raise TrainingError(str(error)) from error
-            sections["ranks"] = [*sections.get("ranks", []), problem(str(error), "")]
+                raise TrainingError(told) from error
+            sections["ranks"] = [*sections.get("ranks", []), problem(told, "")]
     if world.rank == 0:
         show_findings(sections, console())
     return FAILED if has_problem(sections) else DONE

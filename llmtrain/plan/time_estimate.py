@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from llmtrain.config import Recipe, WireSection
 from llmtrain.parallel.connections import connections_for
 from llmtrain.parallel.muon import orthogonalization_flops
+from llmtrain.parallel.world import World, ranks_per_device
 from llmtrain.parallel.wrapping import COMPUTE
 from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
@@ -221,7 +222,7 @@ def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
 
     Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided among
     the ranks on this machine, because they share its cores. They are `local_ranks`, by default all ranks that the recipe
-    names.
+    names. On a GPU, it is divided among those of them that share the GPU.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]
@@ -233,9 +234,11 @@ def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
         began = time.perf_counter()
         torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - began)
+    ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
+    processes = ranks // recipe.parallel.ranks_per_process
     sharing = 1.0
     if device == "cpu":  # if ranks have fewer threads than there are cores, several can compute without sharing cores
-        ranks = math.prod(recipe.parallel.given_on_cpu) if local_ranks is None else local_ranks
-        processes = ranks / recipe.parallel.ranks_per_process
         sharing = max(1.0, processes * torch.get_num_threads() / usable_cores())
+    elif local_ranks is not None:
+        sharing = ranks_per_device(World(0, processes, 0, processes))
     return TRAINING_EFFICIENCY * 2 * size**3 / statistics.median(seconds[1:]) / sharing

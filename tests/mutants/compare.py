@@ -29,6 +29,9 @@ TABLES = {
         compare: trials share a mirror
           -             "checkpoint.mirror=null",
           +           ␣
+        compare: a fault may be of a host that a run does not use
+          - for host in faulty if host >= used]
+          + for host in faulty if host >= count]
     seen by unit/test_compare_runner.py
         compare: an override of what the file sets is ignored
           - if value not in (None, used):
@@ -54,6 +57,9 @@ TABLES = {
         compare: of two seeds the better final loss is the target
           - interpolation="higher"
           + interpolation="lower"
+        compare: a speed-up is of all seeds, whether they got there or not
+          - ours[counts].where(fewer, theirs[counts])
+          + ours[counts]
         compare: a range of speed-ups pairs best with best
           - "low": theirs["low"] / ours["high"]
           + "low": theirs["low"] / ours["low"]
@@ -92,6 +98,14 @@ TABLES = {
         headline: one seed among several is not pointed out
           - min(best["seeds"], base["seeds"])
           + max(best["seeds"], base["seeds"])
+        headline: seeds that miss the target are not named
+          - if side["finite"] < side["seeds"]:
+          + if False:
+        compare: one seed is faster without a word
+          - == 1
+          -     by_one_seed
+          + == 0
+          +     by_one_seed
     """,
     "llmtrain/compare/results.py": r"""
     seen by unit/test_compare_benchmarks.py

@@ -51,6 +51,12 @@ TABLES = {
         doctor: hosts with different numbers of ranks have no mesh to measure
           - shards="auto" if is_even else 1
           + shards="auto"
+        doctor: nobody waits for a link that is stuck
+          - 2 * self.timeout_seconds)
+          + self.timeout_seconds)
+        doctor: a wait names the recipe's key
+          - .replace("run.timeout_seconds", "--timeout")
+          +
         doctor: a round trip is taken for the latency of one way
           - 8e-6 * rate * shards, round_trip / 2)
           + 8e-6 * rate * shards, round_trip)
@@ -67,6 +73,12 @@ TABLES = {
         doctor: recipes are not compared
           - ([rank.recipe for rank in ranks], format_ranks)
           + ([], format_ranks)
+    """,
+    "llmtrain/doctor/timed_connection.py": r"""
+    seen by unit/test_network_speed.py
+        doctor: each message of a link has the whole timeout
+          - self.socket.settimeout(left)
+          + self.socket.settimeout(9)
     """,
     "llmtrain/doctor/token_space.py": r"""
     seen by unit/test_doctor_tokens.py

@@ -203,6 +203,9 @@ TABLES = {
           -         with init
           + with init
     seen by unit/test_model.py
+        model: heads are together as wide as the model
+          - (getattr(config, "head_dim", None) or config.hidden_size // heads)
+          + config.hidden_size // heads
         model: layers may be skipped at random
           -         _check_depth(config)
           +         pass

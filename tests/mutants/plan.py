@@ -240,6 +240,10 @@ TABLES = {
         plan: pulls compute as long as other steps
           - average_step = step * (1 - pull_share(recipe))
           + average_step = step
+    seen by unit/test_world.py
+        time estimate: ranks that share a GPU compute as if alone
+          - sharing = ranks_per_device(World(0, processes, 0, processes))
+          + sharing = 1.0
     """,
     "llmtrain/plan/unused_keys.py": r"""
     seen by unit/test_preflight.py

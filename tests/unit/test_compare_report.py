@@ -79,7 +79,8 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
         "Fastest to synchronous's final loss 4.000: edit under plain, 4.0 times as fast as synchronous "
         "(1 seed: chance is not excluded)"
     )
-    assert rows(tmp_path)["edit"]["speed-up"] == "4.0"
+    edit = rows(tmp_path)["edit"]
+    assert (edit["outcome"], edit["speed-up"]) == ("faster (1 seed)", "4.0")
 
 
 def test_the_headline_names_failed_trials(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_outcomes(tmp_path: Path) -> None:
         "slow": ("3 done", "slower", "0.50 (0.45 to 0.55)", "0.50 (0.45 to 0.55)"),
         "same": ("3 done", "no difference", "0.92 (0.77 to 1.14)", "0.92 (0.77 to 1.14)"),
         "worse": ("3 done", "not reached", "–", "5.5 (5.0 to 6.0)"),
-        "some": ("3 done", "mixed", "11 (10 to 12)", "11 (10 to 12)"),
+        "some": ("3 done", "mixed", *["11 (10 to 12 in 2 of 3)"] * 2),
         "few": ("3 done", "mixed", "–", "8.2 (7.5 to 12)"),
         "second": ("3 done", "faster", "2.2 (2.0 to 2.4)", "2.2 (2.0 to 2.4)"),
         "broken": ("1 failed, 1 not yet run", "not finished 2 of 2", "–", "–"),
@@ -134,6 +135,12 @@ def test_between_leaders_there_may_be_no_difference(tmp_path: Path) -> None:
 def test_nobody_was_faster(tmp_path: Path, edit: list[tuple[float, float]], target: float | None) -> None:
     write(tmp_path, synchronous=SYNCHRONOUS, edit=edit)
     assert headline(tmp_path, target=target) == "No run was measurably faster than the baseline synchronous"
+
+
+def test_the_headline_names_seeds_that_miss_the_target(tmp_path: Path) -> None:
+    write(tmp_path, synchronous=[(100.0, 4.0), (110.0, 4.0), (120.0, 4.1)], edit=[(20.0, 4.0)] * 3)
+    assert headline(tmp_path).endswith("(5.0 to 5.5, 3 seeds; synchronous: 2 of 3 reached it)")
+    assert rows(tmp_path)["edit"]["speed-up"] == "5.5 (5.0 to 5.5 in 2 of 3)"
 
 
 def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path: Path) -> None:
@@ -304,7 +311,7 @@ def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path)
 def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> None:
     write(tmp_path, synchronous=[(100.0, 4.0)] * 3, edit=[(20.0, 4.0), (10.0, 4.0), (30.0, 4.4)])
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
-    cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (10 s to 20 s in 2 of 3) | 5.0 (5.0 to 10) |"
+    cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (10 s to 20 s in 2 of 3) | 5.0 (5.0 to 10 in 2 of 3) |"
     assert f"| edit | 3 done | {cells}" in text
 
 

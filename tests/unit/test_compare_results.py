@@ -240,6 +240,7 @@ def test_speed_up_and_its_range(tmp_path: Path) -> None:
     assert list(base["seconds"][["finite", "seeds"]]) == [2, 3]
     assert spread(edit, "seconds") == (20.0, 18.0, 25.0) and outcome(edit) == Outcome.FASTER
     assert spread(edit, "speed_up") == (100 / 20, 90 / 25, 100 / 18)
+    assert list(edit["speed_up"][["finite", "seeds"]]) == [2, 3]
 
 
 def test_ranges_that_overlap_are_no_difference(tmp_path: Path) -> None:

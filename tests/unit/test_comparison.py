@@ -106,6 +106,10 @@ def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> No
         (("runs:", "? \nruns:"), "a key is not a word or a number"),
         (("diloco:", "diloco: {replicas: 3}"), "runs.diloco has 3 replicas, one per host, but hosts.count is 2"),
         (
+            ("diloco:", "diloco: {replicas: 1}"),
+            "conditions.slow has a fault of host 1, which runs.diloco does not always use: it trains on 1 of 2; give",
+        ),
+        (
             ("diloco:", "diloco: {restarts: [{after_step: 5, replicas: 1}]}"),
             "runs.diloco has restarts, which conditions.slow with its pauses or kills excludes",
         ),

@@ -72,6 +72,37 @@ def test_ranks_that_can_not_meet_are_a_problem_in_the_report_of_the_first(
     assert isinstance(error, TrainingError) and str(error).startswith("parallel.replica_network is wlan7")
 
 
+def test_a_wait_that_was_too_short_names_the_doctors_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def late(*arguments: Any) -> None:
+        raise TrainingError("rank 1 of 2 did not answer within 9 s (run.timeout_seconds)")
+
+    monkeypatch.setattr(checks, "rendezvous", late)
+    with pytest.raises(TrainingError, match=r"within 9 s \(--timeout\)"):
+        run_checks(None, World(1, 2, 1, 2), 9)
+    assert run_checks(None, World(0, 2, 0, 2), 9) == FAILED
+    assert "within 9 s (--timeout)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ranks_wait_longer_for_a_link_than_its_measurement_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: dict[str, float] = {}
+
+    def gather(store: None, world: World, when: str, mine: Any, seconds: float) -> list[Any]:
+        waits[when] = seconds
+        return [mine]
+
+    def measure(me: int, addresses: list[str], secret: bytes, seconds: float, exchange: Callable[..., list]) -> list:
+        waits["measurement"] = seconds
+        return exchange("link in round 0", None)
+
+    monkeypatch.setattr(checks, "gather_over_store", gather)
+    monkeypatch.setattr(checks, "measure_all", measure)
+    leader = SimpleNamespace(leader=SimpleNamespace(rank=0, address="127.0.0.1"))
+    ClusterCheck(None, World(0, 1, 0, 1), SimpleNamespace(store=None), 20)._links([leader])
+    assert waits["measurement"] == 20 and waits["of the doctor, link in round 0"] == 40
+
+
 class Opened(list):
     """(replicas, shard, bytes of a round) of every mesh that was opened and measured."""
 

@@ -161,6 +161,14 @@ def test_flops_leave_out_embedding_look_ups():
     assert flops_per_token(model, sequence_length=16) == expected
 
 
+def test_flops_of_attention_count_heads_that_are_wider_together_than_the_model() -> None:
+    attention = []
+    for size in (8, 16):
+        model = build(model_config(ModelSection(config=LLAMA | {"head_dim": size}), 97), 64)
+        attention.append(flops_per_token(model, sequence_length=16) - flops_per_token(model, sequence_length=0))
+    assert attention[1] == 2 * attention[0] == 12 * 3 * 64 * 16
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.doctor import network_speed
+from llmtrain.doctor import network_speed, timed_connection
 from llmtrain.doctor.finding import Level
 from llmtrain.doctor.network_speed import (
     SECRET_BYTES,
@@ -91,6 +91,22 @@ def test_a_host_that_is_not_there_is_an_error_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         link = measure_link(0, 1, "127.0.0.1", silent.getsockname(), SECRET, 0.3)
     assert link.error == "no answer in 0.3 s"
+
+
+def test_a_link_that_trickles_is_measured_no_longer_than_one_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timed_connection, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = timed_connection.TimedConnection("127.0.0.1", server.getsockname(), 5)
+        with connection.socket, server.accept()[0] as other:
+            other.sendall(b"12")
+            assert connection.recv(1) == b"1"
+            now[0] = 4.0
+            connection.sendall(b"3")
+            assert connection.socket.gettimeout() == 1
+            now[0] = 5.0
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
 
 
 def test_all_links_are_measured_between_two_hosts(monkeypatch):

@@ -1,12 +1,16 @@
 """Ranks from the environment of torchrun, DeepSpeed's launcher and Slurm; the mesh that `auto` chooses."""
 
+import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from llmtrain.config import ParallelSection
+from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import BAD_USAGE, RecipeError, exit_with_status
-from llmtrain.parallel.world import World, master_endpoint, node_name
+from llmtrain.parallel.world import SHARE_GPU, World, master_endpoint, node_name
+from llmtrain.plan import time_estimate
 from llmtrain.plan.mesh_plan import choose_mesh
 
 
@@ -223,3 +227,15 @@ def test_a_node_is_what_one_launcher_started_on_one_machine(environment, monkeyp
         names.append(node_name())
         monkeypatch.delenv("GROUP_RANK", raising=False)
     assert names == ["host7:", "host7:0", "host7:1", "host7:3"]
+
+
+def test_ranks_that_share_a_gpu_share_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv(SHARE_GPU, "1")
+    on_cpu = SimpleNamespace(Generator=lambda device: torch.Generator(), randn=lambda *size, **_: torch.ones(size))
+    monkeypatch.setattr(time_estimate, "torch", SimpleNamespace(**vars(on_cpu), cuda=torch.cuda, mm=torch.mm))
+    monkeypatch.setattr(time_estimate.time, "perf_counter", itertools.count().__next__)
+    monkeypatch.setitem(time_estimate.MATMUL_SIZE, "cuda", 8)
+    recipe = Recipe(run={"name": "shared"})
+    assert time_estimate.rate_here(recipe, 4) == time_estimate.rate_here(recipe, 1) / 4
