@@ -66,12 +66,12 @@ class DocumentSamples:
         return squares / len(self.tokens)
 
     def read(self, sample: int) -> np.ndarray:
-        """Return the token before a sample and the sample's tokens: [length + 1]."""
+        """Return the token before a sample and the sample's tokens: int64 [length + 1]. It is a copy: a view keeps a file open."""
         start = int(self._starts[sample])
         end = min(int(self._starts[sample + 1]), len(self.tokens))
         if start == 0:
             return np.concatenate([np.array([self._eos_id]), self.tokens.window(0, end)])
-        return self.tokens.window(start - 1, end - start + 1)
+        return self.tokens.window(start - 1, end - start + 1).astype(np.int64)
 
 
 def document_samples(prepared: TokenDataset, split: Split, sequence_length: int, write: bool = True) -> DocumentSamples:

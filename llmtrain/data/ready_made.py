@@ -19,6 +19,7 @@ import numpy as np
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import (
     Index,
+    LazyShard,
     ReadyMade,
     Shard,
     SplitIndex,
@@ -130,6 +131,11 @@ def _shards(files: Sequence[TokenFile]) -> list[Shard]:
     ]
 
 
+def _joined(files: Sequence[TokenFile]) -> TokenShards:
+    """Return the tokens of files one after the other. A file is memory-mapped when it is read."""
+    return TokenShards([LazyShard(file.path.parent, shard) for file, shard in zip(files, _shards(files), strict=True)])
+
+
 def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
     """Return shards with the tokens [start, end) of `shards`; with None as `end`, up to the last token."""
     cut, first = [], 0
@@ -145,7 +151,7 @@ def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
 def check_sample(files: Sequence[TokenFile], index: Index) -> bool:
     """Return whether eos occurs in evenly spaced windows of the files. Raises DataError if a window has a token that is
     not of the vocabulary."""
-    tokens, vocabulary = TokenShards([file.open() for file in files]), Vocabulary(index.tokenizer, index.vocab_size)
+    tokens, vocabulary = _joined(files), Vocabulary(index.tokenizer, index.vocab_size)
     ends = list(itertools.accumulate(file.tokens for file in files))
     length, has_eos = min(SAMPLE_TOKENS, len(tokens)), False
     for start in np.unique(np.linspace(0, len(tokens) - length, SAMPLES, dtype=np.int64)).tolist():
@@ -164,7 +170,7 @@ def _border(files: Sequence[TokenFile], data: DataSection, eos: int) -> int:
     total = sum(file.tokens for file in files)
     target = min(max(round(total * (1 - data.validation_fraction)), 1), total - 1)
     if files[0].index is None:
-        border = _border_at_eos(TokenShards([file.open() for file in files]), target, eos)
+        border = _border_at_eos(_joined(files), target, eos)
         what = "no eos token"
     else:
         border = _border_of_index(files, target)

@@ -60,10 +60,6 @@ class TokenFile:
     index: DocumentIndex | None = None
     """Documents, if the file has an index of them."""
 
-    def open(self) -> np.ndarray:
-        """Return the tokens, memory-mapped."""
-        return np.memmap(self.path, np.dtype(self.dtype), "r", self.offset, (self.tokens,))
-
     @property
     def files(self) -> list[Path]:
         """Return the paths of the file and of its index."""

@@ -45,8 +45,11 @@ TABLES = {
           + self.index.splits[split].tokens / self.index.splits[split].text_bytes
     seen by unit/test_data_stream.py
         stream: all shards are opened at once
-          - [LazyShard(shard, load) for shard in self.index.splits[split].shards]
-          + [load(shard) for shard in self.index.splits[split].shards]
+          - [LazyShard(self.directory, shard) for shard in self.index.splits[split].shards]
+          + [open_shard(self.directory, shard) for shard in self.index.splits[split].shards]
+        stream: shards of a text stay open
+          - array = open_shard(self._directory, self._shard)
+          + array = self._array = open_shard.__wrapped__(self._directory, self._shard)
     seen by unit/test_wrong_files.py
         tokens: an index without a split is fine
           -     if missing := [split for split in SPLITS if split not in index.splits]:
@@ -203,6 +206,11 @@ TABLES = {
         stream: waiting for text counts as waiting for the disk
           - if not self.loader.tokens.is_waiting(seconds):
           + if True:
+    seen by unit/test_data_stream.py
+        stream: a batch's windows are all open at once
+          - row[:] = self.tokens.window(sample * length, length + 1)
+          + self._windows = [*vars(self).get("_windows", ()), self.tokens.window(sample * length, length + 1)]
+          +             row[:] = self._windows[-1]
     """,
     "llmtrain/data/local_files.py": r"""
     seen by unit/test_data_ready_made.py, unit/test_data_sources.py

@@ -55,6 +55,7 @@ def test_samples_tile_the_tokens_document_by_document(monkeypatch: pytest.Monkey
     monkeypatch.setattr(documents, "SCANNED_TOKENS", scanned)
     ids = np.concatenate([text([3, 1, 1, 9, 4, 5]), [7, 8, 9]])  # the last document has no end
     samples = samples_of(ids, length=4)
+    assert all(samples.read(sample).flags.owndata for sample in range(len(samples))), "a view keeps a file open"
     rows = [samples.read(sample).tolist() for sample in range(len(samples))]
     assert [len(row) - 1 for row in rows] == samples.lengths(np.arange(len(samples))).tolist()
     assert [len(row) - 1 for row in rows] == [3, 1, 1, 4, 4, 1, 4, 4, 1, 3]
