@@ -189,7 +189,7 @@ class ReadyMade(BaseModel, extra="forbid", frozen=True):
 
     kind: str
     has_eos: bool
-    """True if the tokenizer's eos token occurs in the sample of tokens that was checked."""
+    """True if the tokenizer's eos token occurs in the sample of training tokens that was checked."""
     validation_bytes: dict[int, int] = Field(default_factory=dict)
     """UTF-8 bytes of the text of the first N tokens of the validation split, by N."""
 

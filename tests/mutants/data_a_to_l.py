@@ -89,8 +89,11 @@ TABLES = {
           - self.tokens.window(start - 1, end - start + 1)
           + np.concatenate([[self._eos_id], self.tokens.window(start, end - start)])
         documents: a limit does not cut the last one
-          - np.minimum(self._starts[samples + 1], len(self.tokens))
+          - np.minimum(self._starts[samples + 1], self._end)
           + self._starts[samples + 1]
+        documents: the last sample is one that a limit cuts
+          - side="right")) - 1, first)
+          + side="left")), first)
     """,
     "llmtrain/data/extend.py": r"""
     seen by unit/test_data_prepare.py
