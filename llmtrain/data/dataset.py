@@ -98,10 +98,12 @@ class ShardWriter:
         self._file, self._tokens, self._crc32 = None, 0, 0
 
     def discard(self) -> None:
-        """Close the open file without completing its shard."""
+        """Close and remove the open file without completing its shard."""
         if self._file is not None:
             with suppress(OSError):  # closing flushes, which fails on a full disk
                 self._file.close()
+            with suppress(OSError):
+                os.unlink(self._file.name)
             self._file = None
 
     def _write_header(self) -> None:

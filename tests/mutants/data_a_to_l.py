@@ -2,10 +2,18 @@
 
 TABLES = {
     "llmtrain/data/background.py": r"""
-    seen by unit/test_data_stream.py
-        stream: a tokenizer that fails is started for ever
-          - if attempts >= ATTEMPTS:
-          + if attempts >= 20 * ATTEMPTS:
+    seen by unit/test_data_background.py
+        stream: a tokenizer whose text is at fault is started for ever
+          - if failures >= ATTEMPTS and code == BAD_USAGE:
+          + if failures >= 20 * ATTEMPTS and code == BAD_USAGE:
+        stream: a hub that does not answer ends a run that has text
+          - if failures >= ATTEMPTS and code == BAD_USAGE:
+          -                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=False)
+          + if failures >= ATTEMPTS:
+          +                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=code != BAD_USAGE)
+        stream: a tokenizer that fails is waited for
+          - time.monotonic() - moved > self._timeout
+          + False
         stream: the tokenizer outlives the run
           -     threading.Thread(target=_watch_input, daemon=True).start()
           -
@@ -37,6 +45,10 @@ TABLES = {
           - self._crc32 = zlib.crc32(raw, self._crc32)
           + self._crc32 = zlib.crc32(raw)
     seen by unit/test_data_dataset.py
+        prepare: a shard that does not fit stays on a full disk
+          -             with suppress(OSError):
+          -                 os.unlink(self._file.name)
+          -
         index: a shard that is too long passes
           - (size := path.stat().st_size) != shard.bytes
           + (size := path.stat().st_size) < shard.bytes
