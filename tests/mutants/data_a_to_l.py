@@ -183,6 +183,10 @@ TABLES = {
         prepare: a hub dataset is read on in its newest commit
           - self.revision = revision or newest
           + self.revision = newest
+    seen by unit/test_data_sources.py
+        hub: a broken connection leads to all splits
+          - f"the files of its split {split} alone and give their folder as {key}"
+          + "it and give the folder as data.source"
     """,
     "llmtrain/data/loader.py": r"""
     seen by distributed/test_reshard.py

@@ -122,7 +122,7 @@ def test_a_failure_that_may_end_by_itself_ends_only_ranks_that_wait_for_too_long
         with pytest.raises(
             UnavailableError, match=r"code 1 \(Traceback\) \(no new text for 0 s, run\.timeout_seconds\)$"
         ):
-            growing(prepared).wait_for(MANY)
+            growing(prepared, 20.0).wait_for(MANY)
         assert tokenizer.problem is None
     assert "the tokenizer is started again in 1e+06 s\n" in capsys.readouterr().err
 
