@@ -6,6 +6,7 @@ error in a library) indicates a defect or a broken machine and keeps its traceba
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -39,6 +40,15 @@ class UnavailableError(DataError):
     again."""
 
     exit_code = FAILED
+
+
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors of a disk that may end by themselves: it does not answer, or is full."""
+
+
+def data_error(problem: str, error: Exception) -> DataError:
+    """Return the error of a text or its folder for which `error` is the reason: an UnavailableError if that may end by itself."""
+    return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
 
 
 class ModelError(UserError):

@@ -33,7 +33,9 @@ COMMAND = (sys.executable, "-m", "llmtrain.data.background")
 NICENESS = 10
 """Increment of the process's niceness, so that it gets only the CPU time that training leaves."""
 ATTEMPTS = 3
-"""Number of failures in a row, counted from the last process that added tokens, after which none is started again."""
+"""Number of failures in a row, counted from the last process that added tokens, after which text that is at fault ends the run."""
+PAUSES = (0.0, 5.0, 30.0, 60.0, 300.0)
+"""Seconds from a failure to the next start, by the number of failures in a row. The last one repeats."""
 END_SECONDS = 60.0
 """Maximum seconds that the process may take to commit its tokens when the run ends."""
 STATUS_SECONDS = 1.0
@@ -41,19 +43,22 @@ STATUS_SECONDS = 1.0
 
 
 class BackgroundTokenizer:
-    """Supervisor of a host's tokenizing process. A process that fails or is killed is started again, until ATTEMPTS is
-    reached; then its error line ends the run. Use it as a context manager."""
+    """Supervisor of a host's tokenizing process. Use it as a context manager.
 
-    def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int) -> None:
-        self.directory = cache_path(data)
+    A process that fails or is killed is started again. If its text is at fault in ATTEMPTS failures in a row, its error line ends the
+    run. Another failure may end by itself: it ends no rank that still has text, but those that wait for more, once there was no new
+    text for `timeout_seconds`."""
+
+    def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int, timeout_seconds: float) -> None:
+        self.directory, self._timeout = cache_path(data), timeout_seconds
         job = {"data": data.model_dump(mode="json"), "train_tokens": train_tokens, "eval_tokens": eval_tokens}
         self._job = json.dumps(job) + "\n"
         self.problem: DataError | None = None
         """Error that ends the run, or None."""
         self._process: subprocess.Popen[str] | None = None
         """Process that was started last."""
-        self._is_over = False
-        """True once the run has ended, after which no process is started."""
+        self._over = threading.Event()
+        """Set once the run has ended, after which no process is started."""
         self._lock = threading.Lock()
         """Lock on these two, so that the exit ends every process that the supervising thread starts."""
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
@@ -67,7 +72,7 @@ class BackgroundTokenizer:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._is_over = True
+            self._over.set()
             process = self._process
         if process is None:
             return
@@ -101,24 +106,30 @@ class BackgroundTokenizer:
 
     def _supervise(self) -> None:
         """Wait for the process, and start it again or report its error, until it or the run has ended."""
-        attempts = 0
-        tokens_before = self._count_tokens()
+        failures, tokens_before, moved = 0, self._count_tokens(), time.monotonic()
         while True:
             process = self._process
             lines = deque((line.strip() for line in process.stderr), maxlen=20)
             code = process.wait()
-            if self._is_over or code == 0:
+            if self._over.is_set() or code == 0:
                 return
-            tokens = self._count_tokens()
-            attempts = attempts + 1 if tokens == tokens_before else 1
-            tokens_before = tokens
-            error = self._explain(code, list(lines))
-            if attempts >= ATTEMPTS:
-                self._give_up(f"{error} (attempt {attempts} without new text)", is_temporary=code != BAD_USAGE)
+            if (tokens := self._count_tokens()) != tokens_before:
+                failures, tokens_before, moved = 0, tokens, time.monotonic()
+            failures += 1
+            error, pause = self._explain(code, list(lines)), PAUSES[min(failures, len(PAUSES)) - 1]
+            if failures >= ATTEMPTS and code == BAD_USAGE:
+                self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=False)
                 return
-            print(f"{error}; the tokenizer is started again", file=sys.stderr, flush=True)
+            if failures >= ATTEMPTS and time.monotonic() - moved > self._timeout:
+                self._end_waits(
+                    f"{error} (no new text for {self._timeout:g} s, run.timeout_seconds)", is_temporary=True
+                )
+            when = f" in {pause:g} s" if pause else ""
+            print(f"{error}; the tokenizer is started again{when}", file=sys.stderr, flush=True)
+            if self._over.wait(pause):
+                return
             with self._lock:
-                if self._is_over:
+                if self._over.is_set():
                     return
                 try:
                     self._start()
@@ -127,8 +138,12 @@ class BackgroundTokenizer:
                     return
 
     def _give_up(self, problem: str, is_temporary: bool) -> None:
-        """Keep the error for this rank, and write it for the ranks that wait for text."""
+        """Keep the error, which ends all ranks."""
         self.problem = text_error(problem, is_temporary)
+        self._end_waits(problem, is_temporary)
+
+    def _end_waits(self, problem: str, is_temporary: bool) -> None:
+        """Write the error for the ranks that wait for text."""
         with suppress(OSError):  # the disk may be full; waiting ranks then time out, because no text is added
             write_status(self.directory, error=problem, is_temporary=is_temporary)
 

@@ -15,7 +15,7 @@ import itertools
 import os
 import tokenize
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -98,10 +98,12 @@ class ShardWriter:
         self._file, self._tokens, self._crc32 = None, 0, 0
 
     def discard(self) -> None:
-        """Close the open file without completing its shard."""
+        """Close and remove the open file without completing its shard."""
         if self._file is not None:
             with suppress(OSError):  # closing flushes, which fails on a full disk
                 self._file.close()
+            with suppress(OSError):
+                os.unlink(self._file.name)
             self._file = None
 
     def _write_header(self) -> None:
@@ -111,22 +113,31 @@ class ShardWriter:
 
 
 OPEN_SHARDS = 256
-"""Maximum number of a split's shards that are memory-mapped at a time: each needs a file descriptor, of which a process often has
-1,024."""
+"""Maximum number of shards that a process keeps memory-mapped for later reads: each needs a file descriptor, of which a process often
+has 1,024. A view of a shard's tokens keeps it mapped for longer."""
+
+
+@lru_cache(maxsize=OPEN_SHARDS)
+def open_shard(directory: Path, shard: Shard) -> np.ndarray:
+    """Return the tokens of a shard in a prepared folder, memory-mapped. All texts and ranks of a process share what is open."""
+    path = directory / shard.name  # the path of another tool's file is absolute
+    if shard.offset is None:
+        return np.load(path, mmap_mode="r")
+    return np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
 
 
 class LazyShard:
     """Shard that is memory-mapped when it is read."""
 
-    def __init__(self, shard: Shard, load: Callable[[Shard], np.ndarray]) -> None:
-        self._shard, self._load = shard, load
+    def __init__(self, directory: Path, shard: Shard) -> None:
+        self._directory, self._shard = directory, shard
 
     def __len__(self) -> int:
         return self._shard.tokens
 
     def __getitem__(self, part: slice) -> np.ndarray:
         try:
-            array = self._load(self._shard)
+            array = open_shard(self._directory, self._shard)
         except (OSError, ValueError) as error:  # deleted or cut off since the start
             raise unavailable(f"{self._shard.name}: can't be read any more", error) from None
         return array[part]
@@ -180,7 +191,7 @@ class ReadyMade(BaseModel, extra="forbid", frozen=True):
 
     kind: str
     has_eos: bool
-    """True if the tokenizer's eos token occurs in the sample of tokens that was checked."""
+    """True if the tokenizer's eos token occurs in the sample of training tokens that was checked."""
     validation_bytes: dict[int, int] = Field(default_factory=dict)
     """UTF-8 bytes of the text of the first N tokens of the validation split, by N."""
 
@@ -226,17 +237,8 @@ class TokenDataset:
 
     def tokens(self, split: Split) -> TokenShards:
         """Return all tokens of a split up to the recipe's limit. A shard is memory-mapped when it is read."""
-        load = lru_cache(maxsize=OPEN_SHARDS)(self.open)
-        return TokenShards(
-            [LazyShard(shard, load) for shard in self.index.splits[split].shards], self.limits.get(split)
-        )
-
-    def open(self, shard: Shard) -> np.ndarray:
-        """Return the tokens of a shard, memory-mapped."""
-        path = self.directory / shard.name  # the path of another tool's file is absolute
-        if shard.offset is None:
-            return np.load(path, mmap_mode="r")
-        return np.memmap(path, np.dtype(shard.dtype), "r", shard.offset, (shard.tokens,))
+        shards = [LazyShard(self.directory, shard) for shard in self.index.splits[split].shards]
+        return TokenShards(shards, self.limits.get(split))
 
     def bytes_per_token(self, split: Split) -> float:
         """Return the mean number of UTF-8 bytes of text per token of a split. For another tool's files, it is known only for

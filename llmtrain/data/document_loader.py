@@ -156,13 +156,13 @@ def _merge(states: Sequence[Mapping[str, Any]], global_batch: int) -> dict[str, 
 
 
 def padded(documents: Sequence[np.ndarray], rows: int, sequence_length: int) -> torch.Tensor:
-    """Return documents, each with the token before it, as int64 [rows, T + 1], padded with IGNORE_INDEX. T is the longest
+    """Return documents (int64), each with the token before it, as int64 [rows, T + 1], padded with IGNORE_INDEX. T is the longest
     document's length, rounded up to a multiple of LENGTH_STEP but at most to `sequence_length`."""
     longest = max((len(ids) - 1 for ids in documents), default=1)
     length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, sequence_length)
     batch = torch.full((rows, length + 1), IGNORE_INDEX, dtype=torch.int64)
     for row, ids in zip(batch, documents, strict=False):
-        row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        row[: len(ids)] = torch.from_numpy(ids)
     return batch
 
 

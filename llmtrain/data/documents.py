@@ -38,22 +38,25 @@ class DocumentSamples:
     """Samples of one split. The module's docstring describes them."""
 
     def __init__(self, tokens: TokenShards, starts: np.ndarray, eos_id: int) -> None:
-        """Keep the samples that begin in `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in
-        more tokens, of which `tokens` are the first."""
+        """Keep the samples that end in `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in
+        more tokens, of which `tokens` are the first. Only if the first sample does not end there, it is cut. The last one would have
+        another length in a longer run, and so other samples would be near it."""
         self.tokens, self._starts, self._eos_id = tokens, starts, eos_id
-        self._count = min(int(np.searchsorted(starts, len(tokens))), len(starts) - 1)
+        first = min(1, len(tokens), len(starts) - 1)
+        self._count = max(int(np.searchsorted(starts, len(tokens), side="right")) - 1, first)
+        self._end = min(int(starts[self._count]), len(tokens))
 
     def __len__(self) -> int:
         return self._count
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Return the number of tokens that each of the samples predicts."""
-        ends = np.minimum(self._starts[samples + 1], len(self.tokens))
+        ends = np.minimum(self._starts[samples + 1], self._end)
         return ends - self._starts[samples]
 
     def count_within(self, tokens: int) -> int:
         """Return the largest n for which the first n samples have at most `tokens` tokens together."""
-        if tokens >= len(self.tokens):
+        if tokens >= self._end:
             return self._count
         return int(np.searchsorted(self._starts[1:], tokens, side="right"))
 
@@ -63,15 +66,15 @@ class DocumentSamples:
         for first in range(0, self._count, SCANNED_TOKENS):
             lengths = self.lengths(np.arange(first, min(first + SCANNED_TOKENS, self._count)))
             squares += float(np.square(lengths.astype(np.float64)).sum())
-        return squares / len(self.tokens)
+        return squares / self._end
 
     def read(self, sample: int) -> np.ndarray:
-        """Return the token before a sample and the sample's tokens: [length + 1]."""
+        """Return the token before a sample and the sample's tokens: int64 [length + 1]. It is a copy: a view keeps a file open."""
         start = int(self._starts[sample])
-        end = min(int(self._starts[sample + 1]), len(self.tokens))
+        end = min(int(self._starts[sample + 1]), self._end)
         if start == 0:
             return np.concatenate([np.array([self._eos_id]), self.tokens.window(0, end)])
-        return self.tokens.window(start - 1, end - start + 1)
+        return self.tokens.window(start - 1, end - start + 1).astype(np.int64)
 
 
 def document_samples(prepared: TokenDataset, split: Split, sequence_length: int, write: bool = True) -> DocumentSamples:

@@ -50,7 +50,7 @@ class HubDataset:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """Read on at `state` in the commit `revision`; by default from the start of the newest one."""
-        self._data = data
+        self._data, self._split, self._key = data, split, key
         name = data.source.removeprefix(HUB)
         instead = "data.source=/path/to/files or data.source=stdlib"
         newest = require(name, "dataset", key="data.source", instead=instead)
@@ -72,7 +72,7 @@ class HubDataset:
             self._rows.load_state_dict(state)
 
     def __iter__(self) -> Iterator[str]:
-        for row in _stream_errors_as_unavailable(self._rows, self._data.source):
+        for row in _stream_errors_as_unavailable(self._rows, self._data.source, self._split, self._key):
             yield from text_of_row(row, self._data.text_key, self._data.source)
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,7 +80,9 @@ class HubDataset:
         return self._rows.state_dict()
 
 
-def _stream_errors_as_unavailable(rows: Iterable[dict[str, Any]], source: str) -> Iterator[dict[str, Any]]:
+def _stream_errors_as_unavailable(
+    rows: Iterable[dict[str, Any]], source: str, split: str, key: str
+) -> Iterator[dict[str, Any]]:
     """Yield the rows. Raises UnavailableError for any exception of the streaming libraries, such as a broken connection."""
     iterator = iter(rows)
     while True:
@@ -90,7 +92,7 @@ def _stream_errors_as_unavailable(rows: Iterable[dict[str, Any]], source: str) -
             return
         except Exception as error:
             raise UnavailableError(
-                f"{source}: reading it from the hub failed ({first_line(error)}); start the same command again, or download it "
-                "and give the folder as data.source"
+                f"{source}: reading it from the hub failed ({first_line(error)}); start the same command again, or download "
+                f"the files of its split {split} alone and give their folder as {key}"
             ) from error
         yield row

@@ -151,9 +151,10 @@ class Loader:
     def _read(self, samples: Sequence[int]) -> list[torch.Tensor]:
         """Return this rank's part of a step as micro-batches."""
         length = self.sequence_length
-        windows = [self.tokens.window(sample * length, length + 1) for sample in samples]
-        rows = torch.from_numpy(np.stack(windows).astype(np.int64))
-        return list(rows.split(self.micro_batch))
+        rows = np.empty((len(samples), length + 1), dtype=np.int64)
+        for row, sample in zip(rows, samples, strict=True):  # a window is a view, which keeps a file open
+            row[:] = self.tokens.window(sample * length, length + 1)
+        return list(torch.from_numpy(rows).split(self.micro_batch))
 
     def state_dict(self) -> dict[str, Any]:
         return self.cursor.state_dict() | self.order.state_dict()

@@ -15,7 +15,7 @@ from typing import TextIO
 from llmtrain.config import DataSection
 from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.rows import no_column, text_of_row
-from llmtrain.errors import DataError, first_line, kind_of
+from llmtrain.errors import DataError, data_error, first_line, kind_of
 from llmtrain.files import local_path, visible_files
 
 CHUNK = 1 << 20
@@ -50,9 +50,8 @@ def _files(source: str, key: str) -> list[Path]:
     try:
         found = [file for file in visible_files(path) if _reader(file) is not None]
     except OSError as error:
-        raise DataError(
-            f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
-        ) from None
+        problem = f"{key}: {source}: {error.filename} can't be read ({error.strerror}); give a folder of text"
+        raise data_error(problem, error) from None
     if not found:
         raise DataError(
             f"{key}: {source}: no text in this folder; expected files that end in {known}, or tokens: .bin, .npy"
@@ -168,7 +167,7 @@ def _damaged(path: Path, error: Exception) -> DataError:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: can't be read ({error.strerror}); look at its permissions and its disk")
+    return data_error(f"{path}: can't be read ({error.strerror}); look at its permissions and its disk", error)
 
 
 def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
@@ -186,7 +185,7 @@ def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[st
                 for row in batch.to_pylist():
                     yield from text_of_row(row, data.text_key, path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: can't be read as parquet ({first_line(error)}); copy it again") from None
+        raise data_error(f"{path}: can't be read as parquet ({first_line(error)}); copy it again", error) from None
 
 
 READERS: dict[str, Callable[[Path, DataSection, BytesRead], Iterator[str]]] = {

@@ -31,7 +31,7 @@ from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured
 from llmtrain.data.sources import SPLITS, Position, Split, fingerprint
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, data_error
 from llmtrain.files import atomic_write, check_path
 from llmtrain.waiting import acquire
 
@@ -206,7 +206,8 @@ def _full_disk_as_data_error(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_PLACE:
             raise
-        raise DataError(f"data.cache_dir: {directory}: {error.strerror}; make room, or choose another folder") from None
+        problem = f"data.cache_dir: {directory}: {error.strerror}; make room, or choose another folder"
+        raise data_error(problem, error) from None
 
 
 def _create(directory: Path, data: DataSection) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from llmtrain.config import DataSection
 from llmtrain.data.dataset import (
     Index,
+    LazyShard,
     ReadyMade,
     Shard,
     SplitIndex,
@@ -99,7 +100,7 @@ def index_of(files: ReadyMadeFiles, data: DataSection, empty: Index) -> Index:
     groups = {"train": files.train, "validation": files.validation}
     parts = {split: _shards(group) for split, group in groups.items()}
     documents = dict.fromkeys(groups, 0)
-    has_eos = [check_sample(group, empty) for group in groups.values() if group]
+    has_eos = {split: check_sample(group, empty) for split, group in groups.items() if group}
     if not files.validation:
         border = _border(files.train, data, empty.eos_id)
         parts = {"train": _cut(parts["train"], 0, border), "validation": _cut(parts["train"], border, None)}
@@ -119,7 +120,7 @@ def index_of(files: ReadyMadeFiles, data: DataSection, empty: Index) -> Index:
         )
         for split, shards in parts.items()
     }
-    ready_made = ReadyMade(kind=files.train[0].kind, has_eos=all(has_eos))
+    ready_made = ReadyMade(kind=files.train[0].kind, has_eos=has_eos["train"])
     return empty.model_copy(update={"splits": splits, "ready_made": ready_made})
 
 
@@ -128,6 +129,11 @@ def _shards(files: Sequence[TokenFile]) -> list[Shard]:
         Shard(name=str(file.path), tokens=file.tokens, bytes=file.bytes, offset=file.offset, dtype=file.dtype)
         for file in files
     ]
+
+
+def _joined(files: Sequence[TokenFile]) -> TokenShards:
+    """Return the tokens of files one after the other. A file is memory-mapped when it is read."""
+    return TokenShards([LazyShard(file.path.parent, shard) for file, shard in zip(files, _shards(files), strict=True)])
 
 
 def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
@@ -144,10 +150,17 @@ def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
 
 def check_sample(files: Sequence[TokenFile], index: Index) -> bool:
     """Return whether eos occurs in evenly spaced windows of the files. Raises DataError if a window has a token that is
-    not of the vocabulary."""
-    tokens, vocabulary = TokenShards([file.open() for file in files]), Vocabulary(index.tokenizer, index.vocab_size)
+    not of the vocabulary, or if tokens are read as uint16 that do not seem to be of that type."""
+    no_header = f"{files[0].path}: without a header, its tokens are read as uint16"
+    if files[0].kind == "nanogpt" and index.vocab_size > 1 << 16:
+        raise DataError(
+            f"{no_header}, too small for the {index.vocab_size:,} tokens of data.tokenizer={index.tokenizer}; convert it to .npy, or "
+            "name the tokenizer that made it"
+        )
+    tokens, vocabulary = _joined(files), Vocabulary(index.tokenizer, index.vocab_size)
     ends = list(itertools.accumulate(file.tokens for file in files))
     length, has_eos = min(SAMPLE_TOKENS, len(tokens)), False
+    has_even, has_odd = False, len(tokens) < 2  # whether a token at an even or odd position is not 0
     for start in np.unique(np.linspace(0, len(tokens) - length, SAMPLES, dtype=np.int64)).tolist():
         ids = tokens.window(start, length)
         if (wrong := vocabulary.first_wrong(ids)) is not None:
@@ -155,6 +168,12 @@ def check_sample(files: Sequence[TokenFile], index: Index) -> bool:
             position = start + wrong - (ends[number] - files[number].tokens)
             raise DataError(vocabulary.describe(files[number].path, position, int(ids[wrong])))
         has_eos = has_eos or bool((ids == index.eos_id).any())
+        has_even = has_even or bool(ids[start % 2 :: 2].any())
+        has_odd = has_odd or bool(ids[1 - start % 2 :: 2].any())
+    if files[0].kind == "nanogpt" and has_even and not has_odd:
+        raise DataError(
+            f"{no_header}, but every second one is 0, as if they were uint32; convert it to .npy, or to uint16"
+        )
     return has_eos
 
 
@@ -164,7 +183,7 @@ def _border(files: Sequence[TokenFile], data: DataSection, eos: int) -> int:
     total = sum(file.tokens for file in files)
     target = min(max(round(total * (1 - data.validation_fraction)), 1), total - 1)
     if files[0].index is None:
-        border = _border_at_eos(TokenShards([file.open() for file in files]), target, eos)
+        border = _border_at_eos(_joined(files), target, eos)
         what = "no eos token"
     else:
         border = _border_of_index(files, target)

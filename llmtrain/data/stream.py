@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from llmtrain.config import DataSection
 from llmtrain.config.data import HUB
 from llmtrain.data.dataset import (
     INDEX,
-    OPEN_SHARDS,
     LazyShard,
     TokenDataset,
     TokenShards,
@@ -109,7 +107,6 @@ class GrowingTokens(Tokens):
         """Time at which text was last waited for, by `time.monotonic`."""
         self._agreed = 0
         """Largest number of tokens for which `agree` has been called."""
-        self._open = lru_cache(maxsize=OPEN_SHARDS)(prepared.open)
         self.refresh()
 
     def __len__(self) -> int:
@@ -149,7 +146,7 @@ class GrowingTokens(Tokens):
         entry = index.splits["train"]
         for shard in entry.shards[len(self._shards) :]:
             check_shard(self.directory, index, shard)
-            self._shards.append(LazyShard(shard, self._open))
+            self._shards.append(LazyShard(self.directory, shard))
         self._tokens = TokenShards(self._shards, self.most)
         self.is_complete = entry.exhausted or entry.tokens >= self.most
         self._stamp = stamp

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from llmtrain.errors import DataError, one_line
+from llmtrain.errors import DataError, data_error, one_line
 from llmtrain.files import local_path, visible_files
 
 Kind = Literal["nanogpt", "llm.c", "megatron", "npy"]
@@ -59,10 +59,6 @@ class TokenFile:
     """Size of the file."""
     index: DocumentIndex | None = None
     """Documents, if the file has an index of them."""
-
-    def open(self) -> np.ndarray:
-        """Return the tokens, memory-mapped."""
-        return np.memmap(self.path, np.dtype(self.dtype), "r", self.offset, (self.tokens,))
 
     @property
     def files(self) -> list[Path]:
@@ -152,7 +148,7 @@ def read_headers(paths: Sequence[Path], key: str) -> tuple[TokenFile, ...]:
         try:
             files.append(read_header(path))
         except OSError as error:
-            raise DataError(f"{key}: {path}: can't be read ({error.strerror}); copy it again") from None
+            raise data_error(f"{key}: {path}: can't be read ({error.strerror}); copy it again", error) from None
         except DataError as error:
             raise DataError(f"{key}: {error}") from None
     for file in files[1:]:

@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from llmtrain.config import Recipe, Section
+from llmtrain.config.data import HUB
 from llmtrain.step_counts import warmup_steps
 from llmtrain.sync.methods import inner_preset
 
@@ -72,6 +73,11 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
             f"{only} cosine, linear and wsd have a final rate",
         ),
         (" ".join(f"data.{key}" for key in own), bool(own), "each text of the list has its own"),
+        (
+            "data.subset data.split",
+            not any(text.source.startswith(HUB) for text in recipe.data.texts().values()),
+            "data.source is not on the hub: all of its files are read, whatever their split",
+        ),
         ("optim.betas optim.eps", optim.kind == "sgd", "optim.kind is sgd, which has no moments"),
     ]
     for keys, is_unused, why in table:

@@ -21,7 +21,7 @@ class TrainText:
 
     tokens: GrowingTokens
     problem: Callable[[], DataError | None]
-    """Function that returns the error with which this host's tokenizing process has failed, or None."""
+    """Function that returns the error with which this host's tokenizing process has failed for good, or None."""
 
 
 def tokens_read(recipe: Recipe) -> int:
@@ -44,7 +44,7 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
         choice = chosen_tokenizer(mesh, prepared.directory) if len(hosts) > 1 else nullcontext(is_first)
         with choice as tokenizes:
             if tokenizes and not GrowingTokens(prepared, timeout).is_complete:
-                tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1)
+                tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1, timeout)
                 stack.enter_context(tokenizer)  # deletes the status of an earlier run before another host may read it
         if len(hosts) == 1:
             tokens = GrowingTokens(prepared, timeout, announce=is_first)

@@ -2,10 +2,18 @@
 
 TABLES = {
     "llmtrain/data/background.py": r"""
-    seen by unit/test_data_stream.py
-        stream: a tokenizer that fails is started for ever
-          - if attempts >= ATTEMPTS:
-          + if attempts >= 20 * ATTEMPTS:
+    seen by unit/test_data_background.py
+        stream: a tokenizer whose text is at fault is started for ever
+          - if failures >= ATTEMPTS and code == BAD_USAGE:
+          + if failures >= 20 * ATTEMPTS and code == BAD_USAGE:
+        stream: a hub that does not answer ends a run that has text
+          - if failures >= ATTEMPTS and code == BAD_USAGE:
+          -                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=False)
+          + if failures >= ATTEMPTS:
+          +                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=code != BAD_USAGE)
+        stream: a tokenizer that fails is waited for
+          - time.monotonic() - moved > self._timeout
+          + False
         stream: the tokenizer outlives the run
           -     threading.Thread(target=_watch_input, daemon=True).start()
           -
@@ -37,6 +45,10 @@ TABLES = {
           - self._crc32 = zlib.crc32(raw, self._crc32)
           + self._crc32 = zlib.crc32(raw)
     seen by unit/test_data_dataset.py
+        prepare: a shard that does not fit stays on a full disk
+          -             with suppress(OSError):
+          -                 os.unlink(self._file.name)
+          -
         index: a shard that is too long passes
           - (size := path.stat().st_size) != shard.bytes
           + (size := path.stat().st_size) < shard.bytes
@@ -45,8 +57,11 @@ TABLES = {
           + self.index.splits[split].tokens / self.index.splits[split].text_bytes
     seen by unit/test_data_stream.py
         stream: all shards are opened at once
-          - [LazyShard(shard, load) for shard in self.index.splits[split].shards]
-          + [load(shard) for shard in self.index.splits[split].shards]
+          - [LazyShard(self.directory, shard) for shard in self.index.splits[split].shards]
+          + [open_shard(self.directory, shard) for shard in self.index.splits[split].shards]
+        stream: shards of a text stay open
+          - array = open_shard(self._directory, self._shard)
+          + array = self._array = open_shard.__wrapped__(self._directory, self._shard)
     seen by unit/test_wrong_files.py
         tokens: an index without a split is fine
           -     if missing := [split for split in SPLITS if split not in index.splits]:
@@ -86,8 +101,11 @@ TABLES = {
           - self.tokens.window(start - 1, end - start + 1)
           + np.concatenate([[self._eos_id], self.tokens.window(start, end - start)])
         documents: a limit does not cut the last one
-          - np.minimum(self._starts[samples + 1], len(self.tokens))
+          - np.minimum(self._starts[samples + 1], self._end)
           + self._starts[samples + 1]
+        documents: the last sample is one that a limit cuts
+          - side="right")) - 1, first)
+          + side="left")), first)
     """,
     "llmtrain/data/extend.py": r"""
     seen by unit/test_data_prepare.py
@@ -165,6 +183,10 @@ TABLES = {
         prepare: a hub dataset is read on in its newest commit
           - self.revision = revision or newest
           + self.revision = newest
+    seen by unit/test_data_sources.py
+        hub: a broken connection leads to all splits
+          - f"the files of its split {split} alone and give their folder as {key}"
+          + "it and give the folder as data.source"
     """,
     "llmtrain/data/loader.py": r"""
     seen by distributed/test_reshard.py
@@ -203,6 +225,11 @@ TABLES = {
         stream: waiting for text counts as waiting for the disk
           - if not self.loader.tokens.is_waiting(seconds):
           + if True:
+    seen by unit/test_data_stream.py
+        stream: a batch's windows are all open at once
+          - row[:] = self.tokens.window(sample * length, length + 1)
+          + self._windows = [*vars(self).get("_windows", ()), self.tokens.window(sample * length, length + 1)]
+          +             row[:] = self._windows[-1]
     """,
     "llmtrain/data/local_files.py": r"""
     seen by unit/test_data_ready_made.py, unit/test_data_sources.py

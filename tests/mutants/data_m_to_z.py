@@ -126,6 +126,12 @@ TABLES = {
         token files: the bytes of a shorter validation are kept
           - return ready_made is None or len(prepared.tokens("validation")) in ready_made.validation_bytes
           + return ready_made is None or bool(ready_made.validation_bytes)
+        token files: tokens of four bytes are read as twice as many
+          - has_even and not has_odd
+          + False
+        token files: a validation text without eos counts
+          - has_eos=has_eos["train"])
+          + has_eos=all(has_eos.values()))
         token files: a character that is cut off counts
           - for cut in range(4):
           + for cut in range(1):

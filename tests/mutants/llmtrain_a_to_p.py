@@ -71,6 +71,10 @@ TABLES = {
           + if False:
     """,
     "llmtrain/errors.py": r"""
+    seen by unit/test_data_damage.py
+        errors: a disk that fails for a moment is a fault of the text
+          - return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
+          + return DataError(problem)
     seen by unit/test_errors.py
         errors: a wrong recipe ends with exit code 1
           - _leave(error.exit_code if isinstance(error, UserError) else FAILED)

@@ -254,6 +254,9 @@ TABLES = {
         warnings: a key of which one text of a list has another value is unused
           - if texts and all(
           + if texts and any(
+        warnings: a folder's files of other splits are read in silence
+          - not any(text.source.startswith(HUB) for text in recipe.data.texts().values())
+          + False
         warnings: the keys of wsd have an effect on every schedule
           - schedule.kind != "wsd"
           + False

@@ -8,12 +8,15 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from llmtrain.config import DataSection
+from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.data.dataset import INDEX, TokenDataset, open_dataset
+from llmtrain.data.local_files import documents_of_file
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError, UnavailableError
@@ -132,7 +135,9 @@ def test_a_full_disk_is_one_line_and_preparing_goes_on_once_there_is_room(data: 
         pytest.skip(f"no small disk here: {mounted.stderr.decode().strip()}")
     try:
         (cache / "others").write_bytes(bytes(40_000))
-        with pytest.raises(DataError, match=r"data\.cache_dir: .*: No space left on device; make room") as refused:
+        with pytest.raises(
+            UnavailableError, match=r"data\.cache_dir: .*: No space left on device; make room"
+        ) as refused:
             prepare(data, MANY, MANY)
         assert "\n" not in str(refused.value)
         (cache / "others").unlink()
@@ -151,3 +156,13 @@ def test_an_index_that_is_written_twice_in_one_tick_of_the_clock_is_read_twice(p
     os.utime(path, ns=(written, written))
     tokens.refresh()
     assert tokens.is_complete
+
+
+def test_a_disk_that_fails_for_a_moment_is_no_fault_of_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, kind in ((errno.ESTALE, UnavailableError), (errno.EACCES, DataError)):
+        monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(number, "said")))
+        with pytest.raises(DataError, match="said") as caught:
+            list(documents_of_file(tmp_path / "a.txt", DataSection(), BytesRead()))
+        assert type(caught.value) is kind

@@ -47,3 +47,10 @@ def test_a_shard_that_can_not_be_read_is_told_in_one_line(folder: Path, monkeypa
     monkeypatch.setattr("llmtrain.data.dataset.np.load", refuse)
     with pytest.raises(DataError, match=r"train-00000.npy: can't be read \(.*Permission denied"):
         open_dataset(folder)
+
+
+def test_a_shard_that_is_given_up_takes_no_room(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", np.dtype("<u2"))
+    writer.append(np.arange(5))
+    writer.discard()
+    assert not list(tmp_path.iterdir())

@@ -223,6 +223,24 @@ def test_tokens_without_eos_are_noted_and_refused_where_documents_must_end(
     assert not list((tmp_path / "cache").glob("plain*[0-9a-f]")), "nothing is left of a folder that could not be used"
 
 
+def test_a_validation_text_needs_no_eos(tmp_path: Path) -> None:
+    folder = made_by(tmp_path / "tokens", documents([50] * 10))
+    (np.arange(400) % 5).astype("<u2").tofile(folder / "val.bin")
+    ready_made.check_separators(prepare(tokens_in(folder), *NEEDED), "train.document_mask")
+
+
+def test_tokens_without_a_header_are_not_read_as_uint16_if_they_can_not_be(tmp_path: Path) -> None:
+    ids = documents([50] * 10)
+    folder = made_by(tmp_path / "tokens", ids)
+    index = prepare(tokens_in(folder), *NEEDED).index.model_copy(update={"vocab_size": 70_000})
+    line = r"tokens\.bin: without a header, its tokens are read as uint16"
+    with pytest.raises(DataError, match=rf"{line}, too small for the 70,000 tokens of data\.tokenizer=.*; convert it"):
+        ready_made.check_sample([read_header(folder / "tokens.bin")], index)
+    ids.astype("<u4").tofile(folder / "tokens.bin")
+    with pytest.raises(DataError, match=rf"{line}, but every second one is 0, as if they were uint32"):
+        prepare(tokens_in(folder), *NEEDED)
+
+
 def test_every_token_is_checked_in_the_background_and_a_sample_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +309,9 @@ def test_a_vocabulary_too_large_for_uint16_is_written_in_more_bytes_or_refused(t
             TokenShards([ids]), "t", tmp_path, np.dtype(dtype), token_export.DocumentLengths(EOS)
         )
         file = read_header(tmp_path / written[0])
-        assert (file.kind, file.dtype) == (kind, dtype) and np.array_equal(file.open(), ids)
+        assert (file.kind, file.dtype) == (kind, dtype) and np.array_equal(
+            np.fromfile(file.path, dtype, offset=file.offset), ids
+        )
 
 
 def test_documents_are_counted_across_parts() -> None:

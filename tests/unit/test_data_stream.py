@@ -5,31 +5,30 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data import background, dataset, order, stream
+from llmtrain.data import dataset, order, stream
 from llmtrain.data import extend as extending
-from llmtrain.data.background import BackgroundTokenizer
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.host_blocks import HostBlocks, posted_blocks
+from llmtrain.data.loader import BatchShape, Loader
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status
+from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError
-from tests.end_to_end.runs import is_gone, wait_until
+from tests.end_to_end.runs import wait_until
 from tests.unit.test_data_damage import searched
 from tests.unit.test_data_prepare import TEXTS
 
@@ -228,145 +227,27 @@ def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
 
 
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all texts that a process reads, and within a batch."""
     monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
-    for module in (dataset, stream):
-        monkeypatch.setattr(module, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(dataset, "open_shard", lru_cache(2)(dataset.open_shard.__wrapped__))
     prepared = prepare(data, MANY, 100)
     assert len(prepared.index.splits["train"].shards) > 10
-    files = len(psutil.Process().memory_maps())
-    whole = prepared.tokens("train")
-    assert len(psutil.Process().memory_maps()) == files, "nothing is opened before it is read"
-    assert whole.window(0, len(expected)).tolist() == expected
-    tokens = growing(prepared)
+    opened = []
+
+    class Counted(Tokens):
+        def __len__(self) -> int:
+            return len(expected)
+
+        def window(self, start: int, length: int) -> np.ndarray:
+            found = whole.window(start, length)
+            opened.append(Path("/proc/self/maps").read_text().count(str(prepared.directory)))
+            return found
+
+    whole, tokens = prepared.tokens("train"), growing(prepared)
+    assert str(prepared.directory) not in Path("/proc/self/maps").read_text(), "nothing is opened before it is read"
     assert tokens.window(0, len(expected)).tolist() == expected
-    assert np.array_equal(tokens.window(len(expected) - 9, 9), expected[-9:])
-    assert tokens._open.cache_info().currsize == 2
-
-
-# ---- the process
-
-SMALL = """
-import sys
-from llmtrain.data import background, extend, order, tokenizing
-extend.BATCH_CHARACTERS, background.STATUS_SECONDS = 1000, 0.0
-order.FIRST_BLOCK, order.LARGEST_BLOCK = 600, 2400
-tokenize, count = tokenizing.tokenize, 0
-def counted(*arguments):
-    global count
-    count += 1
-    if count == {batches}:
-        {then}
-    return tokenize(*arguments)
-tokenizing.tokenize = counted
-from llmtrain.errors import exit_with_status
-exit_with_status(background.main)
-"""
-KILL = "import os; os.kill(os.getpid(), 9)"
-FULL = "raise OSError(28, 'No space left on device')"
-FAIL = "from llmtrain.errors import DataError, UnavailableError; raise DataError('hf:o/d: reading it from the hub failed (gone)')"
-HANG = "import threading; threading.Event().wait()"
-
-
-def small(batches: int, then: str) -> tuple[str, ...]:
-    """A tokenizing process with small batches and blocks, to which something happens in one of its batches."""
-    return (sys.executable, "-c", SMALL.format(batches=batches, then=then))
-
-
-KILLED = r"the tokenizer of .* was killed by SIGKILL; the tokenizer is started again"
-FAILURES = {
-    KILL: KILLED,
-    FAIL: r"hf:o/d: reading it from the hub failed \(gone\)",
-    FULL: "data.cache_dir: .*: No space left",
-}
-
-
-@pytest.mark.fresh
-@pytest.mark.parametrize("failures", [[KILL], pytest.param([FAIL, KILL, FULL], marks=pytest.mark.deep)], ids=len)
-def test_a_process_that_is_killed_or_fails_is_started_again_and_nothing_is_lost(
-    data: DataSection,
-    expected: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    failures: list[str],
-) -> None:
-    prepared = begun(data)
-    commands = iter([*(small(5, failure) for failure in failures), background.COMMAND])
-
-    class Started(BackgroundTokenizer):
-        def _start(self) -> None:
-            monkeypatch.setattr(background, "COMMAND", next(commands))
-            super()._start()
-
-    tokens = growing(prepared)
-    with Started(data, MANY, 100) as tokenizer:
-        assert tokens.wait_for(MANY) == len(expected)
-        tokenizer._thread.join(60)
-    assert tokens.window(0, len(expected)).tolist() == expected and tokenizer.problem is None
-    lines = [line for line in capsys.readouterr().err.splitlines() if "started again" in line]
-    assert len(lines) == len(failures)
-    assert all(re.match(FAILURES[failure], line) for failure, line in zip(failures, lines, strict=True)), lines
-    assert prepare(data, MANY, 100).index.splits["train"].exhausted
-
-
-def test_one_that_adds_nothing_ends_the_run_with_its_line(
-    data: DataSection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepared = begun(data)
-    script = f"read job; echo noise >&2; echo 'error: {data.source}: it is gone' >&2; exit 2"
-    monkeypatch.setattr(background, "COMMAND", ("bash", "-c", script))
-    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
-        with pytest.raises(DataError, match=rf"^{data.source}: it is gone \(attempt 3 without new text\)$"):
-            growing(prepared).wait_for(MANY)
-        tokenizer._thread.join(60)
-        assert str(tokenizer.problem) == f"{data.source}: it is gone (attempt 3 without new text)"
-        assert type(tokenizer.problem) is DataError
-    assert capsys.readouterr().err.count("; the tokenizer is started again\n") == background.ATTEMPTS - 1
-    monkeypatch.setattr(background, "COMMAND", ("bash", "-c", "read job; echo Traceback >&2; exit 1"))
-    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
-        tokenizer._thread.join(60)
-    assert str(tokenizer.problem).endswith("ended with code 1 (Traceback) (attempt 3 without new text)")
-    assert type(tokenizer.problem) is UnavailableError, "it may work when the run is started again"
-
-
-@pytest.mark.parametrize("ended", [pytest.param("exit", marks=pytest.mark.deep), "killed"])
-def test_the_process_ends_with_the_run_and_keeps_what_it_has(
-    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch, ended: str
-) -> None:
-    """A killed run closes the pipe as one that ends does, but does not wait."""
-    prepared = begun(data)
-    before = prepared.index.splits["train"].tokens
-    monkeypatch.setattr(background, "COMMAND", small(2, HANG))  # before a block is completed
-    tokenizer = BackgroundTokenizer(data, MANY, 100)
-    with tokenizer:
-        process = psutil.Process(tokenizer._process.pid)
-        wait_until(
-            lambda: stream.read_status(prepared.directory).get("tokens", 0) > before + 300, "nothing is reported"
-        )
-        assert open_dataset(prepared.directory).index.splits["train"].tokens == before, "not committed yet"
-        assert process.nice() >= background.NICENESS
-        if ended == "killed":
-            tokenizer._is_over = True
-            os.close(tokenizer._process.stdin.fileno())
-            wait_until(lambda: is_gone(process), "it has not ended")
-    assert is_gone(process)
-    kept = open_dataset(prepared.directory)
-    assert before + 300 < kept.index.splits["train"].tokens < len(expected)
-    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
-    assert tokens_of(prepare(data, MANY, 100)) == expected
-
-
-@pytest.mark.deep
-def test_a_signal_to_the_process_alone_does_not_end_the_run(
-    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = begun(data)
-    monkeypatch.setattr(background, "COMMAND", small(4, HANG))
-    with BackgroundTokenizer(data, MANY, 100) as tokenizer:
-        wait_until(lambda: stream.read_status(prepared.directory).get("tokens"), "nothing is reported")
-        monkeypatch.setattr(background, "COMMAND", small(10**6, HANG))
-        tokenizer._process.send_signal(signal.SIGTERM)
-        assert growing(prepared).wait_for(MANY) == len(expected)
-    assert cache_path(data) == prepared.directory
+    Loader(Counted(), BatchShape(sequence_length=8, global_batch=40, micro_batch=40, seed=1)).next()
+    assert max(opened) == 2
 
 
 def test_ctrl_c_within_a_commit_leaves_no_half_shard(

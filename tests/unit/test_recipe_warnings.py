@@ -91,6 +91,7 @@ __all__ = ["keys"]  # the fixture
             ["data.sources=[{source: a.txt, validation_fraction: 0.1}]"],
             "data.validation_fraction is 0.2, but each text of the list has its own",
         ),
+        (["data.subset=small"], "data.subset is small, but data.source is not on the hub: all of its files are read"),
         (["optim.kind=sgd", "optim.eps=0.1"], "optim.eps is 0.1, but optim.kind is sgd, which has no moments"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
