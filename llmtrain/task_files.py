@@ -155,9 +155,10 @@ def _module_of(function: str) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module, which is not next to the task file, is in an installed package."""
-    package = module.removesuffix(".py").partition("/")[0]
-    return package.isidentifier() and package != "__main__" and importlib.util.find_spec(package) is not None
+    """Return whether a module, which is not next to the task file, is in an installed package. A module without a package is not,
+    because a forgotten file, such as code.py, may have the name of a module of Python."""
+    package, in_package, _ = module.partition("/")
+    return bool(in_package) and package.isidentifier() and importlib.util.find_spec(package) is not None
 
 
 def _listed(value: Any) -> list[Any]:
