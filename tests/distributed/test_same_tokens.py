@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.prepare import prepare
 from llmtrain.data.same_tokens import check_same_tokens
 from llmtrain.data.token_digests import token_digest
@@ -56,7 +55,7 @@ def checked_with_a_bad_disk(section: DataSection) -> str:
     """What this rank is told when rank 1 can't read what it has prepared."""
     prepare(section, 3000, 300)
     bad = mock.Mock(side_effect=OSError(5, "Input/output error"))
-    with mock.patch.object(TokenDataset, "open", bad) if dist.get_rank() == 1 else nullcontext():
+    with mock.patch("llmtrain.data.dataset.open_shard", bad) if dist.get_rank() == 1 else nullcontext():
         return checked([section, section])
 
 

@@ -78,7 +78,7 @@ def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
     class InThread:
         problem = None
 
-        def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int) -> None:
+        def __init__(self, *_: object) -> None:
             self.thread = threading.Thread(target=self.work, daemon=True)
 
         def work(self) -> None:
@@ -208,6 +208,7 @@ def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
 def test_a_tokenizer_that_fails_ends_the_run_with_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "read job; echo 'error: hf:o/d: the hub is gone' >&2; exit 2"
     monkeypatch.setattr(background, "COMMAND", ("bash", "-c", program))
+    monkeypatch.setattr(background, "PAUSES", (0.0,))
     failing = streamed(folder, "failing", f"data.cache_dir={folder / 'failing'}")
     with small_blocks(), pytest.raises(DataError, match=r"^hf:o/d: the hub is gone \(attempt 3 "):
         run_training(failing, ALONE)
