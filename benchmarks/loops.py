@@ -126,10 +126,10 @@ def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, To
     """Yield (mesh of the processes that `ask` started, the recipe's tokens, folder for runs). The folder is deleted on exit."""
     from llmtrain.parallel.mesh import open_mesh
     from llmtrain.parallel.world import World
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     world = World.from_environment()
-    prepared = prepare_for(recipe, show_progress=world.rank == 0)
+    prepared = prepare_texts(recipe, show_progress=world.rank == 0)[""]
     with tempfile.TemporaryDirectory() as scratch, open_mesh(world, replicas, shard, "auto", 300) as mesh:
         yield mesh, prepared, scratch
 

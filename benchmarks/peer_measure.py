@@ -159,11 +159,11 @@ def process_group(member: Member) -> Iterator[dist.Store]:
 def measure(task: dict[str, Any], member: Member) -> dict[str, Any]:
     """Return one loop's time, tokens, bytes and loss on this host."""
     from llmtrain.train.devices import keep_freed_memory
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     keep_freed_memory()  # as the trainer does
     recipe = recipe_of(task)
-    prepared = prepare_for(recipe, show_progress=False)
+    prepared = prepare_texts(recipe, show_progress=False)[""]
     try:
         if task["loop"] in COUNTERPARTS:  # torchft makes its own groups
             loop = PeerLoop(task, recipe, prepared, member)

@@ -127,7 +127,7 @@ def _launch_ranks(
 ) -> int:
     from llmtrain.launch.node_rendezvous import rendezvous_nodes
     from llmtrain.train.initial_weights import check_initial_weights
-    from llmtrain.train.prepare_data import prepare_for, prepare_texts
+    from llmtrain.train.prepare_data import prepare_texts
     from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.run_texts import check_texts
 
@@ -135,11 +135,11 @@ def _launch_ranks(
 
     def prepare_node() -> None:
         """Prepare the data that the first step needs, and download weights of the hub."""
-        here = start.replicas_of(nodes)
-        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=here)
-        check_texts(directory, prepare_texts(recipe, here, show_progress=False, to_begin=True))
-        check_vocabulary(recipe, prepared.vocab_size)
-        check_initial_weights(recipe, prepared, download=True)
+        texts = prepare_texts(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
+        check_texts(directory, texts)
+        first, *_ = texts.values()
+        check_vocabulary(recipe, first.vocab_size)
+        check_initial_weights(recipe, first, download=True)
 
     def ready() -> str:
         """Prepare this node and return "", or return why there is nothing to train."""

@@ -110,7 +110,7 @@ def _open_texts(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, train_text: 
     """Return the texts that this rank reads. A collective of all ranks."""
     own = {"": prepared}
     if recipe.data.is_list:
-        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+        own = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
     sets = prepare_sets(recipe, prepared, show_progress=False)
     return open_texts(recipe, mesh, own, sets, train_text)
 

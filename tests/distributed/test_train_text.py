@@ -23,7 +23,7 @@ from llmtrain.data.stream import write_status
 from llmtrain.errors import DONE, STOPPED_EARLY, DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import run_training
 from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
@@ -195,7 +195,7 @@ def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
         assert "waiting for the tokenizer of" in capfd.readouterr().err
         assert run_training(slow, ALONE) == DONE
         whole = streamed(folder, "whole", f"data.cache_dir={folder / 'whole'}")
-        assert prepare_for(whole, show_progress=False).index.splits["train"].exhausted
+        assert prepare_texts(whole, show_progress=False)[""].index.splits["train"].exhausted
         assert run_training(whole, ALONE, lambda trainer: None) == DONE
     assert open_dataset(cache_path(slow.data)).index.splits["train"].exhausted
     lines, expected = (
