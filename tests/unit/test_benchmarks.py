@@ -19,7 +19,8 @@ import torch.distributed as dist
 from llmtrain.config import SyncSection
 from llmtrain.parallel.comms import Comms
 from llmtrain.recipe_check import check
-from llmtrain.recipe_loader import differences, load_recipe
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool

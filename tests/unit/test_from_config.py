@@ -12,7 +12,8 @@ from llmtrain.errors import UserError
 from llmtrain.model import build, model_config
 from llmtrain.pretrained import architecture_keys
 from llmtrain.recipe_check import check
-from llmtrain.recipe_loader import differences, load_recipe
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import load_recipe
 from tests.unit.test_pretrained import GPT_NEO, LLAMA, SIZES, change_config
 
 QWEN3 = Qwen3Config(vocab_size=257, num_key_value_heads=2, head_dim=4, **{**SIZES, "num_hidden_layers": 4})

@@ -17,7 +17,8 @@ from llmtrain.plan.mesh_plan import MEMORY_HEADROOM
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import estimate_time
 from llmtrain.recipe_check import check
-from llmtrain.recipe_loader import differences, load_recipe, resolved_yaml
+from llmtrain.recipe_diff import differences
+from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2] / "recipes"
