@@ -50,9 +50,8 @@ from llmtrain.sync.reductions.edit_penalty import EditPenalty
 from llmtrain.sync.reductions.reduction import Reduction, ReductionParts
 from llmtrain.sync.reductions.weighted_means import MedianNorm, Radial, TokenWeighted
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts
-from llmtrain.sync.schedules.blocking import BlockingSchedule
+from llmtrain.sync.schedules.blocking import BlockingSchedule, LayerwiseSchedule
 from llmtrain.sync.schedules.delayed import DelayedSchedule
-from llmtrain.sync.schedules.layerwise import LayerwiseSchedule
 from llmtrain.sync.schedules.overlapped import OverlappedSchedule
 from llmtrain.sync.schedules.wait_avoiding import WaitAvoidingSchedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
