@@ -1,7 +1,8 @@
 """Rendezvous of the launchers of all nodes.
 
-Launchers meet before any rank is started, so that a missing node is known by its number. After each attempt they
-exchange how their ranks ended, so that either all nodes start again or none does.
+Launchers meet before any rank is started, so that a missing node is known by its number. Each claims its node's number, waits
+for the others (`assemble`) and prepares the data (`main_first`). After each attempt they exchange how their ranks ended, so that
+either all nodes start again or none does.
 
 They meet in a key-value store on node 0. torchrun's own store later uses the same process and port, so only one
 port must be open. torchrun's static rendezvous would report only how many nodes arrived.
@@ -17,57 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from llmtrain.errors import BAD_USAGE, FAILED, RecipeError, TrainingError, first_line
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
 from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.waiting import announced
-
-
-class TimeoutStore:
-    """Wrapper of some store operations. Each raises DistNetworkError if the store does not answer within `seconds`."""
-
-    def __init__(self, store: Store, seconds: float):
-        self._store, self._seconds = store, seconds
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
-        return self._ask(lambda: self._store.get(key))
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-        return self._ask(lambda: self._store.check(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def _ask(self, operation: Callable[[], Any]) -> Any:
-        answer: list[Any] = []
-
-        def ask() -> None:
-            try:
-                answer.append(operation())
-            except Exception as error:
-                answer.append(error)
-
-        # One thread per request, because a request that hangs in the client can't be canceled.
-        asking = threading.Thread(target=ask, daemon=True, name="asks the store")
-        asking.start()
-        asking.join(self._seconds)
-        if not answer:
-            raise DistNetworkError(f"no answer from the store for {self._seconds:g} s")
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        return answer[0]
-
 
 POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0
@@ -79,237 +38,6 @@ BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
 PATIENCE_SECONDS = 10.0
 """Seconds after which a wait is reported. Also the maximum seconds for which node 0 stays at the end, so that other nodes can
 read from its store."""
-
-
-class ReturnedError(TrainingError):
-    """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
-
-
-class NodeRendezvous:
-    """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
-    waits."""
-
-    def __init__(self, nodes: Nodes, store: TimeoutStore | None, info: NodeInfo):
-        self.nodes, self._info = nodes, info
-        self._store = store
-        self._attempt = 0  # whose exit is not published yet
-        self._host = socket.gethostname()
-        self._members = list(range(nodes.count))
-
-    def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
-        """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
-        of `first()` when all are done.
-
-        An error is raised on the node where it occurs. The other nodes raise a TrainingError that names it.
-        """
-        if self._store is None:
-            return first()
-        with self.needs_node_0("prepare the data"):
-            if self.nodes.rank == 0:
-                answer = first()
-                self._store.set("answer 0", answer)
-            else:
-                self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
-                answer = self._store.get("answer 0").decode()
-                if not answer:
-                    others()
-            self._store.set(f"ready {self.nodes.rank}", "yes")
-            self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
-            self._linger_until_acked("ready")
-        return answer
-
-    def exchange_exits(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
-        """Publish how this node's ranks ended in an attempt, and return the exits of all nodes, by number, once all
-        have ended.
-
-        If `allow_node_loss`, nodes whose launchers are lost are left out. Otherwise a lost node causes a
-        TrainingError on all nodes.
-        """
-        if self._store is None:
-            return {0: mine}
-        with self.needs_node_0("tell how their ranks ended"):
-            told = self._exits_of_all_nodes(attempt, mine, allow_node_loss)
-        self._members = list(told)
-        return told
-
-    def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
-        if mine.code in (FAILED, BAD_USAGE):
-            self._store.set(f"failed {attempt}", "yes")
-        self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
-        self._attempt = attempt + 1
-        outcome = f"outcome{attempt}"
-        if self.nodes.rank == 0:
-            gone = self._gone(f"ended{attempt}")
-            if gone and not allow_node_loss:
-                raise TrainingError(
-                    f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
-                    "back, start the same command again on all nodes to continue from the last checkpoint, or give "
-                    "run.on_replica_loss=continue to continue without it"
-                )
-            for node in gone:
-                self._store.set(f"given up {node}", "yes")
-            ended = {
-                node: json.loads(self._store.get(f"ended{attempt} {node}"))
-                for node in self._members
-                if node not in gone
-            }
-            self._store.set(f"{outcome} 0", json.dumps(ended))
-        else:
-            self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
-        told = json.loads(self._store.get(f"{outcome} 0"))
-        self._linger_until_acked(outcome)
-        return {int(node): NodeExit(**ended) for node, ended in told.items()}
-
-    @contextmanager
-    def needs_node_0(self, purpose: str) -> Iterator[None]:
-        """Turn errors of the store within the `with` block into a TrainingError that says that node 0 is lost."""
-        try:
-            yield
-        except DistError as error:
-            raise TrainingError(
-                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
-                f"while it waited for nodes to {purpose}; see what node 0 said"
-            ) from error
-
-    def has_failed(self, attempt: int) -> bool:
-        """Return whether any node has reported that its ranks or its launcher failed in this attempt. False if the store does not
-        answer."""
-        try:
-            return self._store is not None and self._has(f"failed {attempt}")
-        except DistError:
-            return False
-
-    def heartbeat(self, over: threading.Event) -> None:
-        """Send this launcher's heartbeats until `over` is set."""
-        while not over.wait(BEAT_SECONDS):
-            with suppress(DistError):  # node 0 may be gone, or unreachable for a while
-                self._store.add(f"beat {self.nodes.rank}", 1)
-
-    def _gone(self, key: str) -> list[int]:
-        """Wait until every node has set its `key` or is lost, and return the lost nodes."""
-        heard: dict[int, tuple[int, float]] = {}
-        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
-            if self._has("failure"):
-                raise TrainingError(self._store.get("failure").decode())
-            if self._silent(missing, heard) == missing:
-                return missing
-            time.sleep(POLL_SECONDS)
-        return []
-
-    def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
-        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
-        and when it last rose, and is brought up to date."""
-        for node in nodes:
-            beats = self._store.add(f"beat {node}", 0)
-            if node not in heard or beats != heard[node][0]:
-                heard[node] = beats, time.monotonic()
-        return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
-
-    def claim(self) -> None:
-        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
-        launcher had."""
-        rank = self.nodes.rank
-        if self._store.add(f"claims {rank}", 1) == 1:
-            return
-        if self._has(f"given up {rank}"):
-            raise ReturnedError(
-                f"node {rank} was lost, and the others continue without it; to take it in again, stop node 0 with Ctrl-C (it writes a "
-                "checkpoint), then start the same command on all nodes"
-            )
-        beats = self._store.add(f"beat {rank}", 0)
-        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
-            time.sleep(3 * BEAT_SECONDS)
-        if self._store.add(f"beat {rank}", 0) == beats:
-            raise ReturnedError(
-                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
-                f"{SILENCE_SECONDS:g} s, when they have ended"
-            )
-        raise RecipeError(
-            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
-        )
-
-    def assemble(self, timeout_seconds: float) -> None:
-        """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
-        `rendezvous_nodes` does."""
-        rank, count = self.nodes.rank, self.nodes.count
-        if rank == 0:
-            self._store.set("count 0", str(count))
-        self._wait("count", [0], "come", timeout_seconds)
-        counted = int(self._store.get("count 0"))
-        if counted != count:
-            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
-        self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
-        self._store.set(f"host {rank}", self._host)
-        self._wait("host", range(count), "come", timeout_seconds)
-        told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
-        check_nodes(told, [self._name(node) for node in range(count)])
-        self._store.set("complete 0", "yes")
-
-    def is_complete(self) -> bool:
-        """Return whether all nodes of this launch have met. False if node 0 is gone."""
-        try:
-            return self._has("complete 0")
-        except DistError:
-            return False
-
-    def announce_failure(self, message: str) -> None:
-        """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
-        next wait, and their ranks unless this node's have ended. Does nothing if node 0 is gone."""
-        try:
-            self._store.set(f"failed {self._attempt}", "yes")
-            if not self._has("failure"):
-                self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
-            self._linger_until_acked("failure")
-        except DistError:  # node 0 is gone, so no node can read the message
-            return
-
-    def _linger_until_acked(self, what: str) -> None:
-        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
-        arrived have acknowledged it, because its store may end with it."""
-        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
-        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
-        while time.monotonic() < deadline and any(
-            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
-        ):
-            time.sleep(POLL_SECONDS)
-
-    def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
-        """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
-        failed, when nothing is heard of a node that was there, or when node 0 is lost."""
-        started = time.monotonic()
-        is_reported = False
-        heard: dict[int, tuple[int, float]] = {}
-        with self.needs_node_0(purpose):
-            while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
-                if self._has("failure"):
-                    raise TrainingError(self._store.get("failure").decode())
-                if gone := self._silent([node for node in missing if self._has(f"host {node}")], heard):
-                    raise TrainingError(
-                        f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; start "
-                        "the same command again on all nodes"
-                    )
-                waited = time.monotonic() - started
-                names = ", ".join(map(self._name, missing))
-                if waited > seconds:
-                    raise TrainingError(self._timed_out(names, purpose, seconds))
-                if not is_reported and waited > PATIENCE_SECONDS:
-                    is_reported = True
-                    print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
-                time.sleep(POLL_SECONDS)
-
-    def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
-        came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
-        return (
-            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start llmtrain launch on each of "
-            f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
-            "or raise run.timeout_seconds"
-        )
-
-    def _name(self, node: int) -> str:
-        return f"node {node}" + (f" on {self._store.get(f'host {node}').decode()}" if self._has(f"host {node}") else "")
-
-    def _has(self, key: str) -> bool:
-        return self._store.check([key])
 
 
 @contextmanager
@@ -390,3 +118,236 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
         f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
         f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
     )
+
+
+class ReturnedError(TrainingError):
+    """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
+
+
+class NodeRendezvous:
+    """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
+    waits."""
+
+    def __init__(self, nodes: Nodes, store: TimeoutStore | None, info: NodeInfo):
+        self.nodes, self._info = nodes, info
+        self._store = store
+        self._attempt = 0  # whose exit is not published yet
+        self._host = socket.gethostname()
+        self._members = list(range(nodes.count))
+
+    def claim(self) -> None:
+        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
+        launcher had."""
+        rank = self.nodes.rank
+        if self._store.add(f"claims {rank}", 1) == 1:
+            return
+        if self._has(f"given up {rank}"):
+            raise ReturnedError(
+                f"node {rank} was lost, and the others continue without it; to take it in again, stop node 0 with Ctrl-C (it writes a "
+                "checkpoint), then start the same command on all nodes"
+            )
+        beats = self._store.add(f"beat {rank}", 0)
+        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
+            time.sleep(3 * BEAT_SECONDS)
+        if self._store.add(f"beat {rank}", 0) == beats:
+            raise ReturnedError(
+                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
+                f"{SILENCE_SECONDS:g} s, when they have ended"
+            )
+        raise RecipeError(
+            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
+        )
+
+    def assemble(self, timeout_seconds: float) -> None:
+        """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
+        `rendezvous_nodes` does."""
+        rank, count = self.nodes.rank, self.nodes.count
+        if rank == 0:
+            self._store.set("count 0", str(count))
+        self._wait("count", [0], "come", timeout_seconds)
+        counted = int(self._store.get("count 0"))
+        if counted != count:
+            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
+        self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
+        self._store.set(f"host {rank}", self._host)
+        self._wait("host", range(count), "come", timeout_seconds)
+        told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
+        check_nodes(told, [self._name(node) for node in range(count)])
+        self._store.set("complete 0", "yes")
+
+    def is_complete(self) -> bool:
+        """Return whether all nodes of this launch have met. False if node 0 is gone."""
+        try:
+            return self._has("complete 0")
+        except DistError:
+            return False
+
+    def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
+        """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
+        of `first()` when all are done.
+
+        An error is raised on the node where it occurs. The other nodes raise a TrainingError that names it.
+        """
+        if self._store is None:
+            return first()
+        with self.needs_node_0("prepare the data"):
+            if self.nodes.rank == 0:
+                answer = first()
+                self._store.set("answer 0", answer)
+            else:
+                self._wait("answer", [0], "prepare the data", PREPARATION_SECONDS)
+                answer = self._store.get("answer 0").decode()
+                if not answer:
+                    others()
+            self._store.set(f"ready {self.nodes.rank}", "yes")
+            self._wait("ready", range(self.nodes.count), "prepare the data", PREPARATION_SECONDS)
+            self._linger_until_acked("ready")
+        return answer
+
+    def exchange_exits(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
+        """Publish how this node's ranks ended in an attempt, and return the exits of all nodes, by number, once all
+        have ended.
+
+        If `allow_node_loss`, nodes whose launchers are lost are left out. Otherwise a lost node causes a
+        TrainingError on all nodes.
+        """
+        if self._store is None:
+            return {0: mine}
+        with self.needs_node_0("tell how their ranks ended"):
+            told = self._exits_of_all_nodes(attempt, mine, allow_node_loss)
+        self._members = list(told)
+        return told
+
+    def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
+        if mine.code in (FAILED, BAD_USAGE):
+            self._store.set(f"failed {attempt}", "yes")
+        self._store.set(f"ended{attempt} {self.nodes.rank}", json.dumps(asdict(mine)))
+        self._attempt = attempt + 1
+        outcome = f"outcome{attempt}"
+        if self.nodes.rank == 0:
+            gone = self._gone(f"ended{attempt}")
+            if gone and not allow_node_loss:
+                raise TrainingError(
+                    f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
+                    "back, start the same command again on all nodes to continue from the last checkpoint, or give "
+                    "run.on_replica_loss=continue to continue without it"
+                )
+            for node in gone:
+                self._store.set(f"given up {node}", "yes")
+            ended = {
+                node: json.loads(self._store.get(f"ended{attempt} {node}"))
+                for node in self._members
+                if node not in gone
+            }
+            self._store.set(f"{outcome} 0", json.dumps(ended))
+        else:
+            self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
+        told = json.loads(self._store.get(f"{outcome} 0"))
+        self._linger_until_acked(outcome)
+        return {int(node): NodeExit(**ended) for node, ended in told.items()}
+
+    def has_failed(self, attempt: int) -> bool:
+        """Return whether any node has reported that its ranks or its launcher failed in this attempt. False if the store does not
+        answer."""
+        try:
+            return self._store is not None and self._has(f"failed {attempt}")
+        except DistError:
+            return False
+
+    def announce_failure(self, message: str) -> None:
+        """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
+        next wait, and their ranks unless this node's have ended. Does nothing if node 0 is gone."""
+        try:
+            self._store.set(f"failed {self._attempt}", "yes")
+            if not self._has("failure"):
+                self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")
+            self._linger_until_acked("failure")
+        except DistError:  # node 0 is gone, so no node can read the message
+            return
+
+    # -- heartbeats and waits ------------------------------------------------------------------------------------
+
+    def heartbeat(self, over: threading.Event) -> None:
+        """Send this launcher's heartbeats until `over` is set."""
+        while not over.wait(BEAT_SECONDS):
+            with suppress(DistError):  # node 0 may be gone, or unreachable for a while
+                self._store.add(f"beat {self.nodes.rank}", 1)
+
+    def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
+        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
+        and when it last rose, and is brought up to date."""
+        for node in nodes:
+            beats = self._store.add(f"beat {node}", 0)
+            if node not in heard or beats != heard[node][0]:
+                heard[node] = beats, time.monotonic()
+        return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
+
+    def _gone(self, key: str) -> list[int]:
+        """Wait until every node has set its `key` or is lost, and return the lost nodes."""
+        heard: dict[int, tuple[int, float]] = {}
+        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
+            if self._has("failure"):
+                raise TrainingError(self._store.get("failure").decode())
+            if self._silent(missing, heard) == missing:
+                return missing
+            time.sleep(POLL_SECONDS)
+        return []
+
+    def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
+        """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
+        failed, when nothing is heard of a node that was there, or when node 0 is lost."""
+        started = time.monotonic()
+        is_reported = False
+        heard: dict[int, tuple[int, float]] = {}
+        with self.needs_node_0(purpose):
+            while missing := [node for node in nodes if not self._has(f"{key} {node}")]:
+                if self._has("failure"):
+                    raise TrainingError(self._store.get("failure").decode())
+                if gone := self._silent([node for node in missing if self._has(f"host {node}")], heard):
+                    raise TrainingError(
+                        f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; start "
+                        "the same command again on all nodes"
+                    )
+                waited = time.monotonic() - started
+                names = ", ".join(map(self._name, missing))
+                if waited > seconds:
+                    raise TrainingError(self._timed_out(names, purpose, seconds))
+                if not is_reported and waited > PATIENCE_SECONDS:
+                    is_reported = True
+                    print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
+                time.sleep(POLL_SECONDS)
+
+    def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
+        came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
+        return (
+            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start llmtrain launch on each of "
+            f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
+            "or raise run.timeout_seconds"
+        )
+
+    def _linger_until_acked(self, what: str) -> None:
+        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
+        arrived have acknowledged it, because its store may end with it."""
+        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
+        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+        while time.monotonic() < deadline and any(
+            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
+        ):
+            time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def needs_node_0(self, purpose: str) -> Iterator[None]:
+        """Turn errors of the store within the `with` block into a TrainingError that says that node 0 is lost."""
+        try:
+            yield
+        except DistError as error:
+            raise TrainingError(
+                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
+                f"while it waited for nodes to {purpose}; see what node 0 said"
+            ) from error
+
+    def _name(self, node: int) -> str:
+        return f"node {node}" + (f" on {self._store.get(f'host {node}').decode()}" if self._has(f"host {node}") else "")
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import pytest
-from torch.distributed import DistError, DistNetworkError, HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
-from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore, rendezvous_nodes
+from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, rendezvous_nodes
 from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.parallel.network import unused_port
 from tests.end_to_end.runs import wait_until
 from tests.unit.test_attempts import all_ended
@@ -388,12 +389,3 @@ def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None
     first, second = Meeting().hold([0, 1], 2, attend)
     assert isinstance(second, DataError)
     assert isinstance(first, TrainingError) and str(first) == f"node 1 on {HERE} failed: data.cache_dir: no space"
-
-
-def test_a_stores_own_error_is_raised_to_who_asked() -> None:
-    class Lost:
-        def check(self, keys: list[str]) -> bool:
-            raise DistError(f"{keys[0]}: connection reset")
-
-    with pytest.raises(DistError, match=r"^ended: connection reset$"):
-        TimeoutStore(Lost(), 10.0).check(["ended"])
