@@ -197,7 +197,9 @@ def mesh_of(member: Member, store: dist.Store) -> Mesh:
     from llmtrain.parallel.world import World
 
     world = World(member.rank, member.size, local_rank=0, local_size=1)
-    return build_mesh(world, torch.device("cpu"), member.size, 1, "gloo", TIMEOUT, store)
+    return build_mesh(
+        world, torch.device("cpu"), replicas=member.size, shards=1, replica_backend="gloo", timeout=TIMEOUT, store=store
+    )
 
 
 def timed_steps(loop: TrainerLoop | PeerLoop, task: Mapping[str, Any], member: Member) -> dict[str, Any]:

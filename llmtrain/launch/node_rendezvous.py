@@ -41,7 +41,7 @@ read from its store."""
 
 
 @contextmanager
-def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeRendezvous]:
+def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeLink]:
     """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
 
     Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and like `check_nodes`.
@@ -49,25 +49,25 @@ def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> It
     within `timeout_seconds`. A failure on one node ends the waits of the others.
     """
     if nodes.count == 1:
-        yield NodeRendezvous(nodes, None, info)
+        yield NodeLink(nodes, None, info)
         return
     prefix = f"llmtrain launch {nodes.step}"
     store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
-    rendezvous, over = NodeRendezvous(nodes, store, info), threading.Event()
-    heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
+    link, over = NodeLink(nodes, store, info), threading.Event()
+    heart = threading.Thread(target=link.heartbeat, args=(over,), daemon=True, name="says that it is there")
     is_member = False
     try:
-        with rendezvous.needs_node_0("come"):
-            rendezvous.claim()
+        with link.needs_node_0("come"):
+            link.claim()
             heart.start()
-            rendezvous.assemble(timeout_seconds)
+            link.assemble(timeout_seconds)
         is_member = True
-        yield rendezvous
+        yield link
     except BaseException as error:
         # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
-        is_outside = isinstance(error, RecipeError | ReturnedError) and rendezvous.is_complete()
+        is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
         if is_member or not is_outside:
-            rendezvous.announce_failure(str(error))
+            link.announce_failure(str(error))
         raise
     finally:
         over.set()
@@ -124,7 +124,7 @@ class ReturnedError(TrainingError):
     """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
 
 
-class NodeRendezvous:
+class NodeLink:
     """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
     waits."""
 
@@ -160,7 +160,7 @@ class NodeRendezvous:
 
     def assemble(self, timeout_seconds: float) -> None:
         """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
-        `rendezvous_nodes` does."""
+        `connect_nodes` does."""
         rank, count = self.nodes.rank, self.nodes.count
         if rank == 0:
             self._store.set("count 0", str(count))

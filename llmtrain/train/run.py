@@ -145,7 +145,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
     """
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     with console.progress("waiting for the other ranks"):
-        peers = ranks.rendezvous(partial(_usable_memory, recipe))
+        peers = ranks.find_peers(partial(_usable_memory, recipe))
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shards, mesh_reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)

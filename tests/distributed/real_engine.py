@@ -88,7 +88,14 @@ class Outcome:
 def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo") -> Mesh:
     """A mesh over the first ranks of the pool's process group."""
     world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
-    return build_mesh(world, torch.device(device), replicas, shard, network, timedelta(seconds=60))
+    return build_mesh(
+        world,
+        torch.device(device),
+        replicas=replicas,
+        shards=shard,
+        replica_backend=network,
+        timeout=timedelta(seconds=60),
+    )
 
 
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:

@@ -134,7 +134,14 @@ class Counting:
 
 def open_texts(recipe: Recipe, replicas: int, shards: int) -> tuple[RunTexts, int]:
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    mesh = build_mesh(world, torch.device("cpu"), replicas, shards, "auto", timedelta(seconds=60))
+    mesh = build_mesh(
+        world,
+        torch.device("cpu"),
+        replicas=replicas,
+        shards=shards,
+        replica_backend="auto",
+        timeout=timedelta(seconds=60),
+    )
     own = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
     return text_kinds.open_texts(recipe, mesh, own, {}), mesh.replica_comms.rank
 

@@ -58,7 +58,15 @@ def section(folder: Path, texts: list[str]) -> DataSection:
 @contextmanager
 def on_two_hosts(data: DataSection, store: dist.Store, tokenizer: object) -> Iterator[TrainText]:
     """The text of a rank that is alone on its host, with another `tokenizer` than the background one."""
-    mesh = build_mesh(World(dist.get_rank(), 2, 0, 1), torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60), store)
+    mesh = build_mesh(
+        World(dist.get_rank(), 2, 0, 1),
+        torch.device("cpu"),
+        replicas=2,
+        shards=1,
+        replica_backend="auto",
+        timeout=timedelta(seconds=60),
+        store=store,
+    )
     run = SimpleNamespace(timeout_seconds=60.0)
     train = SimpleNamespace(total_steps=MANY, tokens_per_step=1)
     recipe = SimpleNamespace(data=data, run=run, train=train, eval=SimpleNamespace(tokens=100))
