@@ -124,13 +124,14 @@ def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
 @contextmanager
 def opened(recipe: Recipe, replicas: int, shard: int) -> Iterator[tuple[Mesh, TokenDataset, str]]:
     """Yield (mesh of the processes that `ask` started, the recipe's tokens, folder for runs). The folder is deleted on exit."""
-    from llmtrain.parallel.mesh import open_mesh
+    from llmtrain.parallel.mesh import open_process_mesh
     from llmtrain.parallel.world import World
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     world = World.from_environment()
-    prepared = prepare_for(recipe, show_progress=world.rank == 0)
-    with tempfile.TemporaryDirectory() as scratch, open_mesh(world, replicas, shard, "auto", 300) as mesh:
+    prepared = prepare_texts(recipe, show_progress=world.rank == 0)[""]
+    mesh_of = open_process_mesh(world, replicas=replicas, shards=shard, replica_backend="auto", timeout_seconds=300)
+    with tempfile.TemporaryDirectory() as scratch, mesh_of as mesh:
         yield mesh, prepared, scratch
 
 

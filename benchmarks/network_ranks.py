@@ -72,13 +72,19 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Measure one cell after another on the mesh of the task's hosts. The main rank answers, with a row per cell."""
     import torch
 
-    from llmtrain.parallel.mesh import open_mesh
+    from llmtrain.parallel.mesh import open_process_mesh
     from llmtrain.parallel.world import World
 
     torch.set_num_threads(1)
     answers = []
-    size, connections = (task["replicas"], task["shards"]), task["connections"] or "auto"
-    with open_mesh(World.from_environment(), *size, "auto", TIMEOUT_SECONDS, connections=connections) as mesh:
+    with open_process_mesh(
+        World.from_environment(),
+        replicas=task["replicas"],
+        shards=task["shards"],
+        replica_backend="auto",
+        timeout_seconds=TIMEOUT_SECONDS,
+        connections=task["connections"] or "auto",
+    ) as mesh:
         for number, cell in enumerate(task["cells"]):
             sync = Cell(**cell | {"keys": tuple(cell["keys"])}).sync()
             own = measure_cell(sync, mesh, number, task)

@@ -159,11 +159,11 @@ def process_group(member: Member) -> Iterator[dist.Store]:
 def measure(task: dict[str, Any], member: Member) -> dict[str, Any]:
     """Return one loop's time, tokens, bytes and loss on this host."""
     from llmtrain.train.devices import keep_freed_memory
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     keep_freed_memory()  # as the trainer does
     recipe = recipe_of(task)
-    prepared = prepare_for(recipe, show_progress=False)
+    prepared = prepare_texts(recipe, show_progress=False)[""]
     try:
         if task["loop"] in COUNTERPARTS:  # torchft makes its own groups
             loop = PeerLoop(task, recipe, prepared, member)
@@ -197,7 +197,9 @@ def mesh_of(member: Member, store: dist.Store) -> Mesh:
     from llmtrain.parallel.world import World
 
     world = World(member.rank, member.size, local_rank=0, local_size=1)
-    return build_mesh(world, torch.device("cpu"), member.size, 1, "gloo", TIMEOUT, store)
+    return build_mesh(
+        world, torch.device("cpu"), replicas=member.size, shards=1, replica_backend="gloo", timeout=TIMEOUT, store=store
+    )
 
 
 def timed_steps(loop: TrainerLoop | PeerLoop, task: Mapping[str, Any], member: Member) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def main() -> None:
 
     from llmtrain.errors import UserError
     from llmtrain.recipe_check import check
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     release = torchft_release()
     if not release and OF_TORCHFT & set(options.loops):
@@ -264,7 +264,7 @@ def main() -> None:
         try:
             for task in tasks.values():
                 check(recipe_of(task), options.replicas)
-            prepare_for(recipe_of(tasks[ALONE]), show_progress=True)  # the text, before all ranks want it
+            prepare_texts(recipe_of(tasks[ALONE]), show_progress=True)  # the text, before all ranks want it
             for bandwidth in options.bandwidth:
                 with (
                     open_hosts(options.replicas, bandwidth, options.latency_ms) as hosts,

@@ -135,9 +135,9 @@ def attention(quick: bool) -> dict[str, Any]:
 def tokens(overrides: list[str]) -> dict[str, Any]:
     """Prepare the tokens that later rows read, and return their number."""
     from llmtrain.recipe_loader import load_recipe
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
-    prepared = prepare_for(load_recipe(ROOT / RECIPE, overrides), show_progress=False)
+    prepared = prepare_texts(load_recipe(ROOT / RECIPE, overrides), show_progress=False)[""]
     return {"tokens": len(prepared.tokens("train")), "vocabulary": prepared.vocab_size}
 
 

@@ -83,11 +83,11 @@ def parameters_of(run: Path) -> int:
     """Return the number of parameters of the model that a run has trained."""
     from llmtrain.model import build, count_parameters, model_config
     from llmtrain.recipe_loader import load_recipe
-    from llmtrain.train.prepare_data import prepare_for
+    from llmtrain.train.prepare_data import prepare_texts
 
     with contextlib.chdir(ROOT):  # its recipe names files as seen from there
         recipe = load_recipe(run / "recipe.yaml")
-        vocab_size = prepare_for(recipe, show_progress=False).vocab_size
+        vocab_size = prepare_texts(recipe, show_progress=False)[""].vocab_size
     return count_parameters(build(model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk))
 
 

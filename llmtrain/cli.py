@@ -116,7 +116,7 @@ def prepare(
         from llmtrain.export.token_export import describe_token_export, export_tokens, parse_kind, token_destination
         from llmtrain.recipe_check import check
         from llmtrain.recipe_loader import load_recipe
-        from llmtrain.train.prepare_data import describe_kept_texts, prepare_for, prepare_texts
+        from llmtrain.train.prepare_data import describe_kept_texts, prepare_texts
 
     chosen = parse_kind(kind, export_to) if export_to is not None else None
     loaded = load_recipe(recipe, overrides or ())
@@ -126,11 +126,11 @@ def prepare(
             raise UserError("--export writes the tokens of one text; give it as data.source=TEXT")
         export_to = token_destination(export_to, loaded.data)
     try:
-        prepare_for(loaded, show_progress=True)
+        texts = prepare_texts(loaded, show_progress=True)
     except KeyboardInterrupt:
         typer.echo(f"stopped: {describe_kept_texts(loaded.data)}; run the same command to continue")
         raise typer.Exit(STOPPED_EARLY) from None
-    for prepared in prepare_texts(loaded, None, show_progress=False).values():
+    for prepared in texts.values():
         counts = ", ".join(f"{len(prepared.tokens(split)):,} {split} tokens" for split in ("train", "validation"))
         typer.echo(f"{prepared.directory}: {counts}, vocabulary {prepared.vocab_size:,}")
         if export_to is not None and chosen is not None:

@@ -42,7 +42,7 @@ from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import COMMAND_LINE, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import lock_folder
 from llmtrain.train.signals import handled
 
@@ -80,7 +80,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                 for line in recipe_warnings(recipe):
                     progress.print(f"warning: runs.{run}: {line}")
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
-                check_vocabulary(recipe, prepare_for(recipe, show_progress=True).vocab_size)
+                first, *_ = prepare_texts(recipe, show_progress=True).values()
+                check_vocabulary(recipe, first.vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial
                 with _cluster(comparison, condition, shaping):
                     pass

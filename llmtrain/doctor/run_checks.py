@@ -41,11 +41,11 @@ from llmtrain.doctor.token_space import missing_token_bytes
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.machine_check import check_machine
-from llmtrain.parallel.mesh import local_device, open_mesh
+from llmtrain.parallel.mesh import local_device, open_process_mesh
 from llmtrain.parallel.network import Networks, check_localhost
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.ranks import replica_backend
-from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
+from llmtrain.parallel.rendezvous import Peers, find_peers
 from llmtrain.parallel.roll_call import format_ranks, gather_over_store
 from llmtrain.parallel.world import World, node_name
 from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate, run_bytes
@@ -232,7 +232,7 @@ class ClusterCheck:
     """One rank's part in checking all ranks. All ranks must call the methods that gather values, because they are
     collectives."""
 
-    def __init__(self, recipe: Recipe | None, world: World, peers: Rendezvous, timeout_seconds: float):
+    def __init__(self, recipe: Recipe | None, world: World, peers: Peers, timeout_seconds: float):
         self.recipe, self.world, self.peers, self.timeout_seconds = recipe, world, peers, timeout_seconds
 
     def add_to(self, sections: Sections) -> None:
@@ -319,9 +319,14 @@ class ClusterCheck:
             # A rank may not find the recipe's tokenizer or model on its host.
             if all(self._gather("size", plan.size is not None)) and replicas > 1:
                 bytes_a_round = round_bytes(self.recipe, plan.size, replicas, shards)
-        backend = replica_backend(parallel)
-        with open_mesh(
-            self.world, replicas, shards, backend, self.timeout_seconds, self.peers, parallel.connections
+        with open_process_mesh(
+            self.world,
+            replicas=replicas,
+            shards=shards,
+            replica_backend=replica_backend(parallel),
+            timeout_seconds=self.timeout_seconds,
+            peers=self.peers,
+            connections=parallel.connections,
         ) as mesh:
             findings, rate = bench_collectives(mesh, bytes_a_round, round_trip / 1000, self.timeout_seconds)
             if bytes_a_round is not None and rate is not None:
@@ -355,7 +360,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
             sections["recipe"] = _alone(recipe)
     else:
         try:
-            peers = rendezvous(world, parallel, lambda: memory_of_rank(world), timeout_seconds)
+            peers = find_peers(world, parallel, lambda: memory_of_rank(world), timeout_seconds)
             ClusterCheck(recipe, world, peers, timeout_seconds).add_to(sections)
         except (TrainingError, UserError) as error:
             # The doctor has a timeout of its own.

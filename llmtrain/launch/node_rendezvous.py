@@ -1,7 +1,8 @@
 """Rendezvous of the launchers of all nodes.
 
-Launchers meet before any rank is started, so that a missing node is known by its number. After each attempt they
-exchange how their ranks ended, so that either all nodes start again or none does.
+Launchers meet before any rank is started, so that a missing node is known by its number. Each claims its node's number, waits
+for the others (`assemble`) and prepares the data (`main_first`). After each attempt they exchange how their ranks ended, so that
+either all nodes start again or none does.
 
 They meet in a key-value store on node 0. torchrun's own store later uses the same process and port, so only one
 port must be open. torchrun's static rendezvous would report only how many nodes arrived.
@@ -17,57 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from llmtrain.errors import BAD_USAGE, FAILED, RecipeError, TrainingError, first_line
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
 from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.waiting import announced
-
-
-class TimeoutStore:
-    """Wrapper of some store operations. Each raises DistNetworkError if the store does not answer within `seconds`."""
-
-    def __init__(self, store: Store, seconds: float):
-        self._store, self._seconds = store, seconds
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        """Return the value of an existing key."""
-        return self._ask(lambda: self._store.get(key))
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-        return self._ask(lambda: self._store.check(keys))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
-        return self._ask(lambda: self._store.add(key, amount))
-
-    def _ask(self, operation: Callable[[], Any]) -> Any:
-        answer: list[Any] = []
-
-        def ask() -> None:
-            try:
-                answer.append(operation())
-            except Exception as error:
-                answer.append(error)
-
-        # One thread per request, because a request that hangs in the client can't be canceled.
-        asking = threading.Thread(target=ask, daemon=True, name="asks the store")
-        asking.start()
-        asking.join(self._seconds)
-        if not answer:
-            raise DistNetworkError(f"no answer from the store for {self._seconds:g} s")
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        return answer[0]
-
 
 POLL_SECONDS = 0.2
 PREPARATION_SECONDS = 24 * 3600.0
@@ -81,11 +40,91 @@ PATIENCE_SECONDS = 10.0
 read from its store."""
 
 
+@contextmanager
+def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeLink]:
+    """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
+
+    Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and like `check_nodes`.
+    Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not arrive
+    within `timeout_seconds`. A failure on one node ends the waits of the others.
+    """
+    if nodes.count == 1:
+        yield NodeLink(nodes, None, info)
+        return
+    prefix = f"llmtrain launch {nodes.step}"
+    store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
+    link, over = NodeLink(nodes, store, info), threading.Event()
+    heart = threading.Thread(target=link.heartbeat, args=(over,), daemon=True, name="says that it is there")
+    is_member = False
+    try:
+        with link.needs_node_0("come"):
+            link.claim()
+            heart.start()
+            link.assemble(timeout_seconds)
+        is_member = True
+        yield link
+    except BaseException as error:
+        # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
+        is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
+        if is_member or not is_outside:
+            link.announce_failure(str(error))
+        raise
+    finally:
+        over.set()
+        if heart.is_alive():
+            heart.join(BEAT_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
+
+
+def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
+    if nodes.rank != 0:
+        _wait_for_listener(nodes, timeout_seconds)
+    try:
+        return TCPStore(
+            nodes.address,
+            nodes.port,
+            is_master=nodes.rank == 0,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,  # torchrun's store on this port becomes another client of the same server
+        )
+    except DistError as error:
+        reason = first_line(error)
+        is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
+        raise (RecipeError if is_taken else TrainingError)(
+            f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "
+            f"{reason}; give node 0's address and a port that is free there"
+        ) from error
+
+
+def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
+    """Wait until node 0 accepts connections on its port. torch's own attempts report less about why it cannot be
+    reached."""
+    started = time.monotonic()
+    reason = ""
+    is_reported = False
+    with announced(f"node 0 to listen at {nodes.address}:{nodes.port}", timeout_seconds):
+        while (left := started + timeout_seconds - time.monotonic()) > 0:
+            try:
+                socket.create_connection((nodes.address, nodes.port), timeout=min(left, PATIENCE_SECONDS)).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
+                    is_reported = True
+                    tried = f"node {nodes.rank} tries to reach node 0 at {nodes.address}:{nodes.port}"
+                    print(f"{tried} (up to {timeout_seconds:g} s): {reason}", flush=True)
+                time.sleep(POLL_SECONDS)
+    raise TrainingError(
+        f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
+        f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
+    )
+
+
 class ReturnedError(TrainingError):
     """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
 
 
-class NodeRendezvous:
+class NodeLink:
     """Connection of this launcher to the launchers of the other nodes. Without a store, there is only one node, which never
     waits."""
 
@@ -95,6 +134,53 @@ class NodeRendezvous:
         self._attempt = 0  # whose exit is not published yet
         self._host = socket.gethostname()
         self._members = list(range(nodes.count))
+
+    def claim(self) -> None:
+        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
+        launcher had."""
+        rank = self.nodes.rank
+        if self._store.add(f"claims {rank}", 1) == 1:
+            return
+        if self._has(f"given up {rank}"):
+            raise ReturnedError(
+                f"node {rank} was lost, and the others continue without it; to take it in again, stop node 0 with Ctrl-C (it writes a "
+                "checkpoint), then start the same command on all nodes"
+            )
+        beats = self._store.add(f"beat {rank}", 0)
+        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
+            time.sleep(3 * BEAT_SECONDS)
+        if self._store.add(f"beat {rank}", 0) == beats:
+            raise ReturnedError(
+                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
+                f"{SILENCE_SECONDS:g} s, when they have ended"
+            )
+        raise RecipeError(
+            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
+        )
+
+    def assemble(self, timeout_seconds: float) -> None:
+        """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
+        `connect_nodes` does."""
+        rank, count = self.nodes.rank, self.nodes.count
+        if rank == 0:
+            self._store.set("count 0", str(count))
+        self._wait("count", [0], "come", timeout_seconds)
+        counted = int(self._store.get("count 0"))
+        if counted != count:
+            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
+        self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
+        self._store.set(f"host {rank}", self._host)
+        self._wait("host", range(count), "come", timeout_seconds)
+        told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
+        check_nodes(told, [self._name(node) for node in range(count)])
+        self._store.set("complete 0", "yes")
+
+    def is_complete(self) -> bool:
+        """Return whether all nodes of this launch have met. False if node 0 is gone."""
+        try:
+            return self._has("complete 0")
+        except DistError:
+            return False
 
     def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
         """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
@@ -160,95 +246,11 @@ class NodeRendezvous:
         self._linger_until_acked(outcome)
         return {int(node): NodeExit(**ended) for node, ended in told.items()}
 
-    @contextmanager
-    def needs_node_0(self, purpose: str) -> Iterator[None]:
-        """Turn errors of the store within the `with` block into a TrainingError that says that node 0 is lost."""
-        try:
-            yield
-        except DistError as error:
-            raise TrainingError(
-                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
-                f"while it waited for nodes to {purpose}; see what node 0 said"
-            ) from error
-
     def has_failed(self, attempt: int) -> bool:
         """Return whether any node has reported that its ranks or its launcher failed in this attempt. False if the store does not
         answer."""
         try:
             return self._store is not None and self._has(f"failed {attempt}")
-        except DistError:
-            return False
-
-    def heartbeat(self, over: threading.Event) -> None:
-        """Send this launcher's heartbeats until `over` is set."""
-        while not over.wait(BEAT_SECONDS):
-            with suppress(DistError):  # node 0 may be gone, or unreachable for a while
-                self._store.add(f"beat {self.nodes.rank}", 1)
-
-    def _gone(self, key: str) -> list[int]:
-        """Wait until every node has set its `key` or is lost, and return the lost nodes."""
-        heard: dict[int, tuple[int, float]] = {}
-        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
-            if self._has("failure"):
-                raise TrainingError(self._store.get("failure").decode())
-            if self._silent(missing, heard) == missing:
-                return missing
-            time.sleep(POLL_SECONDS)
-        return []
-
-    def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
-        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
-        and when it last rose, and is brought up to date."""
-        for node in nodes:
-            beats = self._store.add(f"beat {node}", 0)
-            if node not in heard or beats != heard[node][0]:
-                heard[node] = beats, time.monotonic()
-        return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
-
-    def claim(self) -> None:
-        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
-        launcher had."""
-        rank = self.nodes.rank
-        if self._store.add(f"claims {rank}", 1) == 1:
-            return
-        if self._has(f"given up {rank}"):
-            raise ReturnedError(
-                f"node {rank} was lost, and the others continue without it; to take it in again, stop node 0 with Ctrl-C (it writes a "
-                "checkpoint), then start the same command on all nodes"
-            )
-        beats = self._store.add(f"beat {rank}", 0)
-        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
-            time.sleep(3 * BEAT_SECONDS)
-        if self._store.add(f"beat {rank}", 0) == beats:
-            raise ReturnedError(
-                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
-                f"{SILENCE_SECONDS:g} s, when they have ended"
-            )
-        raise RecipeError(
-            f"NODE_RANK={rank} on {self._host} is taken by {self._name(rank)}; number the nodes 0 to {self.nodes.count - 1}"
-        )
-
-    def assemble(self, timeout_seconds: float) -> None:
-        """Wait until the launchers of all nodes have arrived. Raises RecipeError and TrainingError as
-        `rendezvous_nodes` does."""
-        rank, count = self.nodes.rank, self.nodes.count
-        if rank == 0:
-            self._store.set("count 0", str(count))
-        self._wait("count", [0], "come", timeout_seconds)
-        counted = int(self._store.get("count 0"))
-        if counted != count:
-            raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
-        self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
-        self._store.set(f"host {rank}", self._host)
-        self._wait("host", range(count), "come", timeout_seconds)
-        told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
-        check_nodes(told, [self._name(node) for node in range(count)])
-        self._store.set("complete 0", "yes")
-
-    def is_complete(self) -> bool:
-        """Return whether all nodes of this launch have met. False if node 0 is gone."""
-        try:
-            return self._has("complete 0")
         except DistError:
             return False
 
@@ -263,15 +265,33 @@ class NodeRendezvous:
         except DistError:  # node 0 is gone, so no node can read the message
             return
 
-    def _linger_until_acked(self, what: str) -> None:
-        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
-        arrived have acknowledged it, because its store may end with it."""
-        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
-        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
-        while time.monotonic() < deadline and any(
-            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
-        ):
+    # -- heartbeats and waits ------------------------------------------------------------------------------------
+
+    def heartbeat(self, over: threading.Event) -> None:
+        """Send this launcher's heartbeats until `over` is set."""
+        while not over.wait(BEAT_SECONDS):
+            with suppress(DistError):  # node 0 may be gone, or unreachable for a while
+                self._store.add(f"beat {self.nodes.rank}", 1)
+
+    def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
+        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
+        and when it last rose, and is brought up to date."""
+        for node in nodes:
+            beats = self._store.add(f"beat {node}", 0)
+            if node not in heard or beats != heard[node][0]:
+                heard[node] = beats, time.monotonic()
+        return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
+
+    def _gone(self, key: str) -> list[int]:
+        """Wait until every node has set its `key` or is lost, and return the lost nodes."""
+        heard: dict[int, tuple[int, float]] = {}
+        while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
+            if self._has("failure"):
+                raise TrainingError(self._store.get("failure").decode())
+            if self._silent(missing, heard) == missing:
+                return missing
             time.sleep(POLL_SECONDS)
+        return []
 
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
@@ -305,88 +325,29 @@ class NodeRendezvous:
             "or raise run.timeout_seconds"
         )
 
+    def _linger_until_acked(self, what: str) -> None:
+        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
+        arrived have acknowledged it, because its store may end with it."""
+        self._store.set(f"heard {what} {self.nodes.rank}", "yes")
+        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+        while time.monotonic() < deadline and any(
+            self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
+        ):
+            time.sleep(POLL_SECONDS)
+
+    @contextmanager
+    def needs_node_0(self, purpose: str) -> Iterator[None]:
+        """Turn errors of the store within the `with` block into a TrainingError that says that node 0 is lost."""
+        try:
+            yield
+        except DistError as error:
+            raise TrainingError(
+                f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
+                f"while it waited for nodes to {purpose}; see what node 0 said"
+            ) from error
+
     def _name(self, node: int) -> str:
         return f"node {node}" + (f" on {self._store.get(f'host {node}').decode()}" if self._has(f"host {node}") else "")
 
     def _has(self, key: str) -> bool:
         return self._store.check([key])
-
-
-@contextmanager
-def rendezvous_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeRendezvous]:
-    """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
-
-    Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and like `check_nodes`.
-    Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not arrive
-    within `timeout_seconds`. A failure on one node ends the waits of the others.
-    """
-    if nodes.count == 1:
-        yield NodeRendezvous(nodes, None, info)
-        return
-    prefix = f"llmtrain launch {nodes.step}"
-    store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
-    rendezvous, over = NodeRendezvous(nodes, store, info), threading.Event()
-    heart = threading.Thread(target=rendezvous.heartbeat, args=(over,), daemon=True, name="says that it is there")
-    is_member = False
-    try:
-        with rendezvous.needs_node_0("come"):
-            rendezvous.claim()
-            heart.start()
-            rendezvous.assemble(timeout_seconds)
-        is_member = True
-        yield rendezvous
-    except BaseException as error:
-        # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
-        is_outside = isinstance(error, RecipeError | ReturnedError) and rendezvous.is_complete()
-        if is_member or not is_outside:
-            rendezvous.announce_failure(str(error))
-        raise
-    finally:
-        over.set()
-        if heart.is_alive():
-            heart.join(BEAT_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
-
-
-def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:
-    if nodes.rank != 0:
-        _wait_for_listener(nodes, timeout_seconds)
-    try:
-        return TCPStore(
-            nodes.address,
-            nodes.port,
-            is_master=nodes.rank == 0,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            multi_tenant=True,  # torchrun's store on this port becomes another client of the same server
-        )
-    except DistError as error:
-        reason = first_line(error)
-        is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
-        raise (RecipeError if is_taken else TrainingError)(
-            f"node {nodes.rank} can't use MASTER_ADDR={nodes.address} MASTER_PORT={nodes.port} as the meeting point: "
-            f"{reason}; give node 0's address and a port that is free there"
-        ) from error
-
-
-def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
-    """Wait until node 0 accepts connections on its port. torch's own attempts report less about why it cannot be
-    reached."""
-    started = time.monotonic()
-    reason = ""
-    is_reported = False
-    with announced(f"node 0 to listen at {nodes.address}:{nodes.port}", timeout_seconds):
-        while (left := started + timeout_seconds - time.monotonic()) > 0:
-            try:
-                socket.create_connection((nodes.address, nodes.port), timeout=min(left, PATIENCE_SECONDS)).close()
-                return
-            except OSError as error:
-                reason = error.strerror or str(error)
-                if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
-                    is_reported = True
-                    tried = f"node {nodes.rank} tries to reach node 0 at {nodes.address}:{nodes.port}"
-                    print(f"{tried} (up to {timeout_seconds:g} s): {reason}", flush=True)
-                time.sleep(POLL_SECONDS)
-    raise TrainingError(
-        f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
-        f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
-    )

@@ -125,9 +125,9 @@ def _launch_ranks(
     start: Preflight,
     program: Sequence[str],
 ) -> int:
-    from llmtrain.launch.node_rendezvous import rendezvous_nodes
+    from llmtrain.launch.node_rendezvous import connect_nodes
     from llmtrain.train.initial_weights import check_initial_weights
-    from llmtrain.train.prepare_data import prepare_for, prepare_texts
+    from llmtrain.train.prepare_data import prepare_texts
     from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.run_texts import check_texts
 
@@ -135,11 +135,11 @@ def _launch_ranks(
 
     def prepare_node() -> None:
         """Prepare the data that the first step needs, and download weights of the hub."""
-        here = start.replicas_of(nodes)
-        prepared = prepare_for(recipe, show_progress=True, to_begin=True, replicas=here)
-        check_texts(directory, prepare_texts(recipe, here, show_progress=False, to_begin=True))
-        check_vocabulary(recipe, prepared.vocab_size)
-        check_initial_weights(recipe, prepared, download=True)
+        texts = prepare_texts(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
+        check_texts(directory, texts)
+        first, *_ = texts.values()
+        check_vocabulary(recipe, first.vocab_size)
+        check_initial_weights(recipe, first, download=True)
 
     def ready() -> str:
         """Prepare this node and return "", or return why there is nothing to train."""
@@ -149,9 +149,9 @@ def _launch_ranks(
         prepare_node()
         return ""
 
-    with rendezvous_nodes(nodes, recipe.run.timeout_seconds, info) as rendezvous:
+    with connect_nodes(nodes, recipe.run.timeout_seconds, info) as link:
         # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
-        complete = rendezvous.main_first(ready, prepare_node)
+        complete = link.main_first(ready, prepare_node)
         if complete:
             print(complete, flush=True)
             return DONE
@@ -167,14 +167,14 @@ def _launch_ranks(
             with (
                 _stop_requests_raise("between two attempts"),
                 _with_endpoint(attempt.nodes) as members,
-                kill_hung_ranks(partial(rendezvous.has_failed, attempt.number)),
+                kill_hung_ranks(partial(link.has_failed, attempt.number)),
             ):
                 options = torchrun_arguments(recipe, Attempt(attempt.number, members), info.processes)
                 return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
 
         def exchange_exits(*how: Any) -> Mapping[int, NodeExit]:
             with _stop_requests_raise("between two attempts"):
-                return rendezvous.exchange_exits(*how)
+                return link.exchange_exits(*how)
 
         return train_with_restarts(nodes, recipe.run.restarts, allow_node_loss, run, exchange_exits)
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
-from llmtrain.model import LanguageModel, ModelBlock
+from llmtrain.model import ModelBlock
 from llmtrain.parallel.engine import Block
-from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.sharded import local
 from llmtrain.parallel.torch_engine import TorchEngine
 from llmtrain.parallel.wrapping import named_parameters_of
@@ -27,15 +26,16 @@ from llmtrain.parallel.wrapping import named_parameters_of
 class Fsdp2Engine(TorchEngine):
     """Engine for one replica under FSDP2. See `Engine` for the methods."""
 
-    def __init__(self, model: LanguageModel, mesh: Mesh, parallel: ParallelSection, *arguments: Any, **keywords: Any):
-        """Build the engine; see `TorchEngine` for the other arguments."""
+    def __init__(self, parts: EngineParts):
         self._units: list[FSDPModule] = []
         self._parameters: dict[str, DTensor] = {}
         """FSDP's parameters by name. The masters are this rank's parts of them, so that the optimizer works
         without DTensor's dispatch."""
-        self._reshards = bool(parallel.reshard_after_forward)  # an undecided `auto` is true, which needs less memory
-        super().__init__(model, mesh, parallel, *arguments, **keywords)
-        fully_shard(model, mesh=mesh.devices["shard"], mp_policy=self._precision())
+        self._reshards = bool(
+            parts.parallel.reshard_after_forward
+        )  # an undecided `auto` is true, which needs less memory
+        super().__init__(parts)
+        fully_shard(self.model, mesh=self.mesh.devices["shard"], mp_policy=self._precision())
 
     # -- the interface -------------------------------------------------------------------------------------------
 

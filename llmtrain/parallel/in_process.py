@@ -23,7 +23,7 @@ from llmtrain.parallel.comms import ALL_GATHER, Comms
 from llmtrain.parallel.mesh import Mesh, local_device
 from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
+from llmtrain.parallel.rendezvous import Peers, RankInfo
 from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import World, node_name
 from llmtrain.turns import Turns
@@ -67,13 +67,13 @@ class InProcess(Ranks):
         finally:
             dist.destroy_process_group()
 
-    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
-        """Return what the function `rendezvous` would return for this process alone."""
+    def find_peers(self, memory: Callable[[World], float]) -> Peers:
+        """Return this process as the only one."""
         rank_info = RankInfo(node_name(), socket.gethostname(), None, memory(ALONE))
-        return Rendezvous(None, [rank_info], self.networks)
+        return Peers(None, [rank_info], self.networks)
 
     @contextmanager
-    def open_mesh(self, world: World, peers: Rendezvous | None = None, shards: int = 1) -> Iterator[Mesh]:
+    def open_mesh(self, world: World, peers: Peers | None = None, shards: int = 1) -> Iterator[Mesh]:
         """Provide the mesh as the replica with rank `world.rank` sees it. Called on the replica's own thread, which needs
         no `peers`."""
         assert shards == 1, shards

@@ -20,7 +20,7 @@ from llmtrain.errors import RecipeError, TrainingError, UserError, first_line, o
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.connections import connections_for, longest_round_trip
 from llmtrain.parallel.network import Networks, using_interface
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, rendezvous
+from llmtrain.parallel.rendezvous import Peers, RankInfo, check_connectivity, find_peers
 from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
 
@@ -129,23 +129,24 @@ def _is_a_task_with_a_gpu(world: World) -> bool:
 
 
 @contextmanager
-def open_mesh(
+def open_process_mesh(
     world: World,
+    *,
     replicas: int,
     shards: int,
     replica_backend: str,
     timeout_seconds: float,
-    peers: Rendezvous | None = None,
+    peers: Peers | None = None,
     connections: int | Literal["auto"] = "auto",
 ) -> Iterator[Mesh]:
-    """Build a mesh of `replicas` x `shards` ranks for the enclosed code, and destroy its process groups on exit, except after an
+    """Build a mesh of `replicas` x `shards` processes for the enclosed code, and destroy its process groups on exit, except after an
     error on GPUs. A collective of all ranks.
 
-    `peers` is the result of `rendezvous`; without it, this function calls `rendezvous`. `connections` is the recipe's key. Every
+    `peers` is the result of `find_peers`; without it, this function calls `find_peers`. `connections` is the recipe's key. Every
     collective fails after `timeout_seconds`. Raises TrainingError if the ranks do not reach one another.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    peers = peers or rendezvous(world, ParallelSection(), lambda: 0.0, timeout_seconds)
+    peers = peers or find_peers(world, ParallelSection(), lambda: 0.0, timeout_seconds)
     device = local_device(world)
     replica_backend = _backend_between(peers.ranks, shards, replica_backend)
     unencrypted = check_connectivity(peers, world, replicas, shards, timeout_seconds)
@@ -163,14 +164,14 @@ def open_mesh(
             yield build_mesh(
                 world,
                 device,
-                replicas,
-                shards,
-                replica_backend,
-                timeout,
-                peers.store,
-                peers.networks,
-                unencrypted,
-                connections,
+                replicas=replicas,
+                shards=shards,
+                replica_backend=replica_backend,
+                timeout=timeout,
+                store=peers.store,
+                networks=peers.networks,
+                unencrypted=unencrypted,
+                connections=connections,
             )
         except BaseException:
             if device.type != "cuda":  # NCCL would wait here for collectives that the other ranks never join
@@ -182,6 +183,7 @@ def open_mesh(
 def build_mesh(
     world: World,
     device: torch.device,
+    *,
     replicas: int,
     shards: int,
     replica_backend: str,
@@ -235,7 +237,7 @@ def _my_group(world: World, groups: list[list[int]], backend: str | None, timeou
     return next(group for ranks, group in made.items() if world.rank in ranks)
 
 
-def _join(world: World, peers: Rendezvous, backend: str, timeout: timedelta) -> None:
+def _join(world: World, peers: Peers, backend: str, timeout: timedelta) -> None:
     store = dist.HashStore() if peers.store is None else dist.PrefixStore("process groups", peers.store)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from llmtrain.config import ParallelSection
-from llmtrain.parallel.mesh import Mesh, open_mesh
-from llmtrain.parallel.rendezvous import Rendezvous, rendezvous
+from llmtrain.parallel.mesh import Mesh, open_process_mesh
+from llmtrain.parallel.rendezvous import Peers, find_peers
 from llmtrain.parallel.world import World
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ class Ranks(ABC):
         """Call `train` with each rank that this process has. Return the result of the first one."""
 
     @abstractmethod
-    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
+    def find_peers(self, memory: Callable[[World], float]) -> Peers:
         """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use. If it raises a
         UserError on one of them, all raise a RecipeError."""
 
     @abstractmethod
-    def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
-        """Provide the mesh as the rank `world` sees it. `peers` is the result of `rendezvous`, and `shards` the number of
+    def open_mesh(self, world: World, peers: Peers, shards: int) -> AbstractContextManager[Mesh]:
+        """Provide the mesh as the rank `world` sees it. `peers` is the result of `find_peers`, and `shards` the number of
         ranks of each replica. A collective of all ranks."""
 
 
@@ -45,14 +45,21 @@ class Processes(Ranks):
         """Call `train` with this process's rank, and return its result."""
         return train(self.world)
 
-    def rendezvous(self, memory: Callable[[World], float]) -> Rendezvous:
-        """Connect to the other ranks, as the function `rendezvous` does."""
-        return rendezvous(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds, self.common)
+    def find_peers(self, memory: Callable[[World], float]) -> Peers:
+        """Connect to the other processes."""
+        return find_peers(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds, self.common)
 
-    def open_mesh(self, world: World, peers: Rendezvous, shards: int) -> AbstractContextManager[Mesh]:
-        """Provide the mesh of all processes, as the function `open_mesh` does."""
-        backend, connections = replica_backend(self.parallel), self.parallel.connections
-        return open_mesh(world, world.size // shards, shards, backend, self.timeout_seconds, peers, connections)
+    def open_mesh(self, world: World, peers: Peers, shards: int) -> AbstractContextManager[Mesh]:
+        """Provide the mesh of all processes, as `open_process_mesh` does."""
+        return open_process_mesh(
+            world,
+            replicas=world.size // shards,
+            shards=shards,
+            replica_backend=replica_backend(self.parallel),
+            timeout_seconds=self.timeout_seconds,
+            peers=peers,
+            connections=self.parallel.connections,
+        )
 
 
 def replica_backend(parallel: ParallelSection) -> str:

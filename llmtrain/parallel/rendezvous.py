@@ -63,8 +63,8 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """Result of a rendezvous: the store, each rank's information, and this host's interfaces."""
+class Peers:
+    """Ranks of the job that have found one another: their store, each rank's information, and this host's interfaces."""
 
     store: dist.Store | None
     """The job's key-value store; None for a single process."""
@@ -81,13 +81,13 @@ class Rendezvous:
         return [rank_info.node for rank_info in self.ranks]
 
 
-def rendezvous(
+def find_peers(
     world: World,
     parallel: ParallelSection,
     memory: Callable[[], float],
     timeout_seconds: float,
     common: Mapping[str, str] | None = None,
-) -> Rendezvous:
+) -> Peers:
     """Connect to the job's store and exchange `RankInfo` with all other ranks. `memory()` returns the bytes that this
     rank may use, or raises a UserError if it cannot run the recipe.
 
@@ -107,7 +107,7 @@ def rendezvous(
             raise
         refusal = str(error)
     if world.size == 1:
-        return Rendezvous(None, [RankInfo(node_name(), host, None, available)], given, given)
+        return Peers(None, [RankInfo(node_name(), host, None, available)], given, given)
     deadline = time.monotonic() + timeout_seconds
     address, port = master_endpoint()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)  # for libraries; Slurm may not have set them
@@ -140,7 +140,7 @@ def rendezvous(
     if elsewhere:
         reachable = (other for other in elsewhere if other is not None and not is_loopback(other))
         networks = given.with_default_route(*reachable, address)  # rank 0's address last, in case no other is known
-    return Rendezvous(store, ranks, networks, given)
+    return Peers(store, ranks, networks, given)
 
 
 def _refuse_inconsistency(values: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> None:
@@ -239,9 +239,7 @@ class Endpoint(NamedTuple):
     """Range from which the rank's host takes such ports, as text for users."""
 
 
-def check_connectivity(
-    peers: Rendezvous, world: World, replicas: int, shards: int, timeout_seconds: float
-) -> str | None:
+def check_connectivity(peers: Peers, world: World, replicas: int, shards: int, timeout_seconds: float) -> str | None:
     """Raise TrainingError on every rank if any rank is gone or does not reach a peer on another node. Otherwise return a
     line that says which messages cross a public network unencrypted, or None.
 
@@ -303,7 +301,7 @@ def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | N
 
 
 def _failure(
-    peers: Rendezvous, rank: int, peer: int, axis: str, mine: Endpoint, theirs: Endpoint, patience: float
+    peers: Peers, rank: int, peer: int, axis: str, mine: Endpoint, theirs: Endpoint, patience: float
 ) -> str | None:
     """Return why `rank` does not reach `peer`, or None if it does."""
     me, other = peers.ranks[rank], peers.ranks[peer]

@@ -8,15 +8,14 @@ gradient as soon as backward has computed it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from llmtrain.model import PREFIX, LanguageModel, ModelBlock
+from llmtrain.model import PREFIX, ModelBlock
 from llmtrain.parallel.engine import Block
-from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.torch_engine import TorchEngine, views_of
 from llmtrain.parallel.wrapping import named_parameters_of
 
@@ -24,13 +23,12 @@ from llmtrain.parallel.wrapping import named_parameters_of
 class SingleDeviceEngine(TorchEngine):
     """Engine for one replica on one device. See `Engine` for the methods."""
 
-    def __init__(self, model: LanguageModel, mesh: Mesh, *arguments: Any, **keywords: Any):
-        """Build the engine; see `TorchEngine` for the other arguments."""
+    def __init__(self, parts: EngineParts):
         self._rounded: list[torch.Tensor | None] = []
         """Flat parameters in the compute dtype, by block; None if it is the masters' dtype."""
-        super().__init__(model, mesh, *arguments, **keywords)
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(mesh.device)
+        super().__init__(parts)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.mesh.device)
 
     # -- the interface -------------------------------------------------------------------------------------------
 

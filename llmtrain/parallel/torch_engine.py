@@ -17,41 +17,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.loss import inputs_and_labels
-from llmtrain.model import LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
+from llmtrain.model import ModelBlock, blocks_of, initialize
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, Keep, MicroBatch, as_is, count_positions, gradient_norm
-from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.optimizers import TrainedPart, build_sharded_optimizer, moments_of, set_lr, step_unless
 from llmtrain.parallel.sharded import local
-from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, wrap_layers
 
 
 class TorchEngine(Engine):
     """Engine whose optimizer updates plain tensors: this rank's parts of the parameters. See `Engine` for the methods."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mesh: Mesh,
-        parallel: ParallelSection,
-        optim: OptimSection,
-        seed: int,
-        read: ReadWeight | None = None,
-        gradient_wire: WireFormat | None = None,
-        lengths_vary: bool = False,
-    ):
-        """Build the engine; see `build_engine` for the arguments. Blocks are initialized and sharded one at a time, so at
-        most one is in memory unsharded."""
-        self.model, self.mesh = model, mesh
+    def __init__(self, parts: EngineParts):
+        """Build the engine. Blocks are initialized and sharded one at a time, so at most one is in memory unsharded."""
+        self.model, self.mesh = model, mesh = parts.model, parts.mesh
+        parallel, optim = parts.parallel, parts.optim
         self.gradient_wait = DeviceTimer(mesh.device)
         self.compute_dtype = COMPUTE[parallel.precision]
         self.master_dtype = torch.float64 if parallel.precision == "fp64" else torch.float32
         self._clip_norm, self._skips_nonfinite = optim.clip_norm, optim.nonfinite != "stop"
-        self._gradient_wire = gradient_wire
+        self._gradient_wire = parts.gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
         self._is_last = False
@@ -63,9 +51,9 @@ class TorchEngine(Engine):
         self.masters: list[list[torch.Tensor]] = []
         """Tensors of this rank that the optimizer updates, by block, in the order of `Block.shards`."""
         model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel, lengths_vary)
+        wrap_layers(model_blocks, parallel, parts.lengths_vary)
         for index, block in enumerate(model_blocks):
-            initialize(model, block, seed, mesh.device, self.master_dtype, read)
+            initialize(model, block, parts.seed, mesh.device, self.master_dtype, parts.read)
             self._add_block(index, block)
             self._call_hooks_before(index, block)
         self.optimizer = build_sharded_optimizer(self._trained_parts(model_blocks), optim, mesh.shard_comms)

@@ -23,16 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.loss import inputs_and_labels
-from llmtrain.model import PREFIX, LanguageModel, ModelBlock, ReadWeight, blocks_of, initialize
+from llmtrain.model import PREFIX, ModelBlock, ReadWeight, blocks_of, initialize
 from llmtrain.parallel.collectives import PendingCollective, results_in_order
 from llmtrain.parallel.device_time import DeviceTimer
 from llmtrain.parallel.engine import Block, Engine, Keep, MicroBatch, as_is, count_positions, gradient_norm
-from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.optimizers import build_optimizer, decay_groups, moments_of, start_moments
-from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.wrapping import COMPUTE, named_parameters_of, wrap_layers
 from llmtrain.parallel.zero_layout import FlatGroup, ShardAxis, deepspeed_config
 
@@ -69,24 +67,15 @@ class ZeroEngine(Engine):
 
     returns_copies = True
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        mesh: Mesh,
-        parallel: ParallelSection,
-        optim: OptimSection,
-        seed: int,
-        read: ReadWeight | None = None,
-        gradient_wire: WireFormat | None = None,
-        changes_in_forward: bool = False,
-        lengths_vary: bool = False,
-    ):
-        """Build the engine; see `build_engine` for the arguments. With `changes_in_forward`, no block may be gathered
-        before the hooks of its forward have run, so stage 3 prefetches nothing."""
-        self.model, self.mesh, self.stage = model, mesh, parallel.zero_stage
+    def __init__(self, parts: EngineParts):
+        """Build the engine. With `changes_in_forward`, no block may be gathered before the hooks of its forward have run, so
+        stage 3 prefetches nothing."""
+        self.model, self.mesh = model, mesh = parts.model, parts.mesh
+        parallel, optim = parts.parallel, parts.optim
+        self.stage = parallel.zero_stage
         self.gradient_wait = DeviceTimer(mesh.device)
         self._is_offloaded = parallel.zero_offload
-        self._clip_norm, self._gradient_wire = optim.clip_norm, gradient_wire
+        self._clip_norm, self._gradient_wire = optim.clip_norm, parts.gradient_wire
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
         self._masters_changed = False  # True while the compute weights may lag behind changed masters
@@ -97,10 +86,10 @@ class ZeroEngine(Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints on every rank what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        config = deepspeed_config(parallel, changes_in_forward)
+        config = deepspeed_config(parallel, parts.changes_in_forward)
         model_blocks = blocks_of(model)
-        wrap_layers(model_blocks, parallel, lengths_vary)
-        grouped = self._build_weights(model_blocks, config, parallel, optim, seed, read)
+        wrap_layers(model_blocks, parallel, parts.lengths_vary)
+        grouped = self._build_weights(model_blocks, config, parts)
         self.optimizer = build_optimizer([group for groups in grouped for group in groups], optim)
         self._parameters = [[group["params"] for group in groups] for groups in grouped]  # DeepSpeed changes its lists
         self._engine, *_ = deepspeed.initialize(
@@ -128,8 +117,8 @@ class ZeroEngine(Engine):
             for index, block in enumerate(model_blocks):  # prepended: DeepSpeed's own hook gathers the block
                 block.modules[0].register_forward_pre_hook(self._run_hooks(index), prepend=True)
         self._clear_padding()
-        if read is not None and parallel.precision == "bf16":
-            self._read_masters(read)
+        if parts.read is not None and parallel.precision == "bf16":
+            self._read_masters(parts.read)
         start_moments(self.optimizer, (master for masters in self._masters for master in masters))
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -254,22 +243,14 @@ class ZeroEngine(Engine):
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _build_weights(
-        self,
-        blocks: list[ModelBlock],
-        config: dict[str, Any],
-        parallel: ParallelSection,
-        optim: OptimSection,
-        seed: int,
-        read: ReadWeight | None,
-    ) -> list[list[dict]]:
+    def _build_weights(self, blocks: list[ModelBlock], config: dict[str, Any], parts: EngineParts) -> list[list[dict]]:
         """Initialize the weights and return the optimizer's groups by block. In stage 3, a rank never has more than one
         full block in memory in addition to its shards."""
-        grouped = []
+        grouped, dtype = [], COMPUTE[parts.parallel.precision]
         for block in blocks:
-            initialize(self.model, block, seed, self.mesh.device, COMPUTE[parallel.precision], read)
+            initialize(self.model, block, parts.seed, self.mesh.device, dtype, parts.read)
             parameters = [p for _, p in named_parameters_of(self.model, block)]
-            grouped.append(decay_groups(parameters, optim.weight_decay))
+            grouped.append(decay_groups(parameters, parts.optim.weight_decay))
             if self.stage != 3:
                 continue
             for module in block.modules:
@@ -278,7 +259,7 @@ class ZeroEngine(Engine):
                     data_parallel_group=self.mesh.devices.get_group("shard"),
                     mem_efficient_linear=False,
                     config_dict_or_path=config,
-                    dtype=COMPUTE[parallel.precision],
+                    dtype=dtype,
                 )
         if self.stage == 3:
             for buffer in self.model.buffers():  # DeepSpeed moves them only in the other stages

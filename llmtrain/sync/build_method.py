@@ -47,12 +47,11 @@ from llmtrain.sync.outer import Momentum, Nesterov, Outer, PrimalAverage, Sgd
 from llmtrain.sync.period import Period, build_period, warmup_of
 from llmtrain.sync.pull import Pull
 from llmtrain.sync.reductions.edit_penalty import EditPenalty
-from llmtrain.sync.reductions.reduction import Reduction
+from llmtrain.sync.reductions.reduction import Reduction, ReductionParts
 from llmtrain.sync.reductions.weighted_means import MedianNorm, Radial, TokenWeighted
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts
-from llmtrain.sync.schedules.blocking import BlockingSchedule
+from llmtrain.sync.schedules.blocking import BlockingSchedule, LayerwiseSchedule
 from llmtrain.sync.schedules.delayed import DelayedSchedule
-from llmtrain.sync.schedules.layerwise import LayerwiseSchedule
 from llmtrain.sync.schedules.overlapped import OverlappedSchedule
 from llmtrain.sync.schedules.wait_avoiding import WaitAvoidingSchedule
 from llmtrain.sync.timed_period import Clock, TimedPeriod
@@ -67,16 +66,15 @@ OUTERS: dict[type[OuterSection], Callable[[Any], Outer]] = {
     PrimalAverageSection: lambda section: PrimalAverage(section.decay, section.share),
 }
 """Constructors of outer optimizers, by the class of `sync.outer`."""
-REDUCTIONS: dict[type[ReductionSection], Callable[[Any, int, int, bool, bool], Reduction | None]] = {
-    MeanSection: lambda section, *others: None,
-    TokenWeightedSection: lambda section, *others: TokenWeighted(),
-    RadialSection: lambda section, replicas, *others: Radial(replicas),
-    MedianNormSection: lambda section, *others: MedianNorm(),
-    EditPenaltySection: EditPenalty,
+REDUCTIONS: dict[type[ReductionSection], Callable[[Any, ReductionParts], Reduction | None]] = {
+    MeanSection: lambda section, parts: None,
+    TokenWeightedSection: lambda section, parts: TokenWeighted(),
+    RadialSection: lambda section, parts: Radial(parts.replicas),
+    MedianNormSection: lambda section, parts: MedianNorm(),
+    EditPenaltySection: lambda section, parts: EditPenalty(section, **vars(parts)),
 }
-"""Constructors of reductions, by the class of `sync.reduction`. They take the section, the numbers of replicas and blocks, whether
-messages are rounded, and whether replicas mix the anchor with their own parameters. That of the plain mean returns None, because
-the mean needs no agreement."""
+"""Constructors of reductions, by the class of `sync.reduction`. That of the plain mean returns None, because the mean needs no
+agreement."""
 SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedule]] = {
     BlockingSection: BlockingSchedule,
     LayerwiseSection: LayerwiseSchedule,
@@ -139,8 +137,8 @@ def build_method(
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
-    about = replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters
-    reduction = build_choice(REDUCTIONS, sync.reduction, *about)
+    averaged = ReductionParts(replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters)
+    reduction = build_choice(REDUCTIONS, sync.reduction, averaged)
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, timeout_seconds)
     moments = None
     if sync.moments is not None:

@@ -15,6 +15,7 @@ from llmtrain.lr import LRSchedule
 from llmtrain.model import LanguageModel, build, count_parameters, flops_per_token, model_config, placeholders
 from llmtrain.parallel.build_engine import build_engine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.virtual_clock import VirtualClock
@@ -110,7 +111,7 @@ def _open_texts(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, train_text: 
     """Return the texts that this rank reads. A collective of all ranks."""
     own = {"": prepared}
     if recipe.data.is_list:
-        own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+        own = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
     sets = prepare_sets(recipe, prepared, show_progress=False)
     return open_texts(recipe, mesh, own, sets, train_text)
 
@@ -155,17 +156,18 @@ def _build_engine(
     read = None if weights is None else weights.read
     if read is None and recipe.model.from_weights is not None:  # continued; perhaps the model has no initial values
         read = placeholders(model)
-    return build_engine(
-        model,
-        mesh,
-        with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
-        recipe.optim,
+    parts = EngineParts(
+        model=model,
+        mesh=mesh,
+        parallel=with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
+        optim=recipe.optim,
         seed=recipe.run.seed,
         read=read,
         gradient_wire=build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
         lengths_vary=recipe.data.packing != "packed",
     )
+    return build_engine(parts)
 
 
 def _start_lines(

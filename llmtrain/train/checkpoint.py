@@ -8,11 +8,11 @@ Per-replica tensors (weights, optimizer moments, rounding errors) are stored und
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -43,7 +43,6 @@ from llmtrain.waiting import announced
 
 LAST_SECONDS = 60.0
 """Maximum seconds that a run which ends by an error waits for a checkpoint that is being written."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,14 @@ class Checkpointer:
         # Where an engine returns copies, they must not all be on the device at once.
         is_staged = self.section.background or (self.engine.returns_copies and self.mesh.device.type == "cuda")
         keep = _stage_to_cpu if is_staged else as_is
-        tensors = self._of_engine(keep)
-        for prefix, kind, flats in self._named_state(shared, own):
-            # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
-            rest = any(flat is not None and flat.device != self.mesh.device for flat in flats)
-            tensors |= self._of_method(prefix, kind, flats, _stage_to_cpu if rest else keep)
+        replica = f"replica{self.mesh.replica_comms.rank}"
+        tensors = {f"{replica}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
+        for prefix, kinds in (("", shared), (f"{replica}.sync.", own)):
+            for kind, flats in kinds.items():
+                # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
+                are_offloaded = any(flat is not None and flat.device != self.mesh.device for flat in flats)
+                named = self._named_parts(flats, _stage_to_cpu if are_offloaded else keep)
+                tensors |= {f"{prefix}{kind}.{name}": tensor for name, tensor in named.items()}
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # for all copies at once, instead of after each
@@ -169,22 +171,21 @@ class Checkpointer:
         has more steps.
         """
         state, length = raise_on_all(self.mesh, lambda: self._open(path))
-        place = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
-        here = self.mesh.replicas, self.mesh.shard_comms.size, *place
-        change = MeshChange(*state["mesh"], *here, global_step=state["step"])
+        size = self.mesh.replicas, self.mesh.shard_comms.size
+        position = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
+        change = MeshChange(*state["mesh"], *size, *position, global_step=state["step"])
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
         # For a rank whose position the old mesh did not have. `_read_engine` replaces it on the others.
-        torch.manual_seed(derive_seed(seed, "rank", *place, "since", state["step"]))
+        torch.manual_seed(derive_seed(seed, "rank", *position, "since", state["step"]))
         generators = self._generators()
         self._read_engine(path, change, generators)
         torch.set_rng_state(generators["rng"])
         if "cuda_rng" in generators:
             torch.cuda.set_rng_state(generators["cuda_rng"], self.mesh.device)
-        of_method = {
-            kind: self._read_kind(path, change, prefix, kind, present)
-            for prefix, kind, present in self._named_state(state["shared"], state["own"])
-        }
+        of_method = {kind: self._read_kind(path, f"{kind}.", present) for kind, present in state["shared"].items()}
+        for kind, present in state["own"].items():
+            of_method[kind] = self._read_kind(path, f"sync.{kind}.", present, change, change.factor(kind))
         self.method.load_state_dict(method, of_method)
         self.from_weights = state.get("from_weights")
         changed = length if length is not None and not length.is_none else None
@@ -195,63 +196,43 @@ class Checkpointer:
         state = read_state(path)
         if self.recipe is None or "recipe" not in state:
             return state, None
-        there = stored_recipe(state["recipe"], str(path))
-        check_same_recipe(there, self.recipe, str(path))
-        length = LengthChange(there, self.recipe, state["step"])
+        stored = stored_recipe(state["recipe"], str(path))
+        check_same_recipe(stored, self.recipe, str(path))
+        length = LengthChange(stored, self.recipe, state["step"])
         length.check(str(path))
         return state, length
 
     def _read_engine(self, path: Path, change: MeshChange, generators: dict[str, torch.Tensor]) -> None:
         """Load weights, optimizer moments and generator states. The buffers for reading are freed on return. With ZeRO,
         they are a second copy of the state."""
-        tensors = self._of_engine(as_is)
-        raise_on_all(self.mesh, lambda: self._read(path, change, tensors, generators))
-        prefix = f"replica{self.mesh.replica_comms.rank}."
-        self.engine.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        tensors = self.engine.state_dict(as_is)
 
-    def _read(
-        self, path: Path, change: MeshChange, tensors: dict[str, torch.Tensor], generators: dict[str, torch.Tensor]
-    ) -> None:
-        """Fill `tensors`, this replica's or shared ones, and this rank's `generators` in place. Not a collective."""
-        stored = CheckpointReader(path)
-        own = f"replica{self.mesh.replica_comms.rank}."
-        if change.replicas_changed:
-            for name, tensor in tensors.items():
-                if name.startswith(own):
-                    rest = name.removeprefix(own)
-                    kind = rest.removeprefix("sync.").split(".")[0]
-                    names = [f"replica{replica}.{rest}" for replica in change.source_replicas]
-                    stored.read_mean(names, tensor, change.factor(kind))
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(own)}
-        there = {f"rank{change.same_rank}.{name}": state for name, state in generators.items()}
-        stored.read(tensors | {name: state for name, state in there.items() if name in stored.tensors})
+        def read() -> None:
+            stored = CheckpointReader(path)
+            _fill(stored, tensors, change)
+            mine = {f"rank{change.same_rank}.{name}": state for name, state in generators.items()}
+            stored.read({name: state for name, state in mine.items() if name in stored.tensors})
 
-    def _read_kind(self, path: Path, change: MeshChange, prefix: str, kind: str, present: list[bool]) -> BlockTensors:
+        raise_on_all(self.mesh, read)
+        self.engine.load_state_dict(tensors)
+
+    def _read_kind(
+        self, path: Path, prefix: str, present: list[bool], change: MeshChange | None = None, factor: float = 1.0
+    ) -> BlockTensors:
         """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the
-        device holds one kind at a time. `present` says which blocks the checkpoint has."""
+        device holds one kind at a time. `present` says which blocks the checkpoint has. See `_fill` for the others."""
         blocks = list(zip(self.engine.blocks, present, strict=False))
         flats: BlockTensors = [torch.empty_like(flat_view(block)) if is_stored else None for block, is_stored in blocks]
-        tensors = self._of_method(prefix, kind, flats, as_is)
-        raise_on_all(self.mesh, lambda: self._read(path, change, tensors, {}))
-        read: BlockTensors = []
-        for block, is_stored in blocks:
-            if not is_stored:
-                read.append(None)
-                continue
-            named = {name: tensors[f"{prefix}{kind}.{name}"] for name in block.parameter_names}
-            read.append(self.engine.from_dtensors(block, named).cpu())
-        return read
+        parts = self._named_parts(flats, as_is)
+        tensors = {prefix + name: tensor for name, tensor in parts.items()}
+        raise_on_all(self.mesh, lambda: _fill(CheckpointReader(path), tensors, change, factor))
+        return [self.engine.from_dtensors(block, parts).cpu() if is_stored else None for block, is_stored in blocks]
 
-    def _of_engine(self, keep: Keep) -> dict[str, torch.Tensor]:
-        """Return this replica's weights and optimizer moments by their names in the checkpoint."""
-        replica = self.mesh.replica_comms.rank
-        return {f"replica{replica}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
-
-    def _of_method(self, prefix: str, kind: str, flats: BlockTensors, keep: Keep) -> dict[str, torch.Tensor]:
-        """Return one kind of the method's tensors by their names in the checkpoint. An offloaded block is on the device
-        only until `keep` has copied it."""
+    def _named_parts(self, flats: BlockTensors, keep: Keep) -> dict[str, torch.Tensor]:
+        """Return the parts of the blocks' flat tensors by parameter. An offloaded block is on the device only until `keep` has copied
+        it."""
         return {
-            f"{prefix}{kind}.{name}": keep(tensor)
+            name: keep(tensor)
             for block, flat in zip(self.engine.blocks, flats, strict=False)
             if flat is not None
             for name, tensor in self.engine.to_dtensors(block, flat).items()
@@ -263,11 +244,6 @@ class Checkpointer:
         if self.mesh.device.type == "cuda":
             states["cuda_rng"] = torch.cuda.get_rng_state(self.mesh.device)
         return states
-
-    def _named_state(self, shared: dict[str, T], own: dict[str, T]) -> Iterator[tuple[str, str, T]]:
-        """Yield (prefix in the checkpoint, kind, value) for every kind of the method's tensors."""
-        for prefix, kinds in (("", shared), (f"replica{self.mesh.replica_comms.rank}.sync.", own)):
-            yield from ((prefix, kind, given) for kind, given in kinds.items())
 
     def _prune(self, newest: int) -> None:
         """Delete expired checkpoints that are not pinned. Called on the main rank, once the checkpoint of `newest` is
@@ -284,6 +260,20 @@ class Checkpointer:
                 with suppress(OSError):
                     expired = expired.rename(expired.with_suffix(".tmp"))
                 shutil.rmtree(expired, ignore_errors=True)
+
+
+def _fill(
+    stored: CheckpointReader, tensors: dict[str, torch.Tensor], change: MeshChange | None, factor: float = 1.0
+) -> None:
+    """Fill `tensors` in place: those that replicas share or, with `change`, this replica's. If the number of replicas has changed,
+    the latter become `factor` x the mean of the old replicas'. Not a collective."""
+    if change is None:
+        stored.read(tensors)
+    elif not change.replicas_changed:
+        stored.read({f"replica{change.replica}.{name}": tensor for name, tensor in tensors.items()})
+    else:
+        for name, tensor in tensors.items():
+            stored.read_mean([f"replica{replica}.{name}" for replica in change.source_replicas], tensor, factor)
 
 
 def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:

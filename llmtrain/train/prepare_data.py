@@ -20,13 +20,14 @@ from llmtrain.errors import DataError
 
 
 def prepare_texts(
-    recipe: Recipe, replicas: Iterable[int] | None, show_progress: bool, to_begin: bool = False
+    recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
 ) -> dict[str, TokenDataset]:
-    """Prepare the token shards of each text as far as they are missing, and return them by the text's name.
+    """Prepare those token shards of a recipe that do not exist yet, also of `eval.sets`. Return each training text by its name:
+    "" for `data.source`, and those of a list in its order.
 
-    Of `data.per_replica`, only the texts of the given `replicas` are prepared; None means all. With `to_begin`, a text that can
-    be tokenized during training is prepared for the first step only. A mixture's tokenizer is trained on its first text.
-    Raises DataError if texts of a mixture have other tokenizers.
+    With `to_begin`, a text that can be tokenized during training is prepared for the first step only. Of `data.per_replica`,
+    only the texts of the given `replicas` are prepared; None means all. A mixture's tokenizer is trained on its first text.
+    Raises DataError if texts of a mixture have other tokenizers, or if the recipe needs separators that a text lacks.
     """
     texts = texts_of(recipe.data, replicas)
     check_token_files(recipe.data, texts)
@@ -42,6 +43,16 @@ def prepare_texts(
         )
     if recipe.data.sources:
         _check_one_tokenizer(recipe.data.tokenizer, list(prepared.values()))
+    if recipe.train.document_mask:
+        for text in prepared.values():
+            check_separators(text, "train.document_mask")
+    first, *_ = prepared.values()
+    sets = prepare_sets(recipe, first, show_progress)
+    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks would wait for it
+        check_separators(first, "data.packing")
+        document_samples(first, "train", recipe.train.sequence_length)
+        for text in (first, *sets.values()):
+            document_samples(text, "validation", recipe.train.sequence_length)
     return prepared
 
 
@@ -68,28 +79,6 @@ def tokens_of(recipe: Recipe, texts: Mapping[str, DataSection]) -> list[int]:
     if data.sources:
         reads = [most_of(share, sequences) for share in shares_of([entry.weight for entry in data.sources])]
     return [read * train.sequence_length + 1 for read in reads]
-
-
-def prepare_for(
-    recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
-) -> TokenDataset:
-    """Prepare those token shards of a recipe that do not exist yet, and return the recipe's text (of a list, the first).
-
-    With `to_begin`, only shards for the first step are prepared, if the run can tokenize the others while it trains. Of
-    `data.per_replica`, only the texts of the given `replicas` are prepared; None means all.
-    """
-    texts = prepare_texts(recipe, replicas, show_progress, to_begin)
-    prepared = next(iter(texts.values()))
-    if recipe.train.document_mask:
-        for text in texts.values():
-            check_separators(text, "train.document_mask")
-    sets = prepare_sets(recipe, prepared, show_progress)
-    if recipe.data.packing == "none":  # now, because it takes a while, and later all ranks would wait for it
-        check_separators(prepared, "data.packing")
-        document_samples(prepared, "train", recipe.train.sequence_length)
-        for text in (prepared, *sets.values()):
-            document_samples(text, "validation", recipe.train.sequence_length)
-    return prepared
 
 
 def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) -> dict[str, TokenDataset]:

@@ -51,7 +51,7 @@ from llmtrain.train.devices import (
 from llmtrain.train.initial_weights import open_initial_weights
 from llmtrain.train.loggers import Console
 from llmtrain.train.mirror import Mirror
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.shared_folder import check_is_shared
 from llmtrain.train.signals import StopRequest, stop_requests
@@ -145,7 +145,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
     """
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     with console.progress("waiting for the other ranks"):
-        peers = ranks.rendezvous(partial(_usable_memory, recipe))
+        peers = ranks.find_peers(partial(_usable_memory, recipe))
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shards, mesh_reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
@@ -189,10 +189,11 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
     first rank of that replica then prints the error."""
     replica, shard = divmod(world.rank, shards)
     try:
-        return prepare_for(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
+        texts = prepare_texts(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
     except DataError as error:
         error.is_shared = not (recipe.data.per_replica and shard == 0)
         raise
+    return next(iter(texts.values()))
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:

@@ -46,7 +46,7 @@ OF_TRAINER: dict[str, Callable[[Trainer, Callable[[], None]], None]] = {
     "at the end": lambda trainer, happen: before(trainer.method, "finish", happen),
 }
 OF_MODULE = {
-    "while data is prepared": (run, "prepare_for"),
+    "while data is prepared": (run, "prepare_texts"),
     "while groups are made": (Processes, "open_mesh"),
     "while a checkpoint is written": (checkpoint_files.dcp, "save"),
     "while a checkpoint is sealed": (checkpoint_files.CheckpointWriter, "_commit"),

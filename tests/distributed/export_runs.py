@@ -10,7 +10,7 @@ from llmtrain.config import Recipe
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.loggers import Console
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from tests.distributed.real_engine import mesh_of
@@ -86,5 +86,5 @@ def make_run(recipe: Recipe) -> None:
     mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
     directory = RunDirectory(recipe)
     mesh.broadcast_from_main(directory.open)
-    prepared, silent = prepare_for(recipe, show_progress=False), Console(enabled=False)
+    prepared, silent = prepare_texts(recipe, show_progress=False)[""], Console(enabled=False)
     build_trainer(recipe, mesh, prepared, directory, silent, "of a test", StopRequest()).fit()

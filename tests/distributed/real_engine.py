@@ -16,6 +16,7 @@ from llmtrain.lr import LRSchedule
 from llmtrain.model import build, model_config
 from llmtrain.parallel.build_engine import build_engine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.mesh import Mesh, build_mesh
 from llmtrain.parallel.world import World
 from llmtrain.sync.anchors import flatten
@@ -87,7 +88,14 @@ class Outcome:
 def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo") -> Mesh:
     """A mesh over the first ranks of the pool's process group."""
     world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
-    return build_mesh(world, torch.device(device), replicas, shard, network, timedelta(seconds=60))
+    return build_mesh(
+        world,
+        torch.device(device),
+        replicas=replicas,
+        shards=shard,
+        replica_backend=network,
+        timeout=timedelta(seconds=60),
+    )
 
 
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
@@ -95,7 +103,10 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
     parallel, in_forward = ParallelSection(**case.parallel), case.sync.schedule.kind == "layerwise"
     optim = OptimSection(**case.optim)
-    engine = build_engine(model, mesh, parallel, optim, seed=SEED, changes_in_forward=in_forward)
+    parts = EngineParts(
+        model=model, mesh=mesh, parallel=parallel, optim=optim, seed=SEED, changes_in_forward=in_forward
+    )
+    engine = build_engine(parts)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None
     method = build_method(
         case.sync,

@@ -17,7 +17,7 @@ from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.loggers import Console
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.trainer import Trainer
@@ -122,7 +122,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
         directory.open()
     stop.requested = True
     console = _Watching(seen)
-    prepared = prepare_for(recipe, show_progress=False)
+    prepared = prepare_texts(recipe, show_progress=False)[""]
     trainer = build_trainer(recipe, mesh, prepared, directory, console, "", stop)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet

@@ -34,7 +34,15 @@ def _groups_of_meshes(far: float) -> list[int]:
 
     def groups(asked: int | Literal["auto"], hosts: int = 2) -> int:
         world = World(dist.get_rank(), 4, dist.get_rank() % (4 // hosts), 4 // hosts)
-        mesh = build_mesh(world, torch.device("cpu"), 2, 2, "gloo", timedelta(seconds=60), connections=asked)
+        mesh = build_mesh(
+            world,
+            torch.device("cpu"),
+            replicas=2,
+            shards=2,
+            replica_backend="gloo",
+            timeout=timedelta(seconds=60),
+            connections=asked,
+        )
         assert len(mesh.shard_comms.groups) == len(mesh.all_ranks.groups) == 1
         assert mesh.replica_comms.traffic.bytes == 0
         for group in mesh.replica_comms.groups:

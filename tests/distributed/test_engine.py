@@ -22,7 +22,7 @@ from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import StepPlan
 from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.loggers import Console
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.validation import validate, validated_parameters
@@ -244,7 +244,7 @@ def freed_after_forward(recipe: Recipe) -> list[bool]:
     mesh, silent, stop = mesh_of(1, 2), Console(enabled=False), StopRequest()
     shares_decide = mock.patch.object(memory, "KEPT_BYTES", 0)
     with shares_decide, mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
-        prepared = prepare_for(recipe, show_progress=False)
+        prepared = prepare_texts(recipe, show_progress=False)[""]
         build_trainer(recipe, mesh, prepared, RunDirectory(recipe), silent, "of a test", stop)
     units = [call.kwargs for call in wrapped.call_args_list if "reshard_after_forward" in call.kwargs]
     return [unit["reshard_after_forward"] for unit in units]

@@ -32,7 +32,9 @@ def section(folder: Path, texts: list[str]) -> DataSection:
 def checked(sections: list[DataSection]) -> str:
     """What this rank is told, each rank having the section of its number."""
     world = World(dist.get_rank(), 2, dist.get_rank(), 2)
-    mesh = build_mesh(world, torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60))
+    mesh = build_mesh(
+        world, torch.device("cpu"), replicas=2, shards=1, replica_backend="auto", timeout=timedelta(seconds=60)
+    )
     try:
         check_same_tokens(mesh, {"": prepare(sections[world.rank], 3000, 300)})
     except DataError as error:

@@ -134,8 +134,15 @@ class Counting:
 
 def open_texts(recipe: Recipe, replicas: int, shards: int) -> tuple[RunTexts, int]:
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
-    mesh = build_mesh(world, torch.device("cpu"), replicas, shards, "auto", timedelta(seconds=60))
-    own = prepare_texts(recipe, [mesh.replica_comms.rank], show_progress=False)
+    mesh = build_mesh(
+        world,
+        torch.device("cpu"),
+        replicas=replicas,
+        shards=shards,
+        replica_backend="auto",
+        timeout=timedelta(seconds=60),
+    )
+    own = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
     return text_kinds.open_texts(recipe, mesh, own, {}), mesh.replica_comms.rank
 
 
@@ -158,7 +165,7 @@ def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, li
 
 def expected_of(recipe: Recipe, site: str) -> tuple[float, int]:
     """(mean token, number of tokens) of a site's validation text."""
-    prepared = prepare_texts(recipe, None, show_progress=False)[site].tokens("validation")
+    prepared = prepare_texts(recipe, show_progress=False)[site].tokens("validation")
     length = recipe.train.sequence_length
     windows = min(recipe.eval.tokens // length, (len(prepared) - 1) // length)
     tokens = prepared.window(1, windows * length)

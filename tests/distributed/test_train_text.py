@@ -23,7 +23,7 @@ from llmtrain.data.stream import write_status
 from llmtrain.errors import DONE, STOPPED_EARLY, DataError
 from llmtrain.parallel.mesh import build_mesh
 from llmtrain.parallel.world import World
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import run_training
 from llmtrain.train.train_text import TrainText, open_train_text
 from llmtrain.train.trainer import Trainer
@@ -58,7 +58,15 @@ def section(folder: Path, texts: list[str]) -> DataSection:
 @contextmanager
 def on_two_hosts(data: DataSection, store: dist.Store, tokenizer: object) -> Iterator[TrainText]:
     """The text of a rank that is alone on its host, with another `tokenizer` than the background one."""
-    mesh = build_mesh(World(dist.get_rank(), 2, 0, 1), torch.device("cpu"), 2, 1, "auto", timedelta(seconds=60), store)
+    mesh = build_mesh(
+        World(dist.get_rank(), 2, 0, 1),
+        torch.device("cpu"),
+        replicas=2,
+        shards=1,
+        replica_backend="auto",
+        timeout=timedelta(seconds=60),
+        store=store,
+    )
     run = SimpleNamespace(timeout_seconds=60.0)
     train = SimpleNamespace(total_steps=MANY, tokens_per_step=1)
     recipe = SimpleNamespace(data=data, run=run, train=train, eval=SimpleNamespace(tokens=100))
@@ -195,7 +203,7 @@ def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
         assert "waiting for the tokenizer of" in capfd.readouterr().err
         assert run_training(slow, ALONE) == DONE
         whole = streamed(folder, "whole", f"data.cache_dir={folder / 'whole'}")
-        assert prepare_for(whole, show_progress=False).index.splits["train"].exhausted
+        assert prepare_texts(whole, show_progress=False)[""].index.splits["train"].exhausted
         assert run_training(whole, ALONE, lambda trainer: None) == DONE
     assert open_dataset(cache_path(slow.data)).index.splits["train"].exhausted
     lines, expected = (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.device_time import clock_of
-from llmtrain.parallel.mesh import open_mesh
+from llmtrain.parallel.mesh import open_process_mesh
 from llmtrain.parallel.world import World
 from llmtrain.trace import open_trace, step_span
 from tests.distributed.fake_engine import choices
@@ -117,7 +117,9 @@ def train_in_a_mesh_of_its_own() -> list[float]:
     """Leave the pool's group, and train as a run of one process does: over a store of its own and NCCL."""
     dist.destroy_process_group()
     case = case_of(choices("synchronous"), parallel={"precision": "bf16"})
-    with open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 60.0) as mesh:
+    with open_process_mesh(
+        World(0, 1, 0, 1), replicas=1, shards=1, replica_backend="auto", timeout_seconds=60.0
+    ) as mesh:
         engine, method = build_case(case, mesh, clock=lambda: 0.0)
         losses = []
         for step in (1, 2, 3):

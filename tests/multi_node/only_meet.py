@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmtrain.config import ParallelSection
 from llmtrain.errors import BAD_USAGE, FAILED, TrainingError, UserError
-from llmtrain.parallel.mesh import open_mesh
-from llmtrain.parallel.rendezvous import rendezvous
+from llmtrain.parallel.mesh import open_process_mesh
+from llmtrain.parallel.rendezvous import find_peers
 from llmtrain.parallel.world import World
 
 
@@ -13,8 +13,15 @@ def main(timeout: str, replica_network: str | None = None) -> int:
     """Start as a run does that has these seconds and asks for this network; return its exit code."""
     world = World.from_environment()
     try:
-        meeting = rendezvous(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
-        with open_mesh(world, world.size, 1, "auto", float(timeout), meeting) as mesh:
+        peers = find_peers(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))
+        with open_process_mesh(
+            world,
+            replicas=world.size,
+            shards=1,
+            replica_backend="auto",
+            timeout_seconds=float(timeout),
+            peers=peers,
+        ) as mesh:
             print(f"replica {mesh.replica_comms.rank} of {mesh.replicas} over {mesh.replica_comms.interface}")
     except (TrainingError, UserError) as error:
         print(f"error: {error}")

@@ -60,7 +60,7 @@ TABLES = {
           - with self.needs_node_0("prepare the data"):
           + if True:
         launch: node 0 may be lost while nodes come
-          - with rendezvous.needs_node_0("come"):
+          - with link.needs_node_0("come"):
           + if True:
     """,
     "llmtrain/launch/node_info.py": r"""

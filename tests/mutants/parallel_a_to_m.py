@@ -192,7 +192,7 @@ TABLES = {
           + if ranks[0].ranks_per_gpu == 1:
     seen by multi_node/test_two_sites.py
         run: does not warn of a public network
-          -         unencrypted=unencrypted,
+          -                 unencrypted=unencrypted,
           -
     seen by distributed/test_connections.py
         connections: a mesh never has more of them

@@ -174,8 +174,8 @@ TABLES = {
           + exact=False
     seen by distributed/test_initial_weights.py
         weights: torch's engines start from random ones
-          - initialize(model, block, seed, mesh.device, self.master_dtype, read)
-          + initialize(model, block, seed, mesh.device, self.master_dtype)
+          - initialize(model, block, parts.seed, mesh.device, self.master_dtype, parts.read)
+          + initialize(model, block, parts.seed, mesh.device, self.master_dtype)
     seen by distributed/test_zero.py
         engine: optimizer moments not restored
           - value.copy_(local(state[f"optimizer.{name}.{key}"]))
@@ -315,7 +315,7 @@ TABLES = {
           + pass
     seen by distributed/test_initial_weights.py
         weights: ZeRO's masters stay rounded to bf16
-          - if read is not None and parallel.precision == "bf16":
+          - if parts.read is not None and parallel.precision == "bf16":
           + if False:
         weights: every rank of ZeRO gets the first rank's part
           - master.copy_(group.part(full, self.mesh.shard_comms.rank))

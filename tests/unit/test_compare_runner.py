@@ -60,7 +60,7 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
     monkeypatch.setattr(runner, "write_report", report)
     monkeypatch.setattr(runner, "_results", lambda *_: None)
     monkeypatch.setattr(runner, "_seconds_left", lambda *_: 0.0)
-    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    monkeypatch.setattr(runner, "prepare_texts", lambda *_, **__: {"": SimpleNamespace(vocab_size=400)})
     monkeypatch.setattr(runner, "recipe_warnings", lambda *_: ["what a run says"])
     before = signal.getsignal(number)
     assert runner.run_comparison(file, (), shaping=False, retry=False) == STOPPED_EARLY
@@ -92,7 +92,7 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     monkeypatch.setattr(runner, "_make", make)
     monkeypatch.setattr(runner, "write_report", lambda *_: tmp_path)
     monkeypatch.setattr(runner, "_results", lambda *_: None)
-    monkeypatch.setattr(runner, "prepare_for", lambda *_, **__: SimpleNamespace(vocab_size=400))
+    monkeypatch.setattr(runner, "prepare_texts", lambda *_, **__: {"": SimpleNamespace(vocab_size=400)})
     assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
         "a failure alone says nothing"
     )
@@ -125,7 +125,7 @@ def goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "prepare_for", interrupted)
+    monkeypatch.setattr(runner, "prepare_texts", interrupted)
     monkeypatch.chdir(tmp_path)
 
 

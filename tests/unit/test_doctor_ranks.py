@@ -24,7 +24,7 @@ from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.errors import FAILED, TrainingError
 from llmtrain.parallel.network import Networks, unused_port
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous
+from llmtrain.parallel.rendezvous import Peers, RankInfo
 from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
@@ -115,17 +115,8 @@ class Opened(list):
         """(round trip, timeout) in seconds that measurements were given."""
 
     @contextmanager
-    def open_mesh(
-        self,
-        world: World,
-        replicas: int,
-        shard: int,
-        backend: str,
-        seconds: float,
-        meeting: Rendezvous,
-        connections: int | str,
-    ) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(replicas=replicas, shards=shard, broadcast_from_main=lambda ask: ask())
+    def open_process_mesh(self, world: World, replicas: int, shards: int, **others: Any) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(replicas=replicas, shards=shards, broadcast_from_main=lambda ask: ask())
 
     def axes(
         self, mesh: SimpleNamespace, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
@@ -146,7 +137,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
             return fit(*arguments)
 
     monkeypatch.setattr(checks, "fit", fit_alone)
-    monkeypatch.setattr(checks, "open_mesh", found.open_mesh)
+    monkeypatch.setattr(checks, "open_process_mesh", found.open_process_mesh)
     monkeypatch.setattr(checks, "bench_collectives", found.axes)
     monkeypatch.setattr(network_speed, "LONG_ENOUGH", 0.0)
     return found
@@ -157,12 +148,12 @@ def examined(
 ) -> list[Sections]:
     """The sections of each rank, one a name of a node, that has found its node's `complaints` by itself."""
     places = [RankInfo(node, node, address, GIB) for node in nodes]
-    meeting = Rendezvous(dist.HashStore(), places, Networks())
+    peers = Peers(dist.HashStore(), places, Networks())
 
     def one(world: World) -> Sections:
         node = nodes[world.rank]
         sections: Sections = {"network": [], "machine": [complaints[node]] if node in complaints else []}
-        ClusterCheck(recipe, world, meeting, 20).add_to(sections)
+        ClusterCheck(recipe, world, peers, 20).add_to(sections)
         return sections
 
     return by_all(len(nodes), one)

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.launch import torchrun
 from llmtrain.launch.nodes import Nodes
 from llmtrain.machine_check import check_machine
-from llmtrain.parallel.mesh import local_device, open_mesh
+from llmtrain.parallel.mesh import Mesh, local_device, open_process_mesh
 from llmtrain.parallel.network import (
     GLOO,
     NCCL,
@@ -28,7 +28,7 @@ from llmtrain.parallel.network import (
     interface_of,
     using_interface,
 )
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, rendezvous
+from llmtrain.parallel.rendezvous import Peers, RankInfo, find_peers
 from llmtrain.parallel.roll_call import format_ranks
 from llmtrain.parallel.world import SHARE_GPU, World, ranks_per_device
 from llmtrain.recipe_loader import load_recipe
@@ -139,18 +139,18 @@ def told(monkeypatch: pytest.MonkeyPatch, *places: RankInfo) -> None:
 
 def test_nccl_is_not_told_the_card_that_was_found_for_gloo(monkeypatch):
     told(monkeypatch, RankInfo("a", "a", "192.0.2.1", 1.0), RankInfo("b", "b", "192.0.2.2", 1.0))
-    meeting = rendezvous(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
-    assert (meeting.networks, meeting.recipe_networks) == (Networks("ens5", "lo"), Networks(None, "lo"))
-    assert told_to_nccl(monkeypatch, meeting.recipe_networks, replicas_use_nccl=True) == "=lo"
-    meeting = rendezvous(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
-    assert meeting.networks == Networks("ens5", "ens5")
-    assert told_to_nccl(monkeypatch, meeting.recipe_networks, replicas_use_nccl=True) is None
+    peers = find_peers(World(0, 2, 0, 1), ParallelSection(shard_network="lo"), lambda: 1.0, 1.0)
+    assert (peers.networks, peers.recipe_networks) == (Networks("ens5", "lo"), Networks(None, "lo"))
+    assert told_to_nccl(monkeypatch, peers.recipe_networks, replicas_use_nccl=True) == "=lo"
+    peers = find_peers(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+    assert peers.networks == Networks("ens5", "ens5")
+    assert told_to_nccl(monkeypatch, peers.recipe_networks, replicas_use_nccl=True) is None
 
 
 def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
     told(monkeypatch, RankInfo("a", "gpu-a", None, 1.0, on_gpu=True), RankInfo("b", "gpu-b", None, 1.0, on_gpu=False))
     with pytest.raises(TrainingError, match="rank 1 on gpu-b found no usable GPU, the others did"):
-        rendezvous(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
+        find_peers(World(0, 2, 0, 1), ParallelSection(), lambda: 1.0, 1.0)
 
 
 def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
@@ -188,6 +188,12 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
         local_device(World(3, 8, 3, 8))
 
 
+def opened(world: World, replicas: int, shards: int, backend: str, peers: Peers) -> AbstractContextManager[Mesh]:
+    return open_process_mesh(
+        world, replicas=replicas, shards=shards, replica_backend=backend, timeout_seconds=5.0, peers=peers
+    )
+
+
 def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -200,22 +206,22 @@ def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
     assert (ranks_per_device(world), ranks_per_device(World(1, 2, 1, 2))) == (2, 1)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the mesh was built"))
     alone, sharing = RankInfo("a", "alpha", None, 1.0), RankInfo("b", "beta", None, 1.0, ranks_per_gpu=2)
-    meeting = Rendezvous(None, [alone, alone, sharing, sharing], Networks())
+    peers = Peers(None, [alone, alone, sharing, sharing], Networks())
     monkeypatch.delenv(SHARE_GPU)  # this host's ranks don't share; another's do
     world = World(1, 4, 1, 2)
     for shard, backend, reason in (
         (2, "auto", "parallel.shards is 2, but .*; use parallel.shards=1"),
         (1, "nccl", "parallel.replica_backend is nccl, but .*; use auto or gloo"),
     ):
-        with pytest.raises(RecipeError, match=reason), open_mesh(world, 4 // shard, shard, backend, 5.0, meeting):
+        with pytest.raises(RecipeError, match=reason), opened(world, 4 // shard, shard, backend, peers):
             pass
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *given: given[4])
-    with open_mesh(world, 4, 1, "auto", 5.0, meeting) as backend:
+    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *_, replica_backend, **__: replica_backend)
+    with opened(world, 4, 1, "auto", peers) as backend:
         assert backend == "gloo"
-    with open_mesh(World(1, 2, 1, 2), 2, 1, "auto", 5.0, Rendezvous(None, [alone] * 2, Networks())) as backend:
+    with opened(World(1, 2, 1, 2), 2, 1, "auto", Peers(None, [alone] * 2, Networks())) as backend:
         assert backend == "auto"
 
 
@@ -241,11 +247,11 @@ def test_two_communicators_of_nccl_on_a_gpu_keep_the_order_of_the_host(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *_: None)
+    monkeypatch.setattr("llmtrain.parallel.mesh.build_mesh", lambda *_, **__: None)
     seen = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(variable)))
-    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)] * 4, Networks())
-    with open_mesh(World(1, 4, 1, 4), replicas, shard, backend, 5.0, meeting):
+    peers = Peers(None, [RankInfo("a", "alpha", None, 1.0)] * 4, Networks())
+    with opened(World(1, 4, 1, 4), replicas, shard, backend, peers):
         assert seen == [order]
 
 
@@ -258,10 +264,10 @@ def test_a_group_that_can_not_connect_names_rank_host_and_card(monkeypatch):
         raise RuntimeError("connect timed out\na stack of C++")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    meeting = Rendezvous(None, [RankInfo("a", "alpha", None, 1.0)], Networks("ens5"))
+    peers = Peers(None, [RankInfo("a", "alpha", None, 1.0)], Networks("ens5"))
     with (
         pytest.raises(TrainingError, match=r"^rank 0 of 1 on alpha could not connect .* over ens5: connect timed out$"),
-        open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting),
+        opened(World(0, 1, 0, 1), 1, 1, "auto", peers),
     ):
         pass
 
@@ -271,17 +277,17 @@ def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device:
     """NCCL would wait for collectives that the other ranks never join."""
     left, mesh = [], "parallel.mesh"
     monkeypatch.setattr(f"llmtrain.{mesh}.local_device", lambda world: torch.device(device))
-    monkeypatch.setattr(f"llmtrain.{mesh}.build_mesh", lambda *_: None)
+    monkeypatch.setattr(f"llmtrain.{mesh}.build_mesh", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(device))
     monkeypatch.setenv(NCCL, "=eth7")
-    meeting = Rendezvous(None, [RankInfo("a", "a", None, 1.0)], Networks("lo", "lo"), Networks("lo", "lo"))
-    with pytest.raises(KeyError), open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
+    peers = Peers(None, [RankInfo("a", "a", None, 1.0)], Networks("lo", "lo"), Networks("lo", "lo"))
+    with pytest.raises(KeyError), opened(World(0, 1, 0, 1), 1, 1, "auto", peers):
         raise KeyError
     assert bool(left) == is_left
     assert os.environ[NCCL] == ("=eth7" if device == "cpu" else "=lo")
-    with open_mesh(World(0, 1, 0, 1), 1, 1, "auto", 5.0, meeting):
+    with opened(World(0, 1, 0, 1), 1, 1, "auto", peers):
         left.clear()
     assert left == [device]
 

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import pytest
-from torch.distributed import DistError, DistNetworkError, HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, DataError, RecipeError, TrainingError
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
-from llmtrain.launch.node_rendezvous import NodeRendezvous, ReturnedError, TimeoutStore, rendezvous_nodes
+from llmtrain.launch.node_rendezvous import NodeLink, ReturnedError, connect_nodes
 from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.parallel.network import unused_port
 from tests.end_to_end.runs import wait_until
 from tests.unit.test_attempts import all_ended
@@ -33,7 +34,7 @@ class Meeting:
         self,
         ranks: list[int],
         count: int,
-        do: Callable[[NodeRendezvous], object],
+        do: Callable[[NodeLink], object],
         seconds: float = 20,
         counts=None,
         steps: Sequence[str] = (),
@@ -47,8 +48,8 @@ class Meeting:
                 (counts or {}).get(place, count), ranks[place], "127.0.0.1", self.port, *steps[place : place + 1]
             )
             try:
-                with rendezvous_nodes(nodes, seconds, infos[place] if infos else NodeInfo()) as rendezvous:
-                    outcomes[place] = do(rendezvous)
+                with connect_nodes(nodes, seconds, infos[place] if infos else NodeInfo()) as link:
+                    outcomes[place] = do(link)
             except Exception as error:
                 outcomes[place] = error
 
@@ -69,9 +70,9 @@ def meeting() -> Meeting:
 def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting):
     order: list[int] = []
 
-    def attend(rendezvous: NodeRendezvous) -> tuple[str, int]:
-        rank = rendezvous.nodes.rank
-        answer = rendezvous.main_first(lambda: order.append(rank) or "", lambda: order.append(rank))
+    def attend(link: NodeLink) -> tuple[str, int]:
+        rank = link.nodes.rank
+        answer = link.main_first(lambda: order.append(rank) or "", lambda: order.append(rank))
         return answer, len(order)
 
     assert meeting.hold([2, 0, 1], 3, attend) == [("", 3)] * 3
@@ -103,11 +104,11 @@ def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
 
 
 def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
-    def attend(rendezvous: NodeRendezvous) -> str:
+    def attend(link: NodeLink) -> str:
         def fail() -> None:
             raise DataError("data.cache_dir: no space")
 
-        return rendezvous.main_first(lambda: "", fail if rendezvous.nodes.rank == 1 else lambda: None)
+        return link.main_first(lambda: "", fail if link.nodes.rank == 1 else lambda: None)
 
     first, second, third = meeting.hold([0, 1, 2], 3, attend)
     assert isinstance(second, DataError)
@@ -168,11 +169,11 @@ def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
 
-    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
+    def attend(call: NodeLink) -> dict[int, NodeExit]:
         if call.nodes.rank == 0:
             with (
                 pytest.raises(RecipeError, match=f"NODE_RANK=1 on {HERE} is taken by node 1"),
-                rendezvous_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5, NodeInfo()),
+                connect_nodes(Nodes(2, 1, "127.0.0.1", meeting.port), 5, NodeInfo()),
             ):
                 pass
         return call.exchange_exits(0, NodeExit(DONE), False)
@@ -185,7 +186,7 @@ def test_a_port_that_is_taken_is_refused():
         nodes = Nodes(2, 0, "127.0.0.1", taken.getsockname()[1])
         with (
             pytest.raises(RecipeError, match=r"can't use MASTER_ADDR=.* a port that is free there"),
-            rendezvous_nodes(nodes, 5, NodeInfo()),
+            connect_nodes(nodes, 5, NodeInfo()),
         ):
             pass
 
@@ -206,7 +207,7 @@ def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.Mo
             TrainingError,
             match=rf"^node {rank} can't use MASTER_ADDR=alpha MASTER_PORT=1 .* timed out .*\(alpha, 1\)\.; ",
         ),
-        rendezvous_nodes(Nodes(2, rank, "alpha", 1), 5, NodeInfo()),
+        connect_nodes(Nodes(2, rank, "alpha", 1), 5, NodeInfo()),
     ):
         pass
 
@@ -214,10 +215,10 @@ def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.Mo
 def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_early() -> None:
     """It would wait for them in the roll call, until the timeout."""
 
-    def watched(do: Callable[[NodeRendezvous], object]) -> Exception | bool:
+    def watched(do: Callable[[NodeLink], object]) -> Exception | bool:
         stopped = threading.Event()
 
-        def attend(call: NodeRendezvous) -> bool | None:
+        def attend(call: NodeLink) -> bool | None:
             if call.nodes.rank == 1:
                 stopped.wait(20)
                 return do(call)
@@ -229,7 +230,7 @@ def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_
 
         return Meeting().hold([0, 1], 2, attend)[0]
 
-    def stop(call: NodeRendezvous) -> None:
+    def stop(call: NodeLink) -> None:
         raise DataError("stopped by SIGTERM before training began")
 
     assert watched(lambda call: call.exchange_exits(0, NodeExit(BAD_USAGE), False)) is False
@@ -238,14 +239,14 @@ def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_
 
 def test_a_launcher_that_is_stopped_once_its_ranks_have_ended_does_not_end_those_of_others() -> None:
     """Rank 0 may still wait for the last evaluation."""
-    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(HashStore(), 10.0), NodeInfo())
-    rendezvous.announce_failure("stopped")
-    assert rendezvous.has_failed(0)
-    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(store := HashStore(), 10.0), NodeInfo())
+    link = NodeLink(Nodes(2, 1, "alpha", 1), TimeoutStore(HashStore(), 10.0), NodeInfo())
+    link.announce_failure("stopped")
+    assert link.has_failed(0)
+    link = NodeLink(Nodes(2, 1, "alpha", 1), TimeoutStore(store := HashStore(), 10.0), NodeInfo())
     store.set("outcome0 0", "{}")
-    assert rendezvous.exchange_exits(0, NodeExit(DONE), False) == {}
-    rendezvous.announce_failure("stopped")
-    assert not rendezvous.has_failed(0)
+    assert link.exchange_exits(0, NodeExit(DONE), False) == {}
+    link.announce_failure("stopped")
+    assert not link.has_failed(0)
 
 
 def test_a_node_that_loses_node_0_between_two_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,22 +258,22 @@ def test_a_node_that_loses_node_0_between_two_waits_says_so(monkeypatch: pytest.
 
     store = Lost()
     HashStore.set(store, "answer 0", "")
-    rendezvous = NodeRendezvous(Nodes(2, 1, "alpha", 1), TimeoutStore(store, 10.0), NodeInfo())
+    link = NodeLink(Nodes(2, 1, "alpha", 1), TimeoutStore(store, 10.0), NodeInfo())
     with pytest.raises(
         TrainingError, match=r"^node 1 on .* lost node 0 \(alpha:1\) while it waited for nodes to prepare"
     ):
-        rendezvous.main_first(lambda: "", lambda: None)
+        link.main_first(lambda: "", lambda: None)
     monkeypatch.setattr(node_rendezvous, "_open_store", lambda *_: Lost())
     monkeypatch.setattr(node_rendezvous, "PrefixStore", lambda prefix, store: store)  # that of torch calls no Python
     with (
         pytest.raises(TrainingError, match=r"lost node 0 \(alpha:1\) while it waited for nodes to come"),
-        rendezvous_nodes(Nodes(2, 1, "alpha", 1), 5, NodeInfo()),
+        connect_nodes(Nodes(2, 1, "alpha", 1), 5, NodeInfo()),
     ):
         pass
 
 
 def test_all_nodes_learn_how_all_ended() -> None:
-    def attend(call: NodeRendezvous) -> list:
+    def attend(call: NodeLink) -> list:
         rank = call.nodes.rank
         before = call.has_failed(0)
         told = [call.exchange_exits(0, NodeExit(FAILED if rank == 1 else DONE, by_signal=rank == 2), False)]
@@ -295,7 +296,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("allow_node_loss", [True, False])
 def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bool) -> None:
-    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
+    def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
             return None  # leaves: nothing more is heard of it
         if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
@@ -314,7 +315,7 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
 
 @pytest.mark.usefixtures("soon")
 def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(call: NodeRendezvous) -> list[dict[int, NodeExit]] | None:
+    def attend(call: NodeLink) -> list[dict[int, NodeExit]] | None:
         if call.nodes.rank == 1:
             return None  # leaves
         told = [call.exchange_exits(0, NodeExit(FAILED), True)]
@@ -327,7 +328,7 @@ def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest
 
 @pytest.mark.usefixtures("soon")
 def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait() -> None:
-    def attend(call: NodeRendezvous) -> str | None:
+    def attend(call: NodeLink) -> str | None:
         return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
 
     first, _, third = Meeting().hold([0, 1, 2], 3, attend)
@@ -341,7 +342,7 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     """A scheduler that replaces a lost node must not read it as a wrong recipe."""
     meeting, outcomes = Meeting(), []
 
-    def attend(call: NodeRendezvous) -> None:
+    def attend(call: NodeLink) -> None:
         if call.nodes.rank == 1:
             return  # leaves
         wait_until(
@@ -365,7 +366,7 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
 def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> None:
     meeting, outcomes = Meeting(), []
 
-    def attend(call: NodeRendezvous) -> tuple[dict[int, NodeExit], ...] | None:
+    def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
             return None  # leaves
         first = call.exchange_exits(0, NodeExit(FAILED), True)
@@ -380,7 +381,7 @@ def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> 
 
 
 def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None:
-    def attend(call: NodeRendezvous) -> dict[int, NodeExit]:
+    def attend(call: NodeLink) -> dict[int, NodeExit]:
         if call.nodes.rank == 1:
             raise DataError("data.cache_dir: no space")
         return call.exchange_exits(0, NodeExit(DONE), True)
@@ -388,12 +389,3 @@ def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None
     first, second = Meeting().hold([0, 1], 2, attend)
     assert isinstance(second, DataError)
     assert isinstance(first, TrainingError) and str(first) == f"node 1 on {HERE} failed: data.cache_dir: no space"
-
-
-def test_a_stores_own_error_is_raised_to_who_asked() -> None:
-    class Lost:
-        def check(self, keys: list[str]) -> bool:
-            raise DistError(f"{keys[0]}: connection reset")
-
-    with pytest.raises(DistError, match=r"^ended: connection reset$"):
-        TimeoutStore(Lost(), 10.0).check(["ended"])

@@ -18,6 +18,7 @@ from llmtrain.compare.cluster.hosts import loopback_cluster
 from llmtrain.config import OptimSection, ParallelSection
 from llmtrain.model import build, model_config
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.single_device import SingleDeviceEngine
 from llmtrain.recipe_check import check
 from llmtrain.recipe_diff import differences
@@ -133,7 +134,8 @@ def test_the_emulated_model_takes_its_time_block_by_block(naps: list[float]) -> 
     alone = Comms(None)
     mesh = SimpleNamespace(device=torch.device("cpu"), replicas=1, replica_comms=alone, shard_comms=alone)
     model = build(model_config(recipe.model, 2048), recipe.parallel.loss_chunk)
-    engine = SingleDeviceEngine(model, mesh, ParallelSection(precision="fp32"), OptimSection(), 0)
+    parallel = ParallelSection(precision="fp32")
+    engine = SingleDeviceEngine(EngineParts(model=model, mesh=mesh, parallel=parallel, optim=OptimSection(), seed=0))
     emulated_model.emulate(model, 0.6, seed=3)
     hooks: list[tuple[int, int]] = []
     engine.register_block_hook(lambda index: hooks.append((index, len(naps))))

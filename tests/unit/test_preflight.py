@@ -23,7 +23,7 @@ from llmtrain.plan import recipe_warnings as warnings_module
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.train.build_trainer import _start_warnings
-from llmtrain.train.prepare_data import prepare_for
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run import run_training
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
@@ -234,11 +234,11 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
     prepare(recipe.data, 1, 10**9)
     assert check_here(recipe).warnings == []
     reason = rf"^eval\.sets\.news: {tmp_path}/short\.txt: \d+ tokens, 33 needed for one sequence; give a longer text"
-    for start in (lambda: prepare_for(recipe, show_progress=False), lambda: check_here(recipe)):
+    for start in (lambda: prepare_texts(recipe, show_progress=False), lambda: check_here(recipe)):
         with pytest.raises(DataError, match=reason):
             start()
     recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt}}", "eval.tokens=1e4"])
-    prepare_for(recipe, show_progress=False)
+    prepare_texts(recipe, show_progress=False)
     assert "eval.tokens is 10,000, but the text long of eval.sets has" in check_here(recipe).warnings[1]
 
 
@@ -264,7 +264,7 @@ def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_pa
     np.save(tmp_path / "held.npy", np.arange(640, dtype="<u2") % 300)
     recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/held.npy}}"])
     assert check_here(recipe).prepared is None
-    prepare_for(recipe, show_progress=False)
+    prepare_texts(recipe, show_progress=False)
     assert check_here(recipe).prepared is not None
     with pytest.raises(
         DataError, match=r"eval\.sets\.held: .*none\.npy: no file|eval\.sets\.held: .*none\.npy: no such file"

@@ -17,7 +17,7 @@ from llmtrain.consistency import MAX_NAMED, PER_HOST_KEYS, common_values, digest
 from llmtrain.errors import DataError, RecipeError, TrainingError
 from llmtrain.parallel import roll_call
 from llmtrain.parallel.network import Networks, unused_port
-from llmtrain.parallel.rendezvous import RankInfo, Rendezvous, check_connectivity, job_prefix, rendezvous
+from llmtrain.parallel.rendezvous import Peers, RankInfo, check_connectivity, find_peers, job_prefix
 from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
@@ -50,7 +50,7 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
     def no_gpu() -> float:
         raise RecipeError("there is no such GPU")
 
-    errors = errors_of(2, lambda world: rendezvous(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
+    errors = errors_of(2, lambda world: find_peers(world, ParallelSection(), no_gpu if world.rank else lambda: 1.0, 20))
     assert [type(error) for error in errors] == [RecipeError] * 2
     assert all(str(error).startswith("there is no such GPU (rank 1 on ") for error in errors)
 
@@ -70,9 +70,9 @@ def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: p
     def no_gpu() -> float:
         raise RecipeError("4 processes on a machine with 1 GPUs")
 
-    def meet(world: World) -> Rendezvous:
+    def meet(world: World) -> Peers:
         name.of_rank = f"pod-{world.rank // 2}:"
-        return rendezvous(World(world.rank, 4, world.rank, 4), ParallelSection(), no_gpu, 20)
+        return find_peers(World(world.rank, 4, world.rank, 4), ParallelSection(), no_gpu, 20)
 
     name = threading.local()
     monkeypatch.setattr("llmtrain.parallel.rendezvous.node_name", lambda: name.of_rank)
@@ -85,8 +85,8 @@ def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: p
 @pytest.mark.usefixtures("meeting_point")
 def test_ranks_with_other_recipes_or_versions_are_refused_on_all_in_one_line() -> None:
     def meet_with(*given: dict[str, str]) -> list[Exception | None]:
-        def meet(world: World) -> Rendezvous:
-            return rendezvous(world, ParallelSection(), lambda: 1.0, 20, given[world.rank])
+        def meet(world: World) -> Peers:
+            return find_peers(world, ParallelSection(), lambda: 1.0, 20, given[world.rank])
 
         return errors_of(3, meet)
 
@@ -116,7 +116,7 @@ def test_values_of_a_host_are_not_compared_and_few_are_named() -> None:
 @pytest.mark.usefixtures("meeting_point")
 def test_a_run_compares_the_recipes_of_its_ranks() -> None:
     recipes = [load_recipe(ROOT / RECIPE, [f"optim.lr={rate}"]) for rate in (0.001, 0.002)]
-    errors = errors_of(2, lambda world: run._ranks_of(recipes[world.rank], world).rendezvous(lambda world: 1.0))
+    errors = errors_of(2, lambda world: run._ranks_of(recipes[world.rank], world).find_peers(lambda world: 1.0))
     assert all("versions: optim.lr is 0.001 for rank 0 on " in str(error) for error in errors), errors
 
 
@@ -130,7 +130,7 @@ def test_a_suite_is_looked_for_where_it_is_evaluated(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "check_suite_data", lacks_data)
     recipe = load_recipe(ROOT / RECIPE, ["eval.suite=small"])
     assert run._usable_memory(recipe, World(1, 2, 1, 2)) > 0
-    errors = errors_of(2, lambda world: run._ranks_of(recipe, world).rendezvous(partial(run._usable_memory, recipe)))
+    errors = errors_of(2, lambda world: run._ranks_of(recipe, world).find_peers(partial(run._usable_memory, recipe)))
     assert {str(error) for error in errors} == {f"eval.suite.data_dir a has no b (rank 0 on {socket.gethostname()})"}
 
 
@@ -141,7 +141,7 @@ def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RecipeError, match=r"^there is no such GPU$"):
-        rendezvous(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
+        find_peers(World(0, 1, 0, 1), ParallelSection(), no_gpu, 20)
 
 
 @pytest.fixture
@@ -151,8 +151,8 @@ def agents_store(meeting_point: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 
 
-def come(world: World, timeout_seconds: float = 20) -> Rendezvous:
-    return rendezvous(world, ParallelSection(), lambda: float(world.rank), timeout_seconds)
+def come(world: World, timeout_seconds: float = 20) -> Peers:
+    return find_peers(world, ParallelSection(), lambda: float(world.rank), timeout_seconds)
 
 
 @pytest.mark.usefixtures("agents_store")
@@ -187,7 +187,7 @@ def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
     for name in ("_read_answers", "_wait"):
         monkeypatch.setattr(roll_call, name, watched(getattr(roll_call, name)))
 
-    def meet(world: World) -> Rendezvous:
+    def meet(world: World) -> Peers:
         assert world.rank or has_looked.wait(20)
         return come(world)
 
@@ -211,7 +211,7 @@ def test_ranks_of_two_slurm_steps_are_not_of_one_run_unless_they_are_numbered_by
 ) -> None:
     step = threading.local()
 
-    def come_in_a_step(world: World) -> Rendezvous:
+    def come_in_a_step(world: World) -> Peers:
         step.of_rank = str(world.rank)
         return come(world, 20 if numbered_by == "hand" else 1.0)
 
@@ -246,8 +246,8 @@ def test_ranks_that_lose_the_store_in_a_roll_call_say_where_it_was() -> None:
 def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: int, axis: str) -> None:
     def told(hosts: list[str]) -> list[Exception | None]:
         places = [RankInfo(f"{host}:{rank}", host, None, 1.0) for rank, host in enumerate(hosts)]
-        meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
-        return errors_of(3, lambda world: check_connectivity(meeting, world, replicas, shard, 20))
+        peers = Peers(dist.HashStore(), places, Networks("lo", "lo"))
+        return errors_of(3, lambda world: check_connectivity(peers, world, replicas, shard, 20))
 
     assert told(["one", "one", "one"]) == [None] * 3, "loopback will do between launchers on one host"
     errors = told(["one", "two", "three"])
@@ -261,16 +261,16 @@ def test_ranks_try_the_way_to_their_peers_on_other_hosts(replicas: int, shard: i
 
 @pytest.mark.usefixtures("meeting_point")
 def test_a_rank_that_still_prepares_data_is_awaited_in_a_roll_call_that_says_so() -> None:
-    meeting = Rendezvous(dist.HashStore(), [RankInfo("a", "a", None, 1.0)] * 2, Networks())
+    peers = Peers(dist.HashStore(), [RankInfo("a", "a", None, 1.0)] * 2, Networks())
     with pytest.raises(
         TrainingError, match=r"^rank 1 of 2 did not answer the roll call after the preparation of data at"
     ):
-        check_connectivity(meeting, World(0, 2, 0, 1), 2, 1, 0.01)
+        check_connectivity(peers, World(0, 2, 0, 1), 2, 1, 0.01)
 
 
 @pytest.mark.usefixtures("meeting_point")
 def test_hosts_of_the_same_name_do_not_take_their_own_loopback_for_each_other() -> None:
     places = [RankInfo(f"one:{rank}", "one", None, 1.0, network=f"stack {rank}") for rank in range(2)]
-    meeting = Rendezvous(dist.HashStore(), places, Networks("lo", "lo"))
-    for error in errors_of(2, lambda world: check_connectivity(meeting, world, 2, 1, 20)):
+    peers = Peers(dist.HashStore(), places, Networks("lo", "lo"))
+    for error in errors_of(2, lambda world: check_connectivity(peers, world, 2, 1, 20)):
         assert "rank 0 on one (lo, 127.0.0.1) does not reach rank 1 on one (lo, 127.0.0.1): loopback" in str(error)

@@ -139,7 +139,7 @@ def test_the_texts_of_a_mixture_have_one_tokenizer(
     made = recipe(*keys, sources)
     check(made, 2)
     assert check_here(made).prepared is None
-    texts = prepare_texts(made, None, show_progress=False)
+    texts = prepare_texts(made, show_progress=False)
     alone = prepare(DataSection(**made.data.texts()["a"].model_dump(exclude={"sources", "per_replica"})), 1, 1)
     assert texts["a"].directory == alone.directory
     first, second = ((text.directory / "tokenizer/tokenizer.json").read_text() for text in texts.values())
@@ -148,11 +148,11 @@ def test_the_texts_of_a_mixture_have_one_tokenizer(
 
     hub = recipe(*keys[:-1], "data.tokenizer=org/model", sources)
     monkeypatch.setattr("llmtrain.train.prepare_data.prepare", lambda data, *_, **__: texts[Path(data.source).stem])
-    assert prepare_texts(hub, None, show_progress=False) == texts
+    assert prepare_texts(hub, show_progress=False) == texts
     texts["b"] = replace(texts["b"], index=texts["b"].index.model_copy(update={"eos_id": 7}))
     with pytest.raises(DataError, match=r"\S+/b-\S+ has another version of org/model \(\S+\) than \S+/a-"):
-        prepare_texts(hub, None, show_progress=False)
-    assert prepare_texts(made, None, show_progress=False) == texts, "a digest of it is in the folder's name"
+        prepare_texts(hub, show_progress=False)
+    assert prepare_texts(made, show_progress=False) == texts, "a digest of it is in the folder's name"
 
 
 def test_every_text_is_checked_before_a_start_by_its_key(tmp_path: Path, keys: list[str]) -> None:
@@ -164,11 +164,11 @@ def test_every_text_is_checked_before_a_start_by_its_key(tmp_path: Path, keys: l
     trained.directory.joinpath("tokenizer").rename(tmp_path / "tokenizer")
     with pytest.raises(Exception, match=r"data.per_replica\[1\].source: .*none.txt: no such file"):
         check_here(sites)
-    assert list(prepare_texts(sites, [0], show_progress=False)) == ["a"], "the other site's text is not needed"
+    assert list(prepare_texts(sites, show_progress=False, replicas=[0])) == ["a"], "the other site's text is not needed"
     short = recipe(
         *keys[:-1], f"data.tokenizer={tmp_path}/tokenizer", f"data.per_replica={entries}", "data.max_tokens=300"
     )
-    prepare_texts(short, [0], show_progress=False)
+    prepare_texts(short, show_progress=False, replicas=[0])
     check_here(short, Nodes(2, 0), 1)
     with pytest.raises(Exception, match=r"a: training data: 300 tokens, but one step .* needs 513"):
         check_here(recipe_with_batch(short, 32), Nodes(2, 0), 1)
@@ -190,7 +190,7 @@ def test_an_interrupted_preparation_says_what_it_keeps_of_each_text(tmp_path: Pa
     assert describe_kept_texts(made.data) == "no tokens are written yet; no tokens are written yet"
     prepare(made.data.texts()["a"], 1, 1)
     assert re.fullmatch(r"\S+/a-\S+ keeps .* tokens; no tokens are written yet", describe_kept_texts(made.data))
-    prepare_texts(made, None, show_progress=False)
+    prepare_texts(made, show_progress=False)
     assert re.fullmatch(r"\S+/a-\S+ keeps .* tokens; \S+/b-\S+ keeps .* tokens", describe_kept_texts(made.data))
 
 

@@ -131,7 +131,7 @@ def test_node_0_is_waited_for_aloud_and_not_forever(capsys: pytest.CaptureFixtur
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         refused = pytest.raises(TrainingError, match=rf"could not reach node 0 at 127.0.0.1:{port} in 1 s")
-        with refused, node_rendezvous.rendezvous_nodes(Nodes(2, 1, "127.0.0.1", port), 1, NodeInfo()):
+        with refused, node_rendezvous.connect_nodes(Nodes(2, 1, "127.0.0.1", port), 1, NodeInfo()):
             pass
     assert capsys.readouterr().err == f"waiting for node 0 to listen at 127.0.0.1:{port} (at most 1 s)\n"
 

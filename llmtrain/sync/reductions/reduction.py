@@ -33,6 +33,18 @@ class ReplicaWeights:
     """[blocks], float64: the norm that a mean must have, or must not exceed; infinite if the mean is used as it arrives."""
 
 
+@dataclass(frozen=True)
+class ReductionParts:
+    """Facts about a run from which reductions are built. Each reduction takes those that it needs."""
+
+    replicas: int
+    blocks: int
+    is_rounded: bool
+    """Whether messages are rounded."""
+    is_mixed: bool
+    """Whether replicas mix the anchor with their own parameters."""
+
+
 class Reduction(ABC):
     """Reduction that weights replicas. Subclasses may keep statistics of earlier rounds."""
 

@@ -1,4 +1,9 @@
-"""Blocking schedule: training stops at the end of a round while replicas synchronize, block by block."""
+"""Schedules that synchronize all blocks in order, at the end of a round or in the forward that follows it.
+
+The end of a round *arms* a synchronization, and it stays armed until its last block is done. `BlockingSchedule` carries it out at
+once, while training stands still. `LayerwiseSchedule` leaves it to the next training forward, in which the engine's block hook
+synchronizes each block just before it is used. `flush` carries out what is armed without a forward.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,6 @@ class BlockingSchedule(Schedule):
     """Blocking synchronization at the end of a round. Replicas agree on their weights once per round, then each
     block is reduced and takes its outer step. While a block takes its outer step, the reductions of the next `prefetch`
     blocks are in flight.
-
-    A synchronization is *armed* from the end of a round until its last block is done. Blocks are synchronized in order.
     """
 
     def __init__(self, section: SyncScheduleSection, parts: ScheduleParts):
@@ -50,6 +53,7 @@ class BlockingSchedule(Schedule):
         self._round = replace(self._round, tokens=0)
 
     def _arm(self) -> None:
+        """Start a synchronization, at the end of a round."""
         self._next_block = 0
         self.flush()
 
@@ -176,3 +180,19 @@ class BlockingSchedule(Schedule):
             return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         return [self.block_sync.squared_norm(index) for index in visited]
+
+
+class LayerwiseSchedule(BlockingSchedule):
+    """Layer-wise synchronization of EDiT (arXiv 2412.07210). The reductions of later blocks are in flight while earlier blocks
+    compute."""
+
+    def _arm(self) -> None:
+        if self._next_block is not None:
+            raise RecipeError(
+                "the last round was not synchronized, because not all blocks ran in a training forward since; use sync.schedule=blocking"
+            )
+        self._next_block = 0
+
+    def before_block(self, index: int) -> None:
+        if self._next_block is not None:
+            self._sync_next_block(index)

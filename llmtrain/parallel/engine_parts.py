@@ -1,0 +1,31 @@
+"""Parts from which engines are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.config import OptimSection, ParallelSection
+from llmtrain.model import LanguageModel, ReadWeight
+from llmtrain.parallel.mesh import Mesh
+from llmtrain.parallel.wire_format import WireFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """Parts from which an engine is built. Each engine takes those that it needs."""
+
+    model: LanguageModel
+    """One replica of the model, on the meta device."""
+    mesh: Mesh
+    parallel: ParallelSection
+    optim: OptimSection
+    seed: int
+    """Seed of random weights."""
+    read: ReadWeight | None = None
+    """Function that returns the weights to start from; None for random ones."""
+    gradient_wire: WireFormat | None = None
+    """Format to which gradients are rounded when they are averaged over replicas."""
+    changes_in_forward: bool = False
+    """Whether hooks change blocks during forward."""
+    lengths_vary: bool = False
+    """Whether micro-batches differ in length."""
