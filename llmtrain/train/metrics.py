@@ -217,6 +217,14 @@ class Metrics:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.run_log.io_errors.check()
 
+    def wait_for_ranks(self, state: TrainState) -> None:
+        """Wait for this rank's device, and then, counting tokens, for the slowest rank. Both are training time."""
+        with self.training_time():
+            if self.mesh.device.type == "cuda":
+                torch.cuda.current_stream(self.mesh.device).synchronize()
+            with self.method.stats.time_exposed(), self.method.stats.time_waiting():
+                self.count_tokens(state)
+
     def check_interval(self, state: TrainState) -> None:
         """Raise TrainingError, on every rank, if a loss or gradient norm since the last log line is not finite. A collective of all
         ranks."""
@@ -241,8 +249,7 @@ class Metrics:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
     def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
-        """Log the results of a validation. A collective of all ranks, because it counts the tokens of all replicas."""
-        self.count_tokens(state)
+        """Log the results of a validation, after `wait` and, if the last line is older than this step, `wait_for_ranks`."""
         self.last_eval = found[0][1]
         self.first_eval = self.first_eval or self.last_eval
         state.last_evaluated = state.global_step

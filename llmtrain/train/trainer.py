@@ -96,7 +96,7 @@ class Trainer:
         """Validate the replicas' mean, or the anchor if the method validates that, and log the loss and a text that the model
         generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
-            self.metrics.wait()  # costs nothing here, because all ranks wait for each other in validation anyway
+            self._wait_in_training_time()
             with_sample = self.state.global_step > 0
             blocks = self.method.validated_blocks()
             found, text = self.validator.run(self.method.is_synchronized, with_sample, blocks)
@@ -116,11 +116,18 @@ class Trainer:
         """Start a checkpoint of the global step, unless that step is saved already. First check the steps since the last log line, so
         that a run with a bad state ends before it is saved."""
         if self.state.global_step != self.state.last_saved:
-            self.metrics.wait()
+            self._wait_in_training_time()
             self.metrics.check_interval(self.state)
             self.metrics.wait_for_checkpoint()
             self.checkpointer.save(self.state.global_step, self.state_dict)
             self.state.last_saved = self.state.global_step
+
+    def _wait_in_training_time(self) -> None:
+        """Wait for the pending log line and for all ranks to reach this step, and count it. A validation and a checkpoint, which do
+        not count, would otherwise hide how late the slowest rank is."""
+        self.metrics.wait()
+        if self.metrics.has_unlogged_steps:  # else the line was this step's, and all ranks have reached it
+            self.metrics.wait_for_ranks(self.state)
 
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""
