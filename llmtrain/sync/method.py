@@ -94,6 +94,10 @@ class Method:
         number at the same moments, and it is the same number."""
         return self.period.global_step(step)
 
+    def wait_for_messages(self) -> None:
+        """Wait for the messages in flight. They are used at the steps at which they would be without this call."""
+        self.schedule.wait_for_messages()
+
     def finish(self) -> None:
         """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""
         self.schedule.finish()

@@ -123,11 +123,13 @@ class Trainer:
             self.state.last_saved = self.state.global_step
 
     def _wait_in_training_time(self) -> None:
-        """Wait for the pending log line and for all ranks to reach this step, and count it. A validation and a checkpoint, which do
-        not count, would otherwise hide how late the slowest rank is."""
+        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count it. Otherwise, a
+        validation or a checkpoint, which do not count, would hide how late the slowest rank is, and messages would arrive meanwhile."""
         self.metrics.wait()
         if self.metrics.has_unlogged_steps:  # else the line was this step's, and all ranks have reached it
             self.metrics.wait_for_ranks(self.state)
+        with self.metrics.training_time():
+            self.method.wait_for_messages()
 
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""

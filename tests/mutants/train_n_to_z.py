@@ -279,6 +279,9 @@ TABLES = {
         trainer: a validation hides how late the slowest rank is
           - self.metrics.wait_for_ranks(self.state)
           + pass
+        trainer: messages arrive during a validation, whose time does not count
+          - self.method.wait_for_messages()
+          + pass
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_pairs.py, end_to_end/test_interruptions.py
         trainer: the loader's position is not restored
           - self.loader.load_state_dict(loader_state)

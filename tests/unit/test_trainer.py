@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.sync.schedules.overlapped import OverlappedSchedule
 from llmtrain.sync.sync_stats import SyncStats
 from llmtrain.train.metrics import Metrics
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validation, ValidationSet
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes/edit_llama_stdlib.yaml", ["eval.every=15", "log.every=10"])
-LATE, WORK = 5.0, 100.0
-"""Seconds: by which the slowest rank is late, and of a validation or checkpoint."""
+LATE, IN_FLIGHT, WORK = 5.0, 3.0, 100.0
+"""Seconds: by which the slowest rank is late, until a message arrives, and of a validation or checkpoint."""
 
 
 class FakeTime:
@@ -37,7 +38,11 @@ def trainer_at(step: int, time: FakeTime) -> Trainer:
         all_gather_object=lambda value, what: [value],
     )
     mesh = SimpleNamespace(all_ranks=all_ranks, device=torch.device("cpu"), is_main=True, virtual_seconds=0.0)
-    method = SimpleNamespace(stats=SyncStats(), is_synchronized=False, validated_blocks=lambda: None)
+    schedule = OverlappedSchedule.__new__(OverlappedSchedule)
+    schedule.block_sync = SimpleNamespace(stats=SyncStats(), wait_for_device=lambda: None)
+    schedule._messages = [None, SimpleNamespace(wait=lambda: time.pass_by(IN_FLIGHT))]
+    method = SimpleNamespace(stats=schedule.block_sync.stats, is_synchronized=False, validated_blocks=lambda: None)
+    method.wait_for_messages = schedule.wait_for_messages
     found = [(ValidationSet("", tuple, 1.0), Validation(3.0, 10))]
     validator = SimpleNamespace(run=lambda *asked: time.pass_by(WORK, (found, None)))
     nothing = SimpleNamespace(**dict.fromkeys(("wait", "poll", "check", "log_validation"), lambda *about: None))
@@ -51,10 +56,11 @@ def trainer_at(step: int, time: FakeTime) -> Trainer:
 
 
 @pytest.mark.parametrize("work", [Trainer.validate, Trainer.save])
-def test_what_the_slowest_rank_is_late_by_counts_before_work_that_does_not(
+def test_what_late_ranks_and_messages_take_counts_before_work_that_does_not(
     monkeypatch: pytest.MonkeyPatch, work: object
 ) -> None:
     trainer = trainer_at(15, FakeTime(monkeypatch))
     work(trainer)
     stats = trainer.method.stats
-    assert (trainer.metrics.train_seconds, stats.exposed_seconds, stats.wait_seconds) == (LATE, LATE, LATE)
+    counted = trainer.metrics.train_seconds, stats.exposed_seconds, stats.wait_seconds
+    assert counted == (LATE + IN_FLIGHT, LATE + IN_FLIGHT, LATE)
