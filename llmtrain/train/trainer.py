@@ -113,11 +113,12 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start a checkpoint of the global step, unless that step is saved already. First check the steps since the last log line, so
-        that a run with a bad state ends before it is saved."""
+        """Start a checkpoint of the global step, unless that step is saved already. If its log line is missing, log first: `wait` then
+        checks all steps, so that a run with a bad state ends before it is saved, and no interval has to be stored."""
         if self.state.global_step != self.state.last_saved:
+            if self.metrics.has_unlogged_steps:
+                self.metrics.log(self.state, self.lr.at(self.state.step))
             self._wait_in_training_time()
-            self.metrics.check_interval(self.state)
             self.metrics.wait_for_checkpoint()
             self.checkpointer.save(self.state.global_step, self.state_dict)
             self.state.last_saved = self.state.global_step

@@ -11,7 +11,9 @@ import torch
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.schedules.overlapped import OverlappedSchedule
 from llmtrain.sync.sync_stats import SyncStats
+from llmtrain.train.interval import IntervalMetrics
 from llmtrain.train.metrics import Metrics
+from llmtrain.train.state import TrainState
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validation, ValidationSet
 
@@ -32,11 +34,12 @@ class FakeTime:
 
 def trainer_at(step: int, time: FakeTime) -> Trainer:
     """On a rank that is at `step`, 5 steps after its last line."""
-    all_ranks = SimpleNamespace(
-        shares_memory=False,
-        all_reduce=lambda tensor, what: time.pass_by(LATE, tensor),
-        all_gather_object=lambda value, what: [value],
-    )
+
+    def log(state: TrainState, lr: float) -> None:
+        metrics.interval = IntervalMetrics()
+        metrics._gather.wait = lambda: time.pass_by(LATE)
+
+    all_ranks = SimpleNamespace(shares_memory=False, all_reduce=lambda tensor, what: time.pass_by(LATE, tensor))
     mesh = SimpleNamespace(all_ranks=all_ranks, device=torch.device("cpu"), is_main=True, virtual_seconds=0.0)
     schedule = OverlappedSchedule.__new__(OverlappedSchedule)
     schedule.block_sync = SimpleNamespace(stats=SyncStats(), wait_for_device=lambda: None)
@@ -51,7 +54,7 @@ def trainer_at(step: int, time: FakeTime) -> Trainer:
     metrics = Metrics(RECIPE, mesh, None, method, checkpointer, None, run_log, None)
     trainer = Trainer(RECIPE, None, method, None, metrics, validator, checkpointer, None)
     trainer.state.step = trainer.state.global_step = step
-    metrics.interval.steps = 5
+    metrics.interval.steps, metrics.log = 5, log
     return trainer
 
 
