@@ -61,6 +61,7 @@ class Method:
         self.replica.average_gradients = is_synchronous
         if is_synchronous:
             return StepPlan(lr, self._phase)
+        self.period.begin_local_step(step)
         self.block_sync.ensure_anchor()
         self.schedule.begin_step()
         if self.pull is None:
