@@ -223,10 +223,9 @@ class Metrics:
                 self.count_tokens(state)
 
     def poll(self) -> None:
-        """After a step, start gathering the line that the previous step opened. Then print and log the pending line or checkpoint
-        if it is ready, without waiting. Decisions that all ranks must share are left to `wait`."""
+        """After a step, start gathering the line that the previous step opened. Then print and log the pending line if it is ready,
+        without waiting. Decisions that all ranks must share are left to `wait`."""
         self._submit()
-        self.checkpointer.poll()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
@@ -244,13 +243,6 @@ class Metrics:
     def log_sample(self, state: TrainState, text: str) -> None:
         """Log a text that the model has generated."""
         self.run_log.log_sample(state, self.tokens, text)
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
-        if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
-        self.checkpointer.wait()
-        self.checkpointer.poll()
-        self.run_log.io_errors.check()
 
     @property
     def stop_agreed(self) -> bool:

@@ -54,6 +54,7 @@ class Trainer:
             while not state.is_done and not self.metrics.stop_agreed:
                 self.train_step()
                 self.metrics.poll()
+                self.checkpointer.poll()
                 if not state.advance(self.method.agreed_step(state.step)):
                     continue  # in rounds of seconds, ranks agree on a global step only when they exchange their progress
                 if state.is_done:
@@ -68,7 +69,7 @@ class Trainer:
             if state.is_done:
                 self.finish()
             self.save()
-            self.metrics.wait_for_checkpoint()
+            self._wait_for_checkpoint()
             self.method.close()
         return "done" if state.is_done else "signal"
 
@@ -119,9 +120,16 @@ class Trainer:
             if self.metrics.has_unlogged_steps:
                 self.metrics.log(self.state, self.lr.at(self.state.step))
             self._wait_in_training_time()
-            self.metrics.wait_for_checkpoint()
+            self._wait_for_checkpoint()
             self.checkpointer.save(self.state.global_step, self.state_dict)
             self.state.last_saved = self.state.global_step
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
+        if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
+        self.checkpointer.wait()
+        self.checkpointer.poll()
+        self.metrics.run_log.io_errors.check()
 
     def _wait_in_training_time(self) -> None:
         """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count it. Otherwise, a

@@ -221,11 +221,6 @@ TABLES = {
         metrics: a run of trained weights diverges when its rate is warmed again
           - (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)
           + CLEAR_RISE
-    seen by distributed/test_bad_disks.py
-        trainer: writes a checkpoint after lost metrics
-          -         self.checkpointer.poll()
-          -         self.run_log.io_errors.check()
-          +         self.checkpointer.poll()
     seen by distributed/test_resume_training.py
         trainer: a rank stops when it is asked itself
           - self._stop_agreed |= line.stop_requested
