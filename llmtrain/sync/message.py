@@ -71,6 +71,10 @@ class Message:
         block_sync.stats.mean_squared = torch.stack(squares).sum() if squares else 0.0
         self._record_weights()
 
+    def wait(self) -> None:
+        """Wait for what has been sent, which changes nothing."""
+        self.means()
+
     def means(self) -> dict[int, torch.Tensor]:
         """Wait for the means and return them by block; empty until the message is sent."""
         return {index: self._pending[index].wait() for index in sorted(self._pending)}
@@ -145,6 +149,11 @@ class WeighedMessage(Message):
         """Send the message if it is not sent, and wait until the means have arrived."""
         self.send()
         super().complete()
+
+    def wait(self) -> None:
+        super().wait()
+        if self._gathering is not None:
+            self._gathering.wait()
 
     def unsent(self) -> dict[int, torch.Tensor]:
         return self._unsent

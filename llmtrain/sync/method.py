@@ -61,6 +61,7 @@ class Method:
         self.replica.average_gradients = is_synchronous
         if is_synchronous:
             return StepPlan(lr, self._phase)
+        self.period.begin_local_step(step)
         self.block_sync.ensure_anchor()
         self.schedule.begin_step()
         if self.pull is None:
@@ -93,6 +94,10 @@ class Method:
         """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get a
         number at the same moments, and it is the same number."""
         return self.period.global_step(step)
+
+    def wait_for_messages(self) -> None:
+        """Wait for the messages in flight. They are used at the steps at which they would be without this call."""
+        self.schedule.wait_for_messages()
 
     def finish(self) -> None:
         """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""

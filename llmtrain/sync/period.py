@@ -32,6 +32,9 @@ class Period(ABC):
     def is_synchronous(self, step: int) -> bool:
         """Return whether the gradients of this step are averaged over the replicas."""
 
+    def begin_local_step(self, step: int) -> None:
+        """Begin a local step. The first one begins the first round."""
+
     @abstractmethod
     def ends_round(self, step: int) -> bool:
         """Return whether this step is the last of a round, after which replicas synchronize."""

@@ -58,11 +58,13 @@ class TimedPeriod(Period):
         self._step_limit = total_steps  # step of this replica after which the next exchange comes at the latest
 
     def is_synchronous(self, step: int) -> bool:
-        if step > self.warmup and self._exchanged_at is None:
+        return step <= self.warmup
+
+    def begin_local_step(self, step: int) -> None:
+        if self._exchanged_at is None:
             self._exchanged_at = self.clock()
             self._last_exchange_step = step - 1
             self._summed_steps = self._summed_steps_at_sync = self.replica_comms.size * (step - 1)
-        return step <= self.warmup
 
     def ends_round(self, step: int) -> bool:
         if step <= self.warmup:

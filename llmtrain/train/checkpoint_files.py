@@ -40,7 +40,7 @@ from llmtrain.threads import with_current_device
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.turns import join
 
-FORMAT = 10
+FORMAT = 11
 """Version of the layout. A checkpoint of another version is not read."""
 ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.reshard import largest, mean, resharded, split_evenly
 from llmtrain.train.device_numbers import Number
 
 
@@ -15,16 +14,16 @@ class IntervalMetrics:
     """This rank's sums since its last log line. What depends on the device's results stays there until then, so that training does
     not wait for it."""
 
-    loss: Number = resharded(0.0, by=split_evenly)
-    grad_norm: Number = resharded(0.0, by=mean)
-    steps: int = resharded(0, by=mean)
-    gradients: Number = resharded(0, by=mean)
+    loss: Number = 0.0
+    grad_norm: Number = 0.0
+    steps: int = 0
+    gradients: Number = 0
     """Inner optimizer steps. Pulls, and steps skipped for a non-finite gradient, do not count."""
-    predicted_tokens: Number = resharded(0, by=split_evenly)
-    padding: Number = resharded(0, by=split_evenly)
+    predicted_tokens: Number = 0
+    padding: Number = 0
     """Padded positions, beyond the ends of documents."""
-    step_seconds: float = resharded(0.0, by=largest)
-    data_seconds: float = resharded(0.0, by=largest)
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
 
     def add_gradient(
         self, tokens: int, padding: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: Number

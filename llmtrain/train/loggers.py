@@ -139,14 +139,13 @@ def open_loggers(
     directory: RunDirectory,
     resumed_step: int,
     resumed_tokens: int,
-    unlogged_steps: int,
     note: Callable[[str], None],
 ) -> Sequence[Logger]:
-    """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`,
-    `unlogged_steps` after its last log line. `note` receives a line if earlier lines of metrics.jsonl are lost, or if there are exports or
-    evaluations of later steps, which are set aside. Raises OSError."""
+    """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`. `note` receives a
+    line if metrics.jsonl has lost the line of the checkpoint, or if there are exports or evaluations of later steps, which are
+    set aside. Raises OSError."""
     jsonl = JsonlLogger(directory.metrics, resumed_step)
-    if not recipe.sync.period.is_timed and resumed_step - jsonl.last_step > unlogged_steps:
+    if jsonl.last_step < resumed_step:
         lost = f"steps {jsonl.last_step + 1} to {resumed_step}"
         note(f"warning: {directory.metrics} has no line of {lost}, which are before the checkpoint; they stay lost")
     if moved := directory.set_aside_after(resumed_step):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +15,14 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
-from llmtrain.reshard import Rules, first, largest, mean, rules_of
+from llmtrain.reshard import Rules, first, largest, mean
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.device_numbers import DeviceNumbers, Number, host_numbers
+from llmtrain.train.device_numbers import DeviceNumbers, Number
 from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
 from llmtrain.train.interval import IntervalMetrics
 from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
-from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.signals import StopRequest
 from llmtrain.train.state import TrainState
@@ -33,7 +31,6 @@ from llmtrain.turns import own_time
 
 T = TypeVar("T")
 METRICS_RULES: Rules = {
-    "interval": rules_of(IntervalMetrics),
     "train_seconds": first,
     "gradient_wait_seconds": mean,
     "first_eval": first,
@@ -96,7 +93,7 @@ class Metrics:
     def open(self, state: TrainState) -> AbstractContextManager[None]:
         """Open the loggers and the progress bar for the enclosed training. A collective of all ranks."""
         rounds = self.method.period.round_number(state.total_steps)
-        return self.run_log.open(state, self.tokens, self.interval.steps, rounds)
+        return self.run_log.open(state, self.tokens, rounds)
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
@@ -217,32 +214,23 @@ class Metrics:
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.run_log.io_errors.check()
 
-    def check_interval(self, state: TrainState) -> None:
-        """Raise TrainingError, on every rank, if a loss or gradient norm since the last log line is not finite. A collective of all
-        ranks."""
-
-        def check() -> None:
-            found = host_numbers({"loss": self.interval.loss, "norm of the gradient": self.interval.grad_norm})
-            if wrong := next((what for what, value in found.items() if not math.isfinite(value)), None):
-                raise TrainingError(
-                    f"the {wrong} is {found[wrong]} on rank {self.mesh.world.rank} in the steps up to {state.global_step}, which are not "
-                    "kept; start again to continue from the last checkpoint, with a smaller optim.lr under another run.name if it comes "
-                    "back"
-                )
-
-        raise_on_all(self.mesh, check)
+    def wait_for_ranks(self, state: TrainState) -> None:
+        """Wait for this rank's device, and then, counting tokens, for the slowest rank. Both are training time."""
+        with self.training_time():
+            if self.mesh.device.type == "cuda":
+                torch.cuda.current_stream(self.mesh.device).synchronize()
+            with self.method.stats.time_exposed(), self.method.stats.time_waiting():
+                self.count_tokens(state)
 
     def poll(self) -> None:
-        """After a step, start gathering the line that the previous step opened. Then print and log the pending line or checkpoint
-        if it is ready, without waiting. Decisions that all ranks must share are left to `wait`."""
+        """After a step, start gathering the line that the previous step opened. Then print and log the pending line if it is ready,
+        without waiting. Decisions that all ranks must share are left to `wait`."""
         self._submit()
-        self.checkpointer.poll()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
     def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
-        """Log the results of a validation. A collective of all ranks, because it counts the tokens of all replicas."""
-        self.count_tokens(state)
+        """Log the results of a validation, after `wait` and, if the last line is older than this step, `wait_for_ranks`."""
         self.last_eval = found[0][1]
         self.first_eval = self.first_eval or self.last_eval
         state.last_evaluated = state.global_step
@@ -255,13 +243,6 @@ class Metrics:
     def log_sample(self, state: TrainState, text: str) -> None:
         """Log a text that the model has generated."""
         self.run_log.log_sample(state, self.tokens, text)
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
-        if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
-        self.checkpointer.wait()
-        self.checkpointer.poll()
-        self.run_log.io_errors.check()
 
     @property
     def stop_agreed(self) -> bool:
@@ -287,7 +268,6 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores, by their names in `METRICS_RULES`."""
         return {
-            "interval": host_numbers(vars(self.interval)),
             "train_seconds": self.train_seconds,
             "gradient_wait_seconds": self.engine.gradient_wait.seconds,
             "first_eval": asdict(self.first_eval),
@@ -301,7 +281,6 @@ class Metrics:
     def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
         """Restore the values of `state_dict`. Other entries of `state` are ignored. A collective of all ranks."""
         self.count_tokens(train)  # before traffic is restored, so that this message is not counted
-        self.interval = IntervalMetrics(**state["interval"])
         self.train_seconds, self.last_line = state["train_seconds"], state["last_line"]
         self.engine.gradient_wait.load(state["gradient_wait_seconds"])
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])

@@ -29,14 +29,14 @@ class RunLog:
         self._loggers: Sequence[Logger] = ()
 
     @contextmanager
-    def open(self, state: TrainState, tokens: int, unlogged_steps: int, rounds: int | None) -> Iterator[None]:
+    def open(self, state: TrainState, tokens: int, rounds: int | None) -> Iterator[None]:
         """Open the loggers and the progress bar for the enclosed training. It continues from `state`, with training `tokens` of all
-        replicas, `unlogged_steps` after its last log line. `rounds` is as in `Console.start`. A collective of all ranks.
+        replicas. `rounds` is as in `Console.start`. A collective of all ranks.
 
         Raises TrainingError, on every rank, if metrics cannot be written, and RecipeError if a
         logger can't be used.
         """
-        opened = (self.recipe, self.directory, state.global_step, tokens, unlogged_steps, self.console.print)
+        opened = (self.recipe, self.directory, state.global_step, tokens, self.console.print)
         if self.is_main:
             self._loggers = self._write(lambda: open_loggers(*opened)) or ()
         try:

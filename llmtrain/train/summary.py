@@ -72,7 +72,6 @@ def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
     """Write summary.json and the plot. All ranks wait until both exist. Raises TrainingError, on every rank, if
     writing fails."""
     recipe, mesh, directory = trainer.recipe, trainer.metrics.mesh, trainer.metrics.run_log.directory
-    trainer.metrics.count_tokens(trainer.state)  # a run that is stopped may have trained since its last log line
     last = trainer.metrics.last_eval
     read = trainer.texts.summaries(trainer.loader.loader, trainer.loader.state_dict(), last.parts if last else {})
 

@@ -54,6 +54,7 @@ class Trainer:
             while not state.is_done and not self.metrics.stop_agreed:
                 self.train_step()
                 self.metrics.poll()
+                self.checkpointer.poll()
                 if not state.advance(self.method.agreed_step(state.step)):
                     continue  # in rounds of seconds, ranks agree on a global step only when they exchange their progress
                 if state.is_done:
@@ -68,7 +69,7 @@ class Trainer:
             if state.is_done:
                 self.finish()
             self.save()
-            self.metrics.wait_for_checkpoint()
+            self._wait_for_checkpoint()
             self.method.close()
         return "done" if state.is_done else "signal"
 
@@ -96,7 +97,7 @@ class Trainer:
         """Validate the replicas' mean, or the anchor if the method validates that, and log the loss and a text that the model
         generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
-            self.metrics.wait()  # costs nothing here, because all ranks wait for each other in validation anyway
+            self._wait_in_training_time()
             with_sample = self.state.global_step > 0
             blocks = self.method.validated_blocks()
             found, text = self.validator.run(self.method.is_synchronized, with_sample, blocks)
@@ -113,14 +114,31 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start a checkpoint of the global step, unless that step is saved already. First check the steps since the last log line, so
-        that a run with a bad state ends before it is saved."""
+        """Start a checkpoint of the global step, unless that step is saved already. If its log line is missing, log first: `wait` then
+        checks all steps, so that a run with a bad state ends before it is saved, and no interval has to be stored."""
         if self.state.global_step != self.state.last_saved:
-            self.metrics.wait()
-            self.metrics.check_interval(self.state)
-            self.metrics.wait_for_checkpoint()
+            if self.metrics.has_unlogged_steps:
+                self.metrics.log(self.state, self.lr.at(self.state.step))
+            self._wait_in_training_time()
+            self._wait_for_checkpoint()
             self.checkpointer.save(self.state.global_step, self.state_dict)
             self.state.last_saved = self.state.global_step
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
+        if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
+        self.checkpointer.wait()
+        self.checkpointer.poll()
+        self.metrics.run_log.io_errors.check()
+
+    def _wait_in_training_time(self) -> None:
+        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count it. Otherwise, a
+        validation or a checkpoint, which do not count, would hide how late the slowest rank is, and messages would arrive meanwhile."""
+        self.metrics.wait()
+        if self.metrics.has_unlogged_steps:  # else the line was this step's, and all ranks have reached it
+            self.metrics.wait_for_ranks(self.state)
+        with self.metrics.training_time():
+            self.method.wait_for_messages()
 
     def load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`, whatever mesh wrote it. A collective of all ranks."""

@@ -31,6 +31,21 @@ def test_a_weighed_message_is_sent_one_step_later() -> None:
     assert [start_of_second(WeighedMessage, due) for due in (1, 2, 3, 4, 5)] == [None, None, 2, 2, 3]
 
 
+def test_all_that_is_in_flight_can_be_waited_for() -> None:
+    """The small exchange of a message that is not sent, or its means, and nothing else changes."""
+    waited: list[str] = []
+    for name in ("exchange", "mean"):
+        message, pending = (
+            WeighedMessage.__new__(WeighedMessage),
+            SimpleNamespace(wait=lambda name=name: waited.append(name)),
+        )
+        message._gathering, message._pending = (pending, {}) if name == "exchange" else (None, {0: pending})
+        before = dict(vars(message))
+        message.wait()
+        assert vars(message) == before
+    assert waited == ["exchange", "mean"]
+
+
 @pytest.mark.parametrize("late", [{}, {"kind": "overlapped", "steps": 2}], ids=["blocking", "overlapped"])
 @pytest.mark.parametrize(
     ("clip", "wire", "measured"), [(1e6, "fp32", False), (1e6, "int8", True), (1e-3, "fp32", True)]

@@ -113,27 +113,25 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
     ],
     ids=["diloco", "streaming"],
 )
-def test_a_line_in_which_a_run_stopped_is_of_all_its_steps(
+def test_a_resumed_run_writes_the_lines_of_one_that_nothing_stops(
     ranks: RankPool, folder: Path, method: tuple[str, ...]
 ) -> None:
-    """The checkpoint of step 6 comes between the lines of steps 4 and 8."""
+    """The checkpoint of step 6 comes between the lines of steps 4 and 8, and has one of its own."""
     run, keys = f"line-{len(method)}", ("sync.warmup_steps=2", "train.steps=8", "log.every=4")
     recipe = recipe_of(folder, run, *method, *keys, "checkpoint.every=3", "eval.every=null")
 
-    def last_line() -> dict[str, float]:
+    def lines() -> list[dict[str, float]]:
         assert ranks.run(fit_timed, recipe, (), world_size=2) == ["done", "done"]
-        [line] = [
-            line
-            for line in map(json.loads, metrics.read_text().splitlines())
-            if line["step"] == 8 and "train/loss" in line
-        ]
-        return {key: line[key] for key in ("tokens", "train/loss", "train/grad_norm", "comm/bytes_total")}
+        logged = (line for line in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in line)
+        return [{key: line[key] for key in keys_of_lines} for line in logged]
 
+    keys_of_lines = "step", "tokens", "train/loss", "train/grad_norm", "comm/bytes_total"
     metrics, checkpoints = folder / "runs" / run / "metrics.jsonl", folder / "runs" / run / "checkpoints"
-    whole = last_line()
+    uninterrupted = lines()
+    assert [line["step"] for line in uninterrupted] == [1, 3, 4, 6, 8]
     assert list(complete_checkpoints(checkpoints)) == [3, 6, 8]
     shutil.rmtree(complete_checkpoints(checkpoints)[8])
-    assert last_line() == whole
+    assert lines() == uninterrupted
 
 
 def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> None:
@@ -147,7 +145,7 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> 
 
 
 def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
-    """It learns of the request in step 6, for the checkpoint, after the line of step 4."""
+    """It learns of the request in step 6, for the line of the checkpoint, after that of step 4."""
     write_texts(tmp_path)
     keys = ("parallel.replicas=1", "parallel.shards=1", "train.steps=9", "log.every=4", "checkpoint.every=3")
     recipe = recipe_of(tmp_path, "counted", *keys)

@@ -30,7 +30,7 @@ def test_loggers_are_those_of_the_recipe(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     directory = RunDirectory(recipe)
     directory.path.mkdir()
-    loggers = open_loggers(recipe, directory, 0, 0, 0, pytest.fail)
+    loggers = open_loggers(recipe, directory, 0, 0, pytest.fail)
     assert [type(logger) for logger in loggers] == [JsonlLogger, SampleLogger, TensorBoardLogger]
     for logger in loggers:
         logger.log(1, 10, 0.1, {"train/loss": 1.0})
@@ -38,24 +38,15 @@ def test_loggers_are_those_of_the_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "unlogged", "lost"),
-    [
-        ((1, 10, 20), 5, None),
-        ((1, 10), 5, "steps 11 to 25"),
-        ((), 5, "steps 1 to 25"),
-        ((1, 10, 20, 30), 5, None),
-        ((1,), 24, None),  # log.every was larger
-        ((1, 24), 0, "steps 25 to 25"),  # or smaller
-    ],
+    ("steps", "lost"),
+    [((1, 10, 20, 25), None), ((1, 10, 24, 30), "steps 25 to 25"), ((), "steps 1 to 25")],
 )
-def test_lines_lost_before_the_checkpoint_are_named(
-    tmp_path: Path, steps: tuple[int, ...], unlogged: int, lost: str | None
-) -> None:
+def test_lines_lost_before_the_checkpoint_are_named(tmp_path: Path, steps: tuple[int, ...], lost: str | None) -> None:
     recipe = recipe_in(tmp_path, "log.tensorboard=false", "log.every=10")
     directory, notes = RunDirectory(recipe), []
     directory.path.mkdir()
     directory.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
-    for logger in open_loggers(recipe, directory, 25, 2500, unlogged, notes.append):
+    for logger in open_loggers(recipe, directory, 25, 2500, notes.append):
         logger.close()
     assert len(notes) == (lost is not None)
     assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]

@@ -17,7 +17,7 @@ def test_a_roll_back_leaves_a_synchronous_phase_alone(is_synchronous: bool):
     schedule = SimpleNamespace(
         section=BlockingSection(), block_sync=block_sync, begin_step=lambda: None, forget_tokens=lambda: None
     )
-    period = SimpleNamespace(is_synchronous=lambda step: is_synchronous)
+    period = SimpleNamespace(is_synchronous=lambda step: is_synchronous, begin_local_step=lambda step: None)
     method = Method(SimpleNamespace(register_block_hook=lambda hook: None), period, schedule, None)
     method.begin_step(1, 0.1)
     method.roll_back()

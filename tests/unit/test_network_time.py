@@ -325,7 +325,7 @@ def test_timed_rounds_are_as_long_as_the_period_makes_them(every: float, min_ste
     period = TimedPeriod(section, 0, 10**6, Comms(None), Comms(None), lambda: clock[0])
     steps = round(predicted.compute / 0.6)
     for step in range(1, 4 * (steps + 51)):
-        period.is_synchronous(step)
+        period.begin_local_step(step)
         clock[0] += 0.6
         if period.ends_round(step):
             clock[0] += predicted.exposed

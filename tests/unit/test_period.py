@@ -139,7 +139,11 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     for step in (1, 2):
         assert period.is_synchronous(step) and not period.ends_round(step) and period.step_in_round(step) == 0
     assert period.resharded([period.state_dict()] * 3) == period.state_dict(), "no clock has started"
-    assert not period.is_synchronous(3) and period.step_in_round(3) == 1
+    clock[0] = -5.0
+    assert not period.is_synchronous(3), "a question, which starts no clock"
+    clock[0] = 5.0
+    period.begin_local_step(3)
+    assert period.step_in_round(3) == 1
     ends = []
     for step, now in ((3, 6.0), (4, 15.5)):
         clock[0] = now
@@ -161,7 +165,7 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
 def test_a_validation_takes_no_seconds_of_a_round():
     clock = Hands([0.0])
     period = timed(clock)
-    assert not period.is_synchronous(3)
+    period.begin_local_step(3)
     clock[0] = 10.0
     assert period.ends_round(3)
     clock[0] = 11.0
@@ -178,7 +182,8 @@ def test_a_request_to_stop_ends_a_round_of_seconds():
     clock, asked = Hands([0.0]), [False]
     section = EverySecondsSection(every=10.0, min_steps=0)
     period = TimedPeriod(section, 0, 100, Comms(None), Comms(None), clock, lambda: asked[0])
-    assert not period.is_synchronous(1) and not period.ends_round(1) and not period.ended_early
+    period.begin_local_step(1)
+    assert not period.ends_round(1) and not period.ended_early
     asked[0] = True
     assert period.ends_round(2) and period.ended_early and period.global_step(2) == 2
 
@@ -189,7 +194,7 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
     section = EverySecondsSection(every=10.0, min_steps=5)
     period, longer = (TimedPeriod(section, 0, total, Comms(None), Comms(None), clock) for total in (4, 20))
     for step in (1, 2, 3, 4):
-        assert not period.is_synchronous(step)
+        period.begin_local_step(step)
         clock[0] = 9.0 * step
         period.ends_round(step)
     assert period.global_step(4) == 4

@@ -29,7 +29,7 @@ def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
     console = SimpleNamespace(print=print, stop=lambda: None)
     io_errors = SimpleNamespace(check=refuse, write=lambda path, make: [logger])
     log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
-    with pytest.raises(TrainingError), log.open(TrainState(2), 0, 0, None):
+    with pytest.raises(TrainingError), log.open(TrainState(2), 0, None):
         raise AssertionError("nothing is trained")
     assert closed == [True]
 
@@ -48,7 +48,7 @@ def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_ag
     monkeypatch.setattr(run_log, "open_loggers", lambda *_: [SimpleNamespace(close=close)] * 2)
     io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
     log = RunLog(None, SimpleNamespace(metrics=None), console, io_errors, is_main=True)
-    with pytest.raises(TrainingError, match=r"^a rank is gone$"), log.open(TrainState(2), 0, 0, rounds=1):
+    with pytest.raises(TrainingError, match=r"^a rank is gone$"), log.open(TrainState(2), 0, rounds=1):
         raise TrainingError("a rank is gone")
     hidden, shown = "\x1b[?25l", "\x1b[?25h"
     assert 0 <= screen.getvalue().rfind(hidden) < screen.getvalue().rfind(shown)

@@ -51,6 +51,9 @@ class Schedule(ABC):
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 
+    def wait_for_messages(self) -> None:
+        """Wait for the messages in flight, which are used in their own time, as without this call. A collective of all ranks."""
+
     @abstractmethod
     def finish(self) -> None:
         """Complete what is in flight and synchronize the rest. Afterwards all replicas are equal."""

@@ -42,6 +42,12 @@ class FragmentSchedule(Schedule):
     def forget_tokens(self) -> None:
         self._local_steps = [replace(local_steps, tokens=0) for local_steps in self._local_steps]
 
+    def wait_for_messages(self) -> None:
+        with self.block_sync.stats.time_exposed():
+            for message in self._in_flight:
+                message.wait()
+        self.block_sync.wait_for_device()
+
     @abstractmethod
     def _advance(self, fragment: int, message: Message, step: int) -> None:
         """Carry out what is due at the end of step `step` for a fragment's message in flight."""
