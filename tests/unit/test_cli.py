@@ -224,7 +224,9 @@ def test_an_interrupted_preparation_says_what_it_keeps(tmp_path: Path, monkeypat
     monkeypatch.setattr(tokenizing, "tokenize", interrupted)
     code, output = run_here(["prepare", RECIPE, *keys, "eval.tokens=64", "data.validation_fraction=0.2"])
     kept = re.search(
-        r"^stopped: \S+ keeps ([\d,]+) train and [\d,]+ validation tokens; run the same command to continue$", output, re.M
+        r"^stopped: \S+ keeps ([\d,]+) train and [\d,]+ validation tokens; run the same command to continue$",
+        output,
+        re.M,
     )
     assert code == 3 and kept is not None, output
     monkeypatch.undo()
