@@ -98,6 +98,9 @@ TABLES = {
         headline: one seed among several is not pointed out
           - min(best["seeds"], base["seeds"])
           + max(best["seeds"], base["seeds"])
+        report: commits are listed without their seeds
+          - if len(seeds) < 2:
+          + if True:
         headline: seeds that miss the target are not named
           - if side["finite"] < side["seeds"]:
           + if False:
