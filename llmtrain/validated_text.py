@@ -22,6 +22,10 @@ CONTEXT_KEYS = ("data.packing", "train.sequence_length", "train.document_mask")
 """Keys of recipes that decide from which earlier tokens a token is predicted."""
 TOLERANCE = 1e-6
 """Relative difference up to which two ratios of bytes to tokens count as equal, and so as those of one text."""
+CLEARLY = 0.02
+"""Relative difference from which on two ratios are those of different texts, though the recipes name the same one: a file may have
+been edited, or the packages of `python` updated. A smaller difference may also come from different amounts of prepared text."""
+RATIO = "bytes per token of the validation text"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ValidatedText:
     def differing_key(self, other: ValidatedText) -> str | None:
         """Return the recipe key by which the texts, or the contexts of their tokens, differ; None if both are the same. A text
         may have another path on another machine. It counts as the same text if the same tokenizer gives it the same number
-        of bytes per token."""
+        of bytes per token, and as another one if the recipes name the same, but the same tokenizer gives a clearly different
+        number: RATIO is then returned."""
         if not self.keys or not other.keys:
             return None  # nothing is known
         for key in CONTEXT_KEYS:
@@ -59,14 +64,17 @@ class ValidatedText:
         if self.tokens != other.tokens:
             return "eval.tokens"
         ratios = (self.bytes_per_token, other.bytes_per_token)
-        if self.has_tokenizer_of(other) and None not in ratios and math.isclose(*ratios, rel_tol=TOLERANCE):
+        are_known = self.has_tokenizer_of(other) and None not in ratios
+        if are_known and math.isclose(*ratios, rel_tol=TOLERANCE):
             return None
         names = dict.fromkeys([*self.keys, *other.keys])
-        return next((name for name in names if self.keys.get(name) != other.keys.get(name)), None)
+        differs = RATIO if are_known and not math.isclose(*ratios, rel_tol=CLEARLY) else None
+        return next((name for name in names if self.keys.get(name) != other.keys.get(name)), differs)
 
     def value(self, key: str) -> Any:
         """Return the value of a key that `differing_key` has returned."""
-        return {"eval.tokens": self.tokens, **self.contexts}.get(key, self.keys.get(key))
+        ratio = None if self.bytes_per_token is None else round(self.bytes_per_token, 3)
+        return {"eval.tokens": self.tokens, RATIO: ratio, **self.contexts}.get(key, self.keys.get(key))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from llmtrain.compare import plots
 from llmtrain.compare.benchmarks import benchmark_tables
 from llmtrain.compare.comparison import COMPARISON
 from llmtrain.compare.measures import Outcome, Results, find_sweeps
-from llmtrain.compare.results import AS_RUN, TrialState
+from llmtrain.compare.results import AS_RUN, Trial, TrialState
 from llmtrain.files import atomic_write
 from llmtrain.process_limits import usable_cores
 
@@ -46,6 +46,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
         title=title,
         results=results,
         trials=trials,
+        commits=_commits(trials),
         headline=headline(results),
         runs={name: runs_table(results, name) for name in results.targets},
         benchmarks=list(benchmark_tables(results)),
@@ -66,6 +67,19 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
     atomic_write(folder / "report.md", text)
     atomic_write(folder / "report.html", html)
     return folder / "report.html"
+
+
+def _commits(trials: Sequence[Trial]) -> list[str]:
+    """Return the commits of the trials' code. If they are several, each is followed by the seeds of its trials."""
+    seeds: dict[str, set[int]] = {}
+    for trial in trials:
+        if trial.commit is not None:
+            seeds.setdefault(trial.commit, set()).add(trial.seed)
+    if len(seeds) < 2:
+        return list(seeds)
+    return [
+        f"{commit} (seed{'s' * (len(own) > 1)} {', '.join(map(str, sorted(own)))})" for commit, own in seeds.items()
+    ]
 
 
 def html_body(markdown: str, folder: Path) -> str:

@@ -101,7 +101,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
         return STOPPED_EARLY
     finally:
         lock.release()
-    progress.print(f"report: {write_report(_results(comparison, planned), folder, command)}")
+    with _writing(folder):
+        progress.print(f"report: {write_report(_results(comparison, planned), folder, command)}")
     return DONE if succeeded and TrialState.FAILED not in map(TrialSpec.state, planned) else FAILED
 
 

@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmtrain.compare.cluster.hosts import Host
+from llmtrain.compare.cluster.processes import CommandError
 from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
 from llmtrain.compare.results import TrialRecord, TrialState
@@ -80,11 +81,13 @@ class TrialRun:
 
     def run(self) -> TrialRecord:
         """Train until all hosts have ended, and write and return the record. A run that fails raises no error. Raises ResultsError if
-        the record can't be written."""
+        the folder or the record can't be written."""
         planned = self.planned
-        shutil.rmtree(planned.directory, ignore_errors=True)  # of an interrupted trial, whose times can't be continued
-        planned.directory.mkdir(parents=True)
-        before = [(host.sent(), host.received()) for host in self.hosts]
+        with _writing(planned.directory):
+            if planned.directory.exists():  # of an interrupted trial, whose times can't be continued
+                shutil.rmtree(planned.directory)
+            planned.directory.mkdir(parents=True)
+        before = [_counters(host) for host in self.hosts]
         started, trained = time.monotonic(), 0.0
         for stage in planned.stages:
             end = self._run_stage(stage, trained)
@@ -103,17 +106,13 @@ class TrialRun:
             stages=planned.changes(),
             condition_in_words=self.words,
             commit=_commit(),
-            hosts=[_traffic(host, *counters) for host, counters in zip(self.hosts, before, strict=True)],
+            hosts=[_traffic(host, counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=end.last_lines,
             missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
         path = planned.directory / TRIAL
-        try:
+        with _writing(path):
             atomic_write(path, record.model_dump_json(indent=2) + "\n")
-        except OSError as error:
-            raise ResultsError(
-                f"{path} can't be written ({one_line(error)}); make room, and start the same command again, which repeats this trial"
-            ) from error
         return record
 
     def _run_stage(self, stage: Stage, trained: float) -> StageEnd:
@@ -188,7 +187,10 @@ class TrialRun:
             "GLOO_SOCKET_IFNAME": host.interface,
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.recipe.run.timeout_seconds)),
         }
-        with (self.planned.directory / f"{host.name}.log").open("a") as log:
+        path = self.planned.directory / f"{host.name}.log"
+        with _writing(path):
+            log = path.open("a")
+        with log:
             return host.popen(list(map(str, command)), env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -212,9 +214,29 @@ def last_logged_step(metrics: Path) -> int:
     return -1
 
 
-def _traffic(host: Host, sent: int | None, received: int | None) -> dict[str, Any]:
-    """Return a host's name, address, and the bytes that it sent and received since its counters had these values."""
-    counts = {} if sent is None else {"sent": host.sent() - sent, "received": host.received() - received}
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a ResultsError that names the file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ResultsError(
+            f"{path} can't be written ({one_line(error)}); make room, and start the same command again, which repeats this trial"
+        ) from error
+
+
+def _counters(host: Host) -> tuple[int, int] | None:
+    """Return the bytes that a host has sent and received; None if they are not counted, or can't be read."""
+    with suppress(CommandError):
+        sent, received = host.sent(), host.received()
+        return None if sent is None or received is None else (sent, received)
+    return None
+
+
+def _traffic(host: Host, before: tuple[int, int] | None) -> dict[str, Any]:
+    """Return a host's name, address, and the bytes that it sent and received since its counters had the values `before`."""
+    now = before and _counters(host)
+    counts = {"sent": now[0] - before[0], "received": now[1] - before[1]} if now else {}
     return {"name": host.name, "address": host.address, **counts}
 
 

@@ -345,6 +345,9 @@ TABLES = {
         compare: a text with another path is another text
           - math.isclose(*ratios, rel_tol=TOLERANCE)
           + False
+        compare: an edited text is the same
+          - RATIO if are_known and not math.isclose(*ratios, rel_tol=CLEARLY) else None
+          + None
         compare: texts of which more is validated are the same
           - if self.tokens != other.tokens:
           + if False:

@@ -21,7 +21,7 @@ from llmtrain.compare.cluster.hosts import (
     virtual_cluster,
     why_no_cluster,
 )
-from llmtrain.compare.cluster.limits import HostLimits, shape
+from llmtrain.compare.cluster.limits import Controller, HostLimits, shape
 from llmtrain.compare.cluster.processes import MARK, CommandError, in_namespace, signal_all
 from llmtrain.errors import ClusterError
 
@@ -221,6 +221,27 @@ def test_folders_of_dead_clusters_are_found_by_root_alone(
     monkeypatch.setattr(cluster, "remove_cluster", removed.append)
     remove_leftovers()
     assert removed == ([DEAD] if user == 0 else [])
+
+
+@pytest.mark.parametrize(("pids", "is_removed"), [((), True), ((0,), False)], ids=["nobody", "another namespace's"])
+def test_a_cluster_of_another_pid_namespace_is_kept(
+    dead_cluster: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    be: Callable[[int], None],
+    pids: tuple[int, ...],
+    is_removed: bool,
+) -> None:
+    """To kill pid 0, as which its processes are listed, would be to kill this process."""
+    be(0)
+    group = dead_cluster / "host0"
+    group.mkdir()
+    (group / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in (*pids, os.getpid())))
+    removed: list[str] = []
+    monkeypatch.setattr(cluster, "controller", lambda: Controller(dead_cluster.parent, 2))
+    monkeypatch.setattr(cluster, "marks", dict)
+    monkeypatch.setattr(cluster, "remove_cluster", removed.append)
+    remove_leftovers()
+    assert bool(removed) == is_removed
 
 
 def test_a_process_on_its_way_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

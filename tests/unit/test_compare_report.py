@@ -315,6 +315,14 @@ def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> Non
     assert f"| edit | 3 done | {cells}" in text
 
 
+def test_a_report_warns_of_trials_of_several_commits(tmp_path: Path) -> None:
+    for seed, commit in enumerate(("aaa", "aaa", "bbb", None), 1):
+        write_trial(tmp_path, "plain", "edit", seed, [], state="failed", commit=commit)
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
+    assert "\n\nWarning: trials come from several commits: aaa (seeds 1, 2), bbb (seed 3).\n\n## Runs" in text
+    assert "\n- Commit: aaa (seeds 1, 2), bbb (seed 3)\n" in text
+
+
 def test_a_report_tells_a_run_whose_hosts_changed_from_one_whose_hosts_did_not(tmp_path: Path) -> None:
     """Both begin with the same overrides."""
     keys = {"recipe": "a.yaml", "overrides": ["parallel.replicas=2"]}

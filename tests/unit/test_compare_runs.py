@@ -17,7 +17,7 @@ from llmtrain.compare.report import headline, write_report
 from llmtrain.compare.results import load_trials
 from llmtrain.errors import ResultsError
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.validated_text import common_unit, read_validated_text
+from llmtrain.validated_text import RATIO, common_unit, read_validated_text
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "edit_llama_stdlib.yaml"
 BYTES_PER_TOKEN = 3.0
@@ -241,9 +241,22 @@ def test_runs_whose_tokens_have_other_contexts_are_not_ranked(
         (("eval.tokens=400",), "{}", 3.0, "eval.tokens"),
         (("data.validation_fraction=0.2",), "{}", 3.1, "data.validation_fraction"),
         (("data.validation=valid.txt",), "{}", 3.1, "data.validation"),
-        (("data.max_tokens=5000", "data.cache_dir=elsewhere"), "{}", 3.1, None),
+        (("data.max_tokens=5000", "data.cache_dir=elsewhere"), "{}", 3.05, None),
+        ((), "{}", 3.1, RATIO),
+        ((), "other", 3.1, None),
     ],
-    ids=["same", "copy", "other text", "copy and tokenizer", "tokens", "fraction", "a file", "other keys"],
+    ids=[
+        "same",
+        "copy",
+        "other text",
+        "copy and tokenizer",
+        "tokens",
+        "fraction",
+        "a file",
+        "other keys",
+        "edited",
+        "tokenizer",
+    ],
 )
 def test_which_texts_are_the_same(tmp_path: Path, keys: tuple[str, ...], tokenizer: str, ratio: float, key) -> None:
     """Texts with other paths are the same if one tokenizer makes as many bytes per token of them."""
@@ -257,9 +270,13 @@ def test_a_text_of_its_own_is_known_by_its_path(tmp_path: Path) -> None:
         read_validated_text(
             write(tmp_path, name, 4.0, f"data.source={name}.txt", "data.validation=valid.txt"), lines_of(4.0, ratio)
         )
-        for name, ratio in (("a", 3.0), ("b", 3.1))
+        for name, ratio in (("a", 3.0), ("b", 3.05), ("edited", 3.1))
     ]
     assert texts[0].differing_key(texts[1]) is None
+    assert common_unit([("a", texts[0]), ("b", texts[2])]).note == (
+        "validated on different texts (bytes per token of the validation text is 3.0 in a, and 3.1 in b): "
+        "losses can't be compared, and runs are not ranked"
+    )
 
 
 def test_without_a_copy_tokenizers_are_those_of_the_recipes(tmp_path: Path) -> None:

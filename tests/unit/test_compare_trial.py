@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -15,7 +16,9 @@ from typing import IO, Any
 import pytest
 
 from llmtrain.compare import trial
+from llmtrain.compare.cluster.processes import CommandError
 from llmtrain.compare.comparison import ConditionSection, load_comparison, trials
+from llmtrain.errors import ResultsError
 
 
 class RecordingHost:
@@ -246,6 +249,36 @@ def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., tr
     record = made("plain", *hosts, look=look, faults=faults)
     assert record.state == "done"
     assert record.missed == ["the pause of host 0 at 12.5 s", "the death of host 1 at 20 s"]
+
+
+def test_a_trial_is_recorded_although_its_traffic_can_not_be_read(made: Callable[..., trial.TrialRecord]) -> None:
+    hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0))
+    counts = iter((5, 7))
+
+    def count() -> int:
+        if (found := next(counts, None)) is None:
+            raise CommandError("ip: did not end within 30 s")
+        return found
+
+    hosts[0].sent = hosts[0].received = count
+    record = made("plain", *hosts)
+    assert record.state == "done" and record.hosts[0] == {"name": "host0", "address": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(("does", "name"), [("mkdir", "seed-1234"), ("open", "host0.log")])
+def test_a_full_disk_is_told_in_one_line(
+    made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch, does: str, name: str
+) -> None:
+    original = getattr(Path, does)
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, does, full)
+    with pytest.raises(ResultsError, match=rf"{name} can't be written \(.*No space left on device.*\); make room"):
+        made("plain", ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0)))
 
 
 @pytest.mark.parametrize("git", [None, subprocess.TimeoutExpired("git", 10)], ids=["no git", "slow git"])

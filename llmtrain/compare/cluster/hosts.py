@@ -223,14 +223,15 @@ def why_no_cluster() -> str | None:
 def remove_leftovers() -> None:
     """Remove the clusters whose creators died, and kill the processes that still run in them.
 
-    Clusters whose creators live are not touched. Without root, only this user's loopback clusters are removed.
+    Clusters whose creators live are not touched, and neither are those with processes of another PID namespace. Without root,
+    only this user's loopback clusters are removed.
     """
-    names = list(marks().values())
+    names, groups = list(marks().values()), controller() if os.geteuid() == 0 else None
     if os.geteuid() == 0:
-        folders = [NAMESPACES, FOLDERS, *([found.top] if (found := controller()) else [])]
+        folders = [NAMESPACES, FOLDERS, *([groups.top] if groups else [])]
         names += [path.name for folder in folders for path in folder.glob("*")]
     for cluster in sorted({cluster for name in names if (cluster := cluster_of(name)) is not None}):
-        if not processes.owner_lives(cluster):
+        if not processes.owner_lives(cluster) and not (groups and groups.is_foreign(cluster)):
             remove_cluster(cluster)
 
 

@@ -20,7 +20,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field, PositiveFloat
 
-from llmtrain.compare.cluster.processes import CommandError, run, signal_all
+from llmtrain.compare.cluster.processes import CommandError, is_of_other_namespace, run, signal_all
 from llmtrain.config import Section
 from llmtrain.errors import ClusterError
 
@@ -162,6 +162,12 @@ class Controller:
                 f"({error.strerror}); leave them out, or start where control groups may be written"
             ) from None
         return group / "cgroup.procs"
+
+    def is_foreign(self, cluster: str) -> bool:
+        """Return whether a process of another PID namespace, as in a container, is in a group of a cluster. Whether its creator lives
+        is then not known here, and to signal its pids could end this process."""
+        groups = (self.top / cluster).glob("*/")
+        return any(is_of_other_namespace(pid) for group in groups for pid in _processes(group))
 
     def remove(self, cluster: str) -> None:
         """Remove the groups of a cluster and kill the processes in them. Raises OSError if the kernel keeps a group."""

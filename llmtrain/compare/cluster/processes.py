@@ -106,14 +106,21 @@ def in_namespace(file: Path) -> list[int]:
 def marks() -> dict[int, str]:
     """Return {pid: mark} for the processes with a mark in an environment that this user may read. Processes of another PID
     namespace, as in a container, are left out: the pids in their marks are of that namespace."""
-    found, own = {}, os.stat("/proc/self/ns/pid")
+    found = {}
     for pid in psutil.pids():
         with suppress(OSError):
-            if not os.path.samestat(os.stat(f"/proc/{pid}/ns/pid"), own):
+            if is_of_other_namespace(pid):
                 continue
             if match := re.search(rb"(?:^|\0)%s=([^\0]*)" % MARK.encode(), _environment(pid)):
                 found[pid] = match[1].decode(errors="replace")
     return found
+
+
+def is_of_other_namespace(pid: int) -> bool:
+    """Return whether a process is of another PID namespace, as in a container. Control groups of version 2 list one as pid 0."""
+    with suppress(OSError):  # it has ended
+        return pid == 0 or not os.path.samestat(os.stat(f"/proc/{pid}/ns/pid"), os.stat("/proc/self/ns/pid"))
+    return False
 
 
 def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whose: str) -> None:
