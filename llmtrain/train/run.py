@@ -122,7 +122,7 @@ def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Train
             run.console.print(run.directory.completed_message())
             return DONE
         run.mirror.open(run.mesh)
-        run.mesh.broadcast_from_main(lambda: _reserve(run.directory, run.prepared))
+        run.mesh.broadcast_from_main(lambda: _lock(run.directory, run.prepared))
         check_is_shared(run.directory.path, run.mesh, recipe.run.timeout_seconds)
         checkpoint = _newest_checkpoint(run)
         trainer = _build(run, checkpoint)
@@ -212,9 +212,9 @@ def _is_finished(directory: RunDirectory) -> bool:
     return directory.finished() is not None
 
 
-def _reserve(directory: RunDirectory, prepared: TokenDataset) -> None:
+def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:
     """Lock the run directory and copy the tokenizer into it. Main rank only."""
-    directory.reserve()
+    directory.lock()
     directory.copy_tokenizer(prepared.directory / TOKENIZER)
 
 
@@ -291,7 +291,7 @@ def _train(run: OpenRun, trainer: Trainer, checkpoint: Path | None) -> str:
 def _claim(run: OpenRun, checkpoint: Path | None) -> None:
     """Write the recipe to the run directory and the mirror, which are then those of a run that continues from `checkpoint`. A
     collective of all ranks."""
-    run.mesh.broadcast_from_main(run.directory.open)
+    run.mesh.broadcast_from_main(run.directory.claim)
     if checkpoint is not None and run.mesh.is_main:
         set_aside_newer(run.directory.checkpoints, step_of(checkpoint), run.console.print)
     run.mirror.claim(run.mesh)

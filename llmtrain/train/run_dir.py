@@ -182,8 +182,8 @@ class RunDirectory:
                 return read_state(path)
         return None
 
-    def reserve(self) -> None:
-        """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `open` writes
+    def lock(self) -> None:
+        """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `claim` writes
         the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
         it, TrainingError if that process is on another host."""
         with self._os_errors_as_recipe_errors():
@@ -191,10 +191,10 @@ class RunDirectory:
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
 
-    def open(self) -> None:
-        """Reserve the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises errors as
-        `reserve` does."""
-        self.reserve()
+    def claim(self) -> None:
+        """Lock the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises errors as
+        `lock` does."""
+        self.lock()
         with self._os_errors_as_recipe_errors():
             atomic_write(self.path / RECIPE, resolved_yaml(self.recipe))
             (self.path / SUMMARY).unlink(missing_ok=True)

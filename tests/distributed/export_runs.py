@@ -85,6 +85,6 @@ def make_run(recipe: Recipe) -> None:
     """Train it on this rank, from preparing its data to its last checkpoint."""
     mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
     directory = RunDirectory(recipe)
-    mesh.broadcast_from_main(directory.open)
+    mesh.broadcast_from_main(directory.claim)
     prepared, silent = prepare_texts(recipe, show_progress=False)[""], Console(enabled=False)
     build_trainer(recipe, mesh, prepared, directory, silent, "of a test", StopRequest()).fit()

@@ -119,7 +119,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     directory, stop = RunDirectory(recipe), StopRequest()
     directory.check_recipe()
     if mesh.is_main:
-        directory.open()
+        directory.claim()
     stop.requested = True
     console = _Watching(seen)
     prepared = prepare_texts(recipe, show_progress=False)[""]

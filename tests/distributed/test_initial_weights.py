@@ -104,7 +104,7 @@ def train(recipe: Recipe) -> str:
     """Train the recipe on this rank to its end, and return the path that its checkpoints name."""
     mesh, silent = mesh_of(recipe.parallel.replicas, recipe.parallel.shards), Console(enabled=False)
     prepared, directory = prepare_texts(recipe, show_progress=False)[""], RunDirectory(recipe)
-    mesh.broadcast_from_main(directory.open)
+    mesh.broadcast_from_main(directory.claim)
     newest = max(directory.checkpoints.glob("step-*"), default=None)
     weights = open_initial_weights(recipe, mesh, prepared) if newest is None else None
     stop = StopRequest()

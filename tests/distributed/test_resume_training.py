@@ -137,10 +137,10 @@ def test_a_resumed_run_writes_the_lines_of_one_that_nothing_stops(
 def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> None:
     """Or one that is then killed would be taken for what it was the time before."""
     directory = RunDirectory(recipe_of(folder, "killed"))
-    directory.open()
+    directory.claim()
     directory.write_summary({"stopped": "signal", "steps": 3})
     assert directory.summary() is not None
-    directory.open()
+    directory.claim()
     assert directory.summary() is None
 
 

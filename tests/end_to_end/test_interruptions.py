@@ -156,7 +156,7 @@ def test_a_request_to_stop_ends_in_a_checkpoint_and_exit_code_3(runs: Runs, requ
 def test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once(runs: Runs):
     """Without a log line they never agree. The launcher waits for ranks to end, which wait for it to take their results. Rank 1 waits
     for the signal, so that the run cannot end before it."""
-    process = runs.start_held("over", 4, *TWO, "log.every=100")
+    process = runs.start_held("over", 4, *TWO, "log.every=100", "checkpoint.every=null")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)  # far less than run.timeout_seconds
     assert process.returncode == DONE, output
@@ -180,8 +180,9 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
 
 def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
     """A log line, at which ranks would agree to stop, is far away."""
-    process = runs.start(runs.command("interrupted", *ENDLESS, "log.every=100000"))
-    runs.wait_for("interrupted", 3)
+    process = runs.start(runs.command("interrupted", *ENDLESS, "log.every=100000", "checkpoint.every=null"))
+    metrics = runs.path("interrupted") / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), "no step")
     family = family_of(process)
     process.send_signal(signal.SIGINT)
     lines = [process.stdout.readline()]

@@ -95,7 +95,7 @@ def test_bars_are_drawn_and_ctrl_c_ends_with_a_checkpoint(runs: Runs) -> None:
 
 def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
     """A log line, at which ranks would agree to stop, is far away."""
-    with terminal_of(runs, "twice", "log.every=100000") as terminal:
+    with terminal_of(runs, "twice", "log.every=100000", "checkpoint.every=null") as terminal:
         terminal.wait_for("step 1/100000 | loss")
         os.write(terminal.descriptor, CTRL_C)
         terminal.wait_for("Ctrl-C again ends all ranks at once")

@@ -83,9 +83,9 @@ TABLES = {
           -
     seen by end_to_end/test_training.py
         run directory: damaged weights leave a run behind
-          -     directory.reserve()
+          -     directory.lock()
           -
-          +     directory.open()
+          +     directory.claim()
           +
     """,
     "llmtrain/train/run_dir.py": r"""

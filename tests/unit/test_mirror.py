@@ -55,7 +55,7 @@ class Machine:
     def start(self, newer_than: int = -1) -> Path | None:
         """Up to the first step, by default without a local checkpoint."""
         self.mirror.open(ALONE)
-        self.directory.open()
+        self.directory.claim()
         self.mirror.claim(ALONE)
         there = self.mirror.fetch(ALONE, newer_than)
         self.directory.metrics.touch()

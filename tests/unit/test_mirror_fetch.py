@@ -241,7 +241,7 @@ def test_only_the_main_rank_removes_what_it_fetched_in_vain(tmp_path: Path) -> N
     damaged_at_20(tmp_path / "first", url)
     second = Machine(tmp_path / "second", url)
     second.mirror.open(ALONE)
-    second.directory.open()
+    second.directory.claim()
     second.mirror.is_main = False
     there = second.mirror.fetch(ALONE, newer_than=-1)
     assert there is not None and there.name == "step-00000010"

@@ -98,7 +98,7 @@ def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: lis
     from llmtrain.train.run_dir import RunDirectory
 
     directory = RunDirectory(load_recipe(RECIPE, keys))
-    directory.open()
+    directory.claim()
     with pytest.raises(ValueError, match=rf"^process {os.getpid()} on \S+ works in"):
         check_here(load_recipe(RECIPE, keys))
     del directory  # and the lock with it

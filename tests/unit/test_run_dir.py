@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
     """Another method changes many keys, and its preset's are not worth a word."""
     file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]
-    RunDirectory(load_recipe(file, keys)).open()
+    RunDirectory(load_recipe(file, keys)).claim()
     at = re.escape(f"{tmp_path}/a")
     for method, other in (("diloco", "lr"), ("muloco", "weight_decay")):
         said = f'sync.method: "edit" there, "{method}" here, and what follows from it; optim.{other}:'
@@ -49,7 +49,7 @@ def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
 def test_a_complete_run_says_what_is_left_of_it(tmp_path: Path):
     recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "train.steps=40"])
     directory = RunDirectory(recipe)
-    directory.open()
+    directory.claim()
     directory.write_summary({"stopped": "done", "steps": 40, "final_eval_loss": 3.0})
     said = [directory.completed_message()]
     for step in (24, 40):
@@ -70,7 +70,7 @@ def test_a_runs_tokenizer_is_copied_whole_and_kept_from_its_first_checkpoint_on(
     directory = RunDirectory(
         load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     )
-    directory.open()
+    directory.claim()
     (tmp_path / "a/tokenizer.tmp").mkdir()  # of a copy that was interrupted
     (tmp_path / "a/tokenizer.tmp/half").touch()
     directory.copy_tokenizer(tmp_path / "cache")
@@ -91,15 +91,15 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.2)
     recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     first = RunDirectory(recipe)
-    first.open()
+    first.claim()
     (tmp_path / "a/checkpoints/step-00000003.tmp").mkdir(parents=True)
     with pytest.raises(
         RecipeError, match=rf"^process {os.getpid()} on \S+ works in .*/a; wait until it has ended, or choose another"
     ):
-        RunDirectory(recipe).open()
+        RunDirectory(recipe).claim()
     assert (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
     del first  # as when its process ends
-    RunDirectory(recipe).open()
+    RunDirectory(recipe).claim()
     assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
 
 
@@ -144,7 +144,7 @@ def test_every_rank_hears_that_the_directory_is_locked_by_another_host():
 def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     keys = [f"run.out_dir={tmp_path}", "data.source=/no/text"]
     directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, "run.name=a"]))
-    directory.open()
+    directory.claim()
     directory.close()
     (tmp_path / "a/checkpoints").mkdir()
     (tmp_path / "a").rename(tmp_path / "b")
@@ -167,7 +167,7 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
 def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_path: Path):
     """Check the advice: with the new name alone, a start would train in the first copy."""
     keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
-    RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).open()
+    RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).claim()
     (tmp_path / "runs/a").rename(tmp_path / "runs/b")
     (tmp_path / "runs/b/checkpoints").mkdir()
     shutil.copytree(tmp_path / "runs/b", tmp_path / "copy/b")
@@ -184,7 +184,7 @@ def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
     (tmp_path / "runs").mkdir()
     keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
     directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys))
-    directory.open()
+    directory.claim()
     directory.close()
     (tmp_path / "runs/a/checkpoints").mkdir()
     (tmp_path / "runs/a").rename(tmp_path / "a")
@@ -205,7 +205,7 @@ def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
     directory = RunDirectory(
         load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     )
-    directory.open()
+    directory.claim()
     directory.write_summary({"stopped": "signal", "final_eval_loss": float("nan"), "warnings": []})
     assert directory.summary() == {"stopped": "signal", "final_eval_loss": None, "warnings": []}
     directory.write_summary(
@@ -216,7 +216,7 @@ def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
         "texts": {"a": {"eval_loss": None, "epochs": 1.5}},
         "list": [1, [None]],
     }
-    directory.open()  # started again, and killed
+    directory.claim()  # started again, and killed
     assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
 
 
@@ -229,14 +229,14 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
     try:
         keys = [f"run.out_dir={tmp_path}", "run.name=a"]
         directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys))
-        directory.open()
+        directory.claim()
         directory.write_summary({"stopped": "signal"})
         recipe = (tmp_path / "a/recipe.yaml").read_text()
         fill(tmp_path / "others")
         with pytest.raises(
             RecipeError, match=r"run\.out_dir: .*/a can't be written \(No space left on device\); make room"
         ):
-            directory.open()
+            directory.claim()
         assert (tmp_path / "a/recipe.yaml").read_text() == recipe and directory.summary() == {"stopped": "signal"}
         directory.check_recipe()
         (tmp_path / "tokenizer").mkdir()
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
             parents=True
         )  # of a run that was killed when it had filled the disk
         fill(tmp_path / "a/checkpoints/step-00000010.tmp/__0_0.distcp")
-        directory.open()
+        directory.claim()
         assert directory.summary() is None and list((tmp_path / "a/checkpoints").iterdir()) == []
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
@@ -269,5 +269,5 @@ def fill(path: Path) -> None:
 def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: str) -> None:
     """Follow the advice after an out-of-memory error."""
     keys = [f"run.out_dir={tmp_path}", "run.name=a"]
-    RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).open()
+    RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).claim()
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, key])).check_recipe()

@@ -38,7 +38,7 @@ def written(folder: Path, name: str, stopped: str | None, *keys: str) -> RunDire
     """Return a run directory as training leaves it; without `stopped`, as a killed one does."""
     recipe = load_recipe(RECIPE, [f"run.out_dir={folder}", f"run.name={name}", "train.steps=40", *keys])
     directory = RunDirectory(recipe)
-    directory.open()
+    directory.claim()
     directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 40, "tra')
     if stopped is not None:
         directory.write_summary({"stopped": stopped, "steps": 40 if stopped == "done" else 30})
