@@ -7,49 +7,30 @@ method has one. No other part of the package branches on the name of a method.
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from llmtrain.sync.methods import (
-    a_edit,
-    co2,
-    des_loc,
-    diloco,
-    edit,
-    gpa,
-    local_sgd,
-    muloco,
-    palsgd,
-    post_local_sgd,
-    qsr,
-    slowmo,
-    snoo,
-    sparseloco,
-    streaming_diloco,
-    synchronous,
-    wagma,
-)
-
 METHODS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (
-        synchronous,
-        local_sgd,
-        post_local_sgd,
-        qsr,
-        des_loc,
-        slowmo,
-        diloco,
-        muloco,
-        sparseloco,
-        streaming_diloco,
-        co2,
-        palsgd,
-        wagma,
-        edit,
-        a_edit,
-        snoo,
-        gpa,
+    name: import_module(f"{__name__}.{name}")
+    for name in (
+        "synchronous",
+        "local_sgd",
+        "post_local_sgd",
+        "qsr",
+        "des_loc",
+        "slowmo",
+        "diloco",
+        "muloco",
+        "sparseloco",
+        "streaming_diloco",
+        "co2",
+        "palsgd",
+        "wagma",
+        "edit",
+        "a_edit",
+        "snoo",
+        "gpa",
     )
 }
 
