@@ -354,6 +354,6 @@ def flops_per_token(model: LanguageModel, sequence_length: float) -> float:
     looked_up = {id(m.weight): m.weight.numel() for m in causal_lm.modules() if isinstance(m, nn.Embedding)}
     looked_up.pop(id(causal_lm.get_output_embeddings().weight), None)
     multiplying = count_parameters(model) - sum(looked_up.values())
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)  # Qwen3's is not the hidden size
     return 6.0 * multiplying + 12.0 * config.num_hidden_layers * width * sequence_length
