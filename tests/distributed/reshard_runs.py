@@ -122,7 +122,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
         directory.claim()
     stop.requested = True
     console = _Watching(seen)
-    prepared = prepare_texts(recipe, show_progress=False)[""]
+    prepared = next(iter(prepare_texts(recipe, show_progress=False).values()))
     trainer = build_trainer(recipe, mesh, prepared, directory, console, "", stop)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
