@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from llmtrain.completion import Overrides, complete_recipe, complete_section
-from llmtrain.recipe_files import copy_recipe, find_recipe, find_recipe_or_run, list_recipes
+from llmtrain.recipe_files import copy_recipe, find_recipe, find_recipe_or_run, list_recipes, usable_paths
 from llmtrain.startup import imports_without_gc
 
 UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
@@ -28,6 +28,7 @@ RecipeOrRun = Annotated[
     typer.Argument(
         metavar="RECIPE|RUN",
         help="A recipe's file or name, or a run's folder.",
+        callback=usable_paths,
         autocompletion=complete_recipe,
     ),
 ]

@@ -303,7 +303,7 @@ def test_a_mistyped_command_ends_with_2_and_one_line(
 def test_every_path_of_the_command_line_is_looked_up_first(
     command: typer.models.CommandInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str | Path) -> None:
+    def refuse(path: str | Path, **options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(files.os, "stat", refuse)
