@@ -96,6 +96,7 @@ class BlockSync:
     def complete_round(self) -> None:
         """Count a round. Schedules call it when the last block or fragment of the round is synchronized."""
         self.rounds_done += 1
+        self.stats.count = self.rounds_done
 
     def ensure_anchor(self) -> None:
         """Take the first anchor and allocate the error-feedback buffers, if the method keeps them and they do not exist yet.

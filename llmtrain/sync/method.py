@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from llmtrain.parallel.engine import Replica
-from llmtrain.reshard import MeshChange, Rules, by_replica, first, require_equal
+from llmtrain.reshard import MeshChange, Rules, by_replica, require_equal
 from llmtrain.sync.anchors import ANCHOR
 from llmtrain.sync.merge_tokens import merge_tokens
 from llmtrain.sync.moments import MomentAverages
@@ -165,8 +165,8 @@ class Method:
         # A run whose local steps have begun keeps its warm-up: a longer one in the recipe would return to synchronous steps.
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
-            "report": self.block_sync.stats.state_dict(),
-            "rounds_done": self.block_sync.rounds_done,
+            # Checkpoints have the number of rounds among the statistics.
+            "report": {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done},
             "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
             "moments": self.moments.state_dict() if self.moments is not None else None,
@@ -181,7 +181,7 @@ class Method:
             for error, block in zip(tensors["error"], self.replica.blocks, strict=False)
         ]
         self.block_sync.stats.load_state_dict(state["report"])
-        self.block_sync.rounds_done = state["rounds_done"]
+        self.block_sync.rounds_done = state["report"]["count"]
         self.period.load_state_dict(state["period"])
         if "warmup" in state["period"]:
             self.period.set_warmup(state["period"]["warmup"])
@@ -194,7 +194,6 @@ class Method:
         """Return the rules by which `state_dict` is resharded."""
         return {
             "report": SYNC_STATS_RULES,
-            "rounds_done": first,
             "period": by_replica(self.period.resharded),
             "schedule": self._reshard_schedule,
             "moments": by_replica(require_equal),

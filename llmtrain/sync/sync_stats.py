@@ -21,6 +21,8 @@ class SyncStats:
 
     device: InitVar[torch.device | None] = None
     """The device that trains. Exposed seconds and waiting seconds are measured on it, other times by the host's clock."""
+    count: int = resharded(0, by=first)
+    """Completed rounds: `BlockSync.rounds_done`, for the log."""
     anomalies: int = resharded(0, by=first)
     """Blocks excluded from a mean, counted once per replica."""
     rollbacks: int = resharded(0, by=first)

@@ -139,11 +139,11 @@ class Metrics:
         its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until
         then. `lr` is the learning rate to log."""
         self.wait()
-        stats, rounds_done, interval = self.method.stats, self.method.block_sync.rounds_done, self.interval
+        stats, interval = self.method.stats, self.interval
         common = {
             "train/lr": lr,
             "comm/replicas": self.mesh.replicas,
-            "sync/count": rounds_done,
+            "sync/count": stats.count,
             "sync/round": self._round_number(state),
             "sync/round_step": self._round_step(state),
             "sync/period": self.method.period.round_length(state.step),
@@ -180,7 +180,7 @@ class Metrics:
             "spread_squared": stats.spread_squared,
             "peak_memory": peak_memory_bytes(self.mesh.device),
             "reserved_memory": reserved_memory_bytes(self.mesh.device),
-            "fingerprint": self._fingerprint(rounds_done),
+            "fingerprint": self._fingerprint(stats.count),
             "stop": self.stop.requested,
             "unwritten": self.checkpointer.failed or self.run_log.io_errors.pending,
         }
@@ -311,7 +311,7 @@ class Metrics:
         """Return the number of the present round, from 1; 0 in a synchronous phase."""
         number = self.method.period.round_number(state.step)
         # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
-        return self.method.block_sync.rounds_done + (not state.is_done) if number is None else number
+        return self.method.stats.count + (not state.is_done) if number is None else number
 
     def _round_step(self, state: TrainState) -> int:
         """Return how many local steps the present round has taken. With rounds of seconds, they are those since the last exchange:

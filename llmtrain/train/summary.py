@@ -49,7 +49,7 @@ def summary_of(
         "bytes_sent": round(last.get("comm/bytes_total", 0)),
         "other_bytes_sent": round(last.get("comm/other_bytes_total", 0)),
         **({"virtual_seconds": round(virtual, 3)} if virtual else {}),
-        "sync_count": trainer.method.block_sync.rounds_done,
+        "sync_count": stats.count,
         "sync_seconds": round(stats.seconds, 3),
         "exposed_sync_seconds": round(metrics.exposed_seconds, 3),
         "peak_memory_bytes": round(last.get("perf/peak_memory_gib", 0) * GIB),

@@ -374,7 +374,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         forwards=forwards,
         final=list(engine.computed),
         synchronous_steps=synchronous,
-        counts=(method.block_sync.rounds_done, stats.anomalies, stats.rollbacks),
+        counts=(stats.count, stats.anomalies, stats.rollbacks),
         agreed=agreed,
         says_synchronized=[*says_synchronized, method.is_synchronized],
         bytes_sent=replica.traffic.bytes,

@@ -186,7 +186,7 @@ class Run:
             for block in self.engine.blocks
             for name, rows in self.engine.to_dtensors(block, flatten(block)).items()
         }
-        dtype, rounds = self.engine.blocks[0].shards[0].dtype, self.method.block_sync.rounds_done
+        dtype, rounds = self.engine.blocks[0].shards[0].dtype, self.method.stats.count
         return Outcome(self.losses(), self.norms, shards, rounds, dtype)
 
 

@@ -161,7 +161,7 @@ def run(case: Case, section: VirtualClockSection) -> tuple[History, list[Answer]
             done, saved = end, save(engine, method)
         method.finish()
         answer.final, answer.bytes_sent = list(engine.computed), mesh.replica_comms.traffic.bytes
-        answer.late, answer.count = method.stats.late, method.block_sync.rounds_done
+        answer.late, answer.count = method.stats.late, method.stats.count
         assert len(method.schedule.worker.shared.posted[0]) <= 1 + scenario.sync.period.every, "old messages are kept"
         assert not method.schedule.worker.shared.sums
         return answer

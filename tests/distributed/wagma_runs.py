@@ -228,7 +228,7 @@ def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
     method.finish()
     stats = method.stats
     answer.final = list(engine.computed)
-    answer.late, answer.count = stats.late, method.block_sync.rounds_done
+    answer.late, answer.count = stats.late, stats.count
     if method.schedule.worker is not None:
         answer.forgotten = getattr(method.schedule.worker.wake_signal, "forgotten", [])
 

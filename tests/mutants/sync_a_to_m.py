@@ -30,6 +30,10 @@ TABLES = {
         outer: every round is the first one
           - self.outer.in_round(self.rounds_done)
           + self.outer.in_round(0)
+    seen by distributed/test_sync_equivalences.py
+        outer: the number of a round is the log's
+          - self.outer.in_round(self.rounds_done)
+          + self.outer.in_round(self.stats.count)
     seen by distributed/test_rounding_errors.py, SCENARIOS
         synchronizer: a rounding error is sent twice
           - self.errors[index].zero_()
@@ -279,8 +283,11 @@ TABLES = {
     "llmtrain/sync/method.py": r"""
     seen by distributed/test_sync_equivalences.py, distributed/test_methods_resume.py
         method: rounds are numbered from 0 again after a resume
-          - self.block_sync.rounds_done = state["rounds_done"]
+          - self.block_sync.rounds_done = state["report"]["count"]
           + pass
+        method: the checkpoint has the log's number of rounds
+          - {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done}
+          + self.block_sync.stats.state_dict()
     seen by SCENARIOS
         pull: happens before the pending synchronization
           -         self.schedule.flush()

@@ -234,8 +234,8 @@ TABLES = {
           + tokens = count_positions(micro_batches)
     seen by unit/test_sample.py
         metrics: the last round of seconds is one too many
-          - .rounds_done + (not state.is_done) if
-          + .rounds_done + 1 if
+          - .count + (not state.is_done) if
+          + .count + 1 if
     """,
     "llmtrain/train/mirror.py": r"""
     seen by unit/test_mirror.py

@@ -57,6 +57,7 @@ def progress_of(replica: int, shard: int) -> dict[str, Any]:
         "other_traffic": {"bytes": 1e3 + rank, "seconds": 1.0 + rank},
         "method": {
             "report": {
+                "count": 2,
                 "anomalies": 1,
                 "rollbacks": 0,
                 "longest_exclusion": 0,

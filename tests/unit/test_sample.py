@@ -100,6 +100,6 @@ def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all
 
 @pytest.mark.parametrize(("step", "number"), [(15, 4), (20, 3)])
 def test_a_round_of_seconds_has_the_number_after_those_counted_except_at_the_end(step: int, number: int) -> None:
-    period, block_sync = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(rounds_done=3)
-    fake = SimpleNamespace(method=SimpleNamespace(period=period, block_sync=block_sync))
+    period, stats = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(count=3)
+    fake = SimpleNamespace(method=SimpleNamespace(period=period, stats=stats))
     assert Metrics._round_number(fake, TrainState(total_steps=20, step=step, global_step=step)) == number
