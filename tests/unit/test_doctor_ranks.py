@@ -78,7 +78,7 @@ def test_a_wait_that_was_too_short_names_the_doctors_option(
     def late(*arguments: Any) -> None:
         raise TrainingError("rank 1 of 2 did not answer within 9 s (run.timeout_seconds)")
 
-    monkeypatch.setattr(checks, "rendezvous", late)
+    monkeypatch.setattr(checks, "find_peers", late)
     with pytest.raises(TrainingError, match=r"within 9 s \(--timeout\)"):
         run_checks(None, World(1, 2, 1, 2), 9)
     assert run_checks(None, World(0, 2, 0, 2), 9) == FAILED

@@ -62,7 +62,7 @@ def test_what_was_made_of_steps_that_are_trained_again_is_not_of_this_run(tmp_pa
         (directory.path / f"eval/{name}.json").write_text(json.dumps(content))
     directory.metrics.write_text('{"step": 25}\n')
     for _ in range(2):
-        for logger in open_loggers(recipe, directory, 25, 2500, 0, notes.append):
+        for logger in open_loggers(recipe, directory, 25, 2500, notes.append):
             logger.close()
     moved = ["eval/small.json.old", "export/step-00000050.old1", "export/step-00000050-bf16.old"]
     assert notes == [
