@@ -26,6 +26,6 @@ class EngineParts:
     gradient_wire: WireFormat | None = None
     """Format to which gradients are rounded when they are averaged over replicas."""
     changes_in_forward: bool = False
-    """Whether hooks change blocks during forward."""
+    """True if hooks change the parameters of blocks during the forward pass."""
     lengths_vary: bool = False
-    """Whether micro-batches differ in length."""
+    """True if micro-batches differ in length."""

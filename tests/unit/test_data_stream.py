@@ -227,7 +227,7 @@ def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
 
 
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all texts that a process reads, and within a batch."""
+    """Count the shards that are open over all texts of a process, and within a batch."""
     monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(dataset, "open_shard", lru_cache(2)(dataset.open_shard.__wrapped__))
     prepared = prepare(data, MANY, 100)

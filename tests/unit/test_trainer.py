@@ -1,4 +1,4 @@
-"""What counts as training time around validations and checkpoints. A clock that only this test advances shows it."""
+"""Training time around validations and checkpoints, by a clock that only these tests advance."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class ReductionParts:
     replicas: int
     blocks: int
     is_rounded: bool
-    """Whether messages are rounded."""
+    """True if messages are rounded, so that replicas receive an inexact mean."""
     is_mixed: bool
-    """Whether replicas mix the anchor with their own parameters."""
+    """True if replicas mix the anchor with their own parameters after a synchronization."""
 
 
 class Reduction(ABC):
