@@ -86,8 +86,8 @@ It names a run (its newest checkpoint), one of its checkpoints, an export, or a 
 Of a checkpoint, the run takes the mean of the replicas, as its validation does. Step, optimizer, learning rate and data begin anew;
 the same seed and text give the same samples in the same order. Master parameters are fp32, whatever the files hold. Another
 architecture or tokenizer, missing or unexpected tensors, damaged files and pickled ones (`pytorch_model.bin`) are refused in one
-line. A tokenizer may have more tokens than that of the weights, and the model may have more positions. The folder's path and
-digest are recorded in every checkpoint, in `summary.json` and in the model card of an export.
+line. A tokenizer may have more tokens than that of the weights, and a model with rotary positions may have more of them. The folder's
+path and digest are recorded in every checkpoint, in `summary.json` and in the model card of an export.
 
 **What is refused.** Unknown keys, values of another type, and combinations that can't run are refused before anything starts. The message
 gives the reason; for an unknown key, it names a similar one. If a value has less effect than it seems to have, such as a period longer

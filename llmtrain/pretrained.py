@@ -37,8 +37,8 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt"]
 NOT_ARCHITECTURE = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "quantization_config"}
 """Keys of a config, in addition to those of every config, that say nothing about a model in training."""
 NOT_COMPARED = ("initializer_range", "max_position_embeddings", "pretraining_tp", "dropout", "pdrop", "summary_")
-"""Parts of the names of keys that a run may change: they change neither the shapes of weights nor, unless its rotary
-positions are scaled, what the model computes from them."""
+"""Parts of the names of keys that a run may change: unless its rotary positions are scaled, they do not change what a model computes
+from its weights. If positions are learned, their number is a shape, which is compared with the weights."""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class DataSection(Section):
     on the progress of the tokenization. `blocks` works only for one text, `packed`. `auto`: `blocks` for a hub dataset; `all` for
     files, without packing, and for mixtures and texts per replica. Later epochs always shuffle all."""
     num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Number of processes that tokenize on a node, beside the one that reads the text, which share its cores; `null`: one for
-    every 4 cores, so none on a small machine. The tokens do not depend on it, nor does a continued run."""
+    """Number of processes that tokenize on a node. With 1, the process that reads the text does it itself; otherwise they are beside
+    it and share its cores. `null`: a quarter of the cores, at least 1. The tokens do not depend on it, nor does a continued run."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 

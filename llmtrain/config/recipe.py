@@ -28,7 +28,8 @@ class RunSection(Section):
     the fastest and of the slowest replica at the end of a round. With NCCL between replicas, add the duration of a whole
     synchronization: the host starts the messages of all blocks at once, and NCCL's clock starts then."""
     restarts: CountOrZero = 2
-    """Maximum number of restarts by `launch/train.sh` after a rank fails: of all ranks on all nodes, from the last checkpoint."""
+    """Maximum number of restarts by `launch/train.sh` after a rank fails, or after a node is lost with `on_replica_loss=continue`: of
+    all ranks on all nodes, from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
     """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
     which needs node 0 and a `global_batch` that the remaining replicas can share. Without effect under `slurm.sbatch`."""
@@ -186,7 +187,8 @@ class ParallelSection(Section):
     replicas: Count | Literal["auto"] = "auto"
     """Copies of the model, with the slow network between them. `auto`: one per node; on a single node, as many as fit in memory."""
     shards: Count | Literal["auto"] = "auto"
-    """Ranks per replica, with the fast network between them. `auto`: all ranks of a node."""
+    """Ranks per replica, with the fast network between them. `auto`: all ranks of a node, or on a single node with
+    `replicas: auto`, as few as the model fits in."""
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
     GPU. The results are those of one process per replica, except for rounding errors in sums over more than two replicas."""

@@ -8,8 +8,8 @@ Traffic   nothing between replicas. In a replica of n ranks, the rows of a matri
 Memory    one momentum: 4 bytes per value, half of AdamW's.
 Differs   iterations are in bf16 on GPUs, as published and as in torch.optim.Muon, which does the same on one rank; on CPUs they
           are in fp32, and in fp64 if parameters are.
-Needs     equal devices for synchronous steps. Different devices round matrix products differently, so replicas would drift
-          apart although their gradients are equal. With different devices, set sync.warmup_steps=0.
+Needs     equal devices for sync.method=synchronous. Different devices round matrix products differently, so replicas drift apart
+          although their gradients are equal. After a synchronous warm-up, all replicas continue with the first one's parameters.
 """
 
 from __future__ import annotations

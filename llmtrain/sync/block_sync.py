@@ -15,6 +15,12 @@ from llmtrain.sync.outer import Outer
 from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.sync_stats import SyncStats
 
+COMPARING = "comparing the first anchors"
+FIRST_ANCHORS_DIFFER = (
+    "replicas had different parameters after the synchronous steps, so all continue with those of replica 0; devices of "
+    "different kinds round differently, above all with optim.kind=muon"
+)
+
 
 class PendingReduction:
     """A block's reduction in flight. `wait` may be called more than once."""
@@ -100,11 +106,30 @@ class BlockSync:
 
     def ensure_anchor(self) -> None:
         """Take the first anchor and allocate the error-feedback buffers, if the method keeps them and they do not exist yet.
-        Replicas must be equal at the first call."""
+        The first call is a collective of all ranks. If replicas differ, all continue with the parameters of replica 0."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
+            if self._anchors_differ():
+                self._copy_first_replica()
+                self.anchors.snapshot()
+                self.warnings.append(FIRST_ANCHORS_DIFFER)
         if self.feedback_decay is not None and not self.errors:
             self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
+
+    def _anchors_differ(self) -> bool:
+        """Return, on all ranks alike, whether the anchors of any two replicas differ."""
+        if self.replica_comms.size == 1:
+            return False
+        sums = self.replica_comms.all_gather_object(int(self.anchors.fingerprint()), COMPARING)
+        return any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
+
+    def _copy_first_replica(self) -> None:
+        """Give all replicas the parameters of the first one."""
+        for index, block in enumerate(self.replica.blocks):
+            flat = flatten(block)
+            if self.replica_comms.rank > 0:
+                flat.zero_()
+            self.write_parameters(index, self.replica_comms.all_reduce(flat, "copying the first replica"))
 
     def wait_for_device(self) -> None:
         """Wait for the work on the replica's current CUDA stream, so that a host clock read next includes it. Do nothing for a

@@ -105,6 +105,34 @@ def change_a_bit(recipe: Recipe) -> str:
         trainer.method.close()
 
 
+def round_differently(recipe: Recipe, shards: int) -> tuple[str, list[str], list[bool]]:
+    """Let the sick replica's last rank round the last synchronous step up. Return how the run ended, its warnings, and whether this
+    rank began its first round at the anchor, with the parameters that all ranks would have had."""
+    trainer = trainer_of(Part(recipe, 2, shards, recipe.train.total_steps + 1), Seen())
+    trainer.metrics.stop.requested = False
+    trainer.recipe = recipe
+    end_step, begin_step, mesh = trainer.method.end_step, trainer.method.schedule.begin_step, trainer.metrics.mesh
+    expected: list[torch.Tensor] = []
+    at_start: list[bool] = []
+
+    def end(step: int, tokens: int) -> None:
+        end_step(step, tokens)
+        if step == 2:
+            expected[:] = map(flatten, trainer.engine.blocks)
+            if mesh.replica_comms.rank == SICK and mesh.shard_comms.rank == shards - 1:
+                shard = trainer.engine.blocks[1].shards[0].view(-1)
+                shard[0] = math.nextafter(shard[0].item(), math.inf)
+
+    def begin() -> None:
+        if not at_start:
+            at_start.extend(map(torch.equal, map(flatten, trainer.engine.blocks), expected))
+            at_start.extend(at_anchor(trainer))
+        begin_step()
+
+    trainer.method.end_step, trainer.method.schedule.begin_step = end, begin
+    return fit(trainer), trainer.metrics.run_log.warnings, at_start
+
+
 def test_a_bad_gradient_ends_the_run_on_all_ranks_with_one_line(ranks: RankPool, folder: Path) -> None:
     for name, overrides in METHODS.items():
         recipe = recipe_of(folder, f"stop-{name}", *overrides, "train.steps=12", "log.every=2")
@@ -165,3 +193,15 @@ def test_an_anchor_with_a_changed_bit_is_found(ranks: RankPool, folder: Path) ->
     assert first.startswith("the anchors of the 2 replicas differ, found at step"), first
     never = recipe_of(folder, "unseen", *keys, "sync.verify_every=null")
     assert ranks.run(change_a_bit, never, world_size=2, timeout=300) == ["done", "done"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_replicas_that_synchronous_steps_left_different_continue_with_the_first_ones(
+    ranks: RankPool, folder: Path, shards: int
+) -> None:
+    keys = [*METHODS["edit"], "train.steps=12", "log.every=1", "sync.verify_every=1"]
+    recipe = recipe_of(folder, f"rounded-{shards}", *keys)
+    seen = ranks.run(round_differently, recipe, shards, world_size=2 * shards, timeout=300)
+    assert all(ended == "done" and at_start and all(at_start) for ended, _, at_start in seen)
+    (warning,) = seen[0][1]
+    assert warning.startswith("step 3: replicas had different parameters after the synchronous steps")

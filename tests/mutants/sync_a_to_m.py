@@ -34,6 +34,17 @@ TABLES = {
         outer: the number of a round is the log's
           - self.outer.in_round(self.rounds_done)
           + self.outer.in_round(self.stats.count)
+    seen by distributed/test_bad_numbers.py
+        anchor: replicas that differ keep their first anchors
+          - any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
+          + False
+        anchor: shards decide on their own whether replicas differ
+          - any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
+          + len(set(sums)) > 1
+        anchor: the first replica's parameters are added to the others'
+          -             if self.replica_comms.rank > 0:
+          -                 flat.zero_()
+          +             pass
     seen by distributed/test_rounding_errors.py, SCENARIOS
         synchronizer: a rounding error is sent twice
           - self.errors[index].zero_()
