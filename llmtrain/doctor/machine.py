@@ -168,7 +168,7 @@ def identity() -> dict[str, str]:
     """Return the software versions that are compared between ranks."""
     return {
         "llmtrain": f"{llmtrain.__version__} (source {source_hash()})",
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],  # as a run compares it
         "transformers": installed_version("transformers") or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

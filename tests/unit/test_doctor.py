@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from llmtrain.config import ParallelSection
-from llmtrain.consistency import recipe_values
+from llmtrain.consistency import common_values, recipe_values
 from llmtrain.doctor import machine, run_checks
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
@@ -37,6 +37,13 @@ def levels(findings: list[Finding]) -> list[str]:
 
 
 # ---- this machine
+
+
+def test_versions_agree_where_those_of_a_run_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    of_run = common_values(load_recipe(STDLIB))
+    assert machine.identity()["torch"] == of_run["torch"] == "2.13.0"
+    assert machine.identity()["llmtrain"] == of_run["llmtrain"]
 
 
 def test_versions_are_listed():
