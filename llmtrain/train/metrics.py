@@ -233,7 +233,7 @@ class Metrics:
     @property
     def stop_agreed(self) -> bool:
         """Return whether all ranks know that a stop was requested."""
-        return self._stop_agreed or self.method.period.ended_early
+        return self._stop_agreed or self.method.period.stop_agreed
 
     @property
     def has_unlogged_steps(self) -> bool:
