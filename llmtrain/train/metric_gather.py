@@ -32,8 +32,8 @@ SKIPS_IN_A_ROW = 10
 
 @dataclass
 class IntervalMetrics:
-    """This rank's sums since its last log line. What depends on the device's results stays there until then, so that training does
-    not wait for it."""
+    """This rank's sums since its last log line, by the names under which they are gathered. What depends on the device's results
+    stays there until then, so that training does not wait for it."""
 
     loss_sum: Number = 0.0
     grad_norm_sum: Number = 0.0
