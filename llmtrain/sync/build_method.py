@@ -112,14 +112,14 @@ def build_method(
     store: dist.Store | None = None,
     timeout_seconds: float = 600,
     clock: Clock = time.monotonic,
-    end_early: Callable[[], bool] = lambda: False,
+    stop_seen: Callable[[], bool] = lambda: False,
     offload_of: Callable[[torch.device], StreamOffload | None] = host_offload,
 ) -> Method:
     """Build a method. A collective of all ranks.
 
     `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
     learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
-    wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `end_early()` is true on a rank.
+    wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `stop_seen()` is true on a rank.
     `offload_of` returns the anchor offload for a device, or None.
     """
     outer = build_choice(OUTERS, sync.outer)
@@ -133,7 +133,7 @@ def build_method(
         # Ranks exchange the time in every step, and read it on the host. Over NCCL, that would wait for all queued GPU work.
         on_cpu = shard_comms.device.type == "cpu"
         ranks = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
-        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock, end_early)
+        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock, stop_seen)
     else:
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None

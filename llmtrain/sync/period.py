@@ -21,8 +21,8 @@ class Period(ABC):
     alone decides. `TimedPeriod` is the exception. A `step` is the replica's own, from 1.
     """
 
-    ended_early = False
-    """True if all ranks know that the last round ended early because a stop was requested."""
+    stop_agreed = False
+    """True if all ranks know that a stop was requested, for which the last round ended early."""
 
     def __init__(self, section: PeriodSection, warmup: int = 0):
         """Create a period with `warmup` synchronous steps before the first round."""

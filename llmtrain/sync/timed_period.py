@@ -28,8 +28,7 @@ class TimedPeriod(Period):
     The next exchange comes earlier than `section.every` if, at the present pace, the run would complete its steps before it.
     Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the
     others. The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica
-    beyond `total_steps`. `end_early()` returns whether this rank knows that rounds should end now, because a stop was
-    requested.
+    beyond `total_steps`. A round also ends once `stop_seen()` is true on a rank: it knows that a stop was requested.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class TimedPeriod(Period):
         replica_comms: Comms,
         shard_comms: Comms,
         clock: Clock,
-        end_early: Callable[[], bool] = lambda: False,
+        stop_seen: Callable[[], bool] = lambda: False,
     ):
         super().__init__(section, warmup)
         self.total_steps, self.clock = total_steps, clock
         self.replica_comms, self.shard_comms = replica_comms, shard_comms
-        self.end_early = end_early
+        self.stop_seen = stop_seen
         self._exchanged_at: float | None = (
             None  # time of the last exchange, on this rank's clock, moved by what is not training
         )
@@ -69,9 +68,9 @@ class TimedPeriod(Period):
     def ends_round(self, step: int) -> bool:
         if step <= self.warmup:
             return False
-        elapsed, early = self._read_clock()
-        is_due = elapsed >= self._interval or step >= self._step_limit or early
-        return is_due and self._exchange_progress(step, elapsed, early)
+        elapsed, stop = self._read_clock()
+        is_due = elapsed >= self._interval or step >= self._step_limit or stop
+        return is_due and self._exchange_progress(step, elapsed, stop)
 
     def round_length(self, step: int) -> int:
         return self._last_steps if step > self.warmup else 0
@@ -133,19 +132,19 @@ class TimedPeriod(Period):
         }
 
     def _read_clock(self) -> tuple[float, bool]:
-        """Return the seconds since the last exchange and whether the next one is due at once, both as the replica's first rank
-        knows them. A collective of the shard group."""
+        """Return the seconds since the last exchange and whether a stop was requested, both as the replica's first rank knows
+        them. A collective of the shard group."""
         # On the CPU: reading them from a GPU would wait in every step for all that it still has to compute.
-        mine = torch.tensor([self.clock() - self._exchanged_at, self.end_early()], dtype=torch.float64)
-        elapsed, early = self.shard_comms.all_gather(mine, "reading the replica's clock")[0]
-        return float(elapsed), bool(early)
+        mine = torch.tensor([self.clock() - self._exchanged_at, self.stop_seen()], dtype=torch.float64)
+        elapsed, stop = self.shard_comms.all_gather(mine, "reading the replica's clock")[0]
+        return float(elapsed), bool(stop)
 
-    def _exchange_progress(self, step: int, elapsed: float, early: bool) -> bool:
+    def _exchange_progress(self, step: int, elapsed: float, stop: bool) -> bool:
         """Exchange step counts and set the time of the next exchange. Return whether the replicas have taken enough steps
         to synchronize. Waits for all replicas."""
-        mine = torch.tensor([step, elapsed, early], dtype=torch.float64, device=self.replica_comms.device)
-        steps, seconds, ends = self.replica_comms.all_gather(mine, "exchanging step counts").cpu().unbind(1)
-        self.ended_early = bool(ends.any())
+        mine = torch.tensor([step, elapsed, stop], dtype=torch.float64, device=self.replica_comms.device)
+        steps, seconds, stops = self.replica_comms.all_gather(mine, "exchanging step counts").cpu().unbind(1)
+        self.stop_agreed = bool(stops.any())
         total = int(steps.sum())
         done, left = total - self._summed_steps, self.replica_comms.size * self.total_steps - total
         self._last_steps, self._last_exchange_step, self._summed_steps = step - self._last_exchange_step, step, total

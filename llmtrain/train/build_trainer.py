@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -50,7 +50,6 @@ def build_trainer(
     console: Console,
     mesh_reason: str,
     stop: StopRequest,
-    end_early: Callable[[], bool] = lambda: False,
     weights: InitialWeights | None = None,
     train_text: TrainText | None = None,
 ) -> Trainer:
@@ -78,7 +77,7 @@ def build_trainer(
         store=mesh.store,
         timeout_seconds=timeout,
         clock=mesh.clock or time.monotonic,
-        end_early=end_early,
+        stop_seen=stop.seen,
     )
     for line in _start_lines(
         recipe, mesh, mesh_reason, parameters, len(engine.blocks), texts, loader, directory, weights

@@ -8,7 +8,6 @@ import math
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +23,16 @@ from llmtrain.train.progress import DelayedProgress
 from llmtrain.train.run_dir import RunDirectory
 
 
-class Logger(ABC):
-    """Destination of log lines on the main rank. Its methods raise OSError if writing fails."""
+class Logger:
+    """Destination of log lines and samples on the main rank, which by default ignores them. Its methods raise OSError if writing
+    fails."""
 
-    @abstractmethod
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Record one line: the global step, training tokens of all replicas, training seconds and values by tag."""
 
-    @abstractmethod
     def log_sample(self, step: int, tokens: int, text: str) -> None:
         """Record a text that the model has generated after `step`."""
 
-    @abstractmethod
     def close(self, failed: bool = False) -> None:
         """Flush and close. `failed`: training has ended with an error."""
 
@@ -58,9 +55,6 @@ class JsonlLogger(Logger):
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
         self._file.write(json.dumps({"step": step, "tokens": tokens, "seconds": round(seconds, 3), **values}) + "\n")
-
-    def log_sample(self, step: int, tokens: int, text: str) -> None:
-        """Do nothing, because samples are in samples.txt."""
 
     def close(self, failed: bool = False) -> None:
         self._file.close()
@@ -88,15 +82,9 @@ class SampleLogger(Logger):
                 kept.append(line + "\n")
         atomic_write(path, "".join(kept))
 
-    def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
-        """Do nothing, because numbers are in metrics.jsonl."""
-
     def log_sample(self, step: int, tokens: int, text: str) -> None:
         with self.path.open("a") as file:
             file.write(f"{SAMPLE.format(step=step)}\n{text}\n\n")
-
-    def close(self, failed: bool = False) -> None:
-        """Do nothing, because the file is closed after each sample."""
 
 
 class TensorBoardLogger(Logger):

@@ -1,15 +1,15 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
-`Metrics.log` lists the numbers. The gather runs in the background and is read once it is complete, at the latest
-before the next log line. A replica therefore waits at a log line only for a replica that is a whole log interval behind it; on
-GPUs, an interval less one step, because a line is gathered one step after it is opened.
+`Metrics.log` names the numbers, and `MetricReducer.tags` their reductions and tags. The gather runs in the background and is read
+once it is complete, at the latest before the next log line. A replica therefore waits at a log line only for a replica that is a
+whole log interval behind it; on GPUs, an interval less one step, because a line is gathered one step after it is opened.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import ranks_per_device
 from llmtrain.quantities import GIB
 from llmtrain.running_moments import RunningMoments
-from llmtrain.train.device_numbers import DeviceNumbers
+from llmtrain.train.state import Number, host_numbers
 
 SPIKE_DEVIATIONS = 6.0
 """Number of standard deviations above the running mean beyond which a logged loss counts as a spike (OLMo's
@@ -31,48 +31,109 @@ SKIPS_IN_A_ROW = 10
 
 
 @dataclass
-class OpenLine:
-    """Log line of which a GPU may still compute this rank's numbers."""
+class IntervalMetrics:
+    """This rank's sums since its last log line, by the names under which they are gathered. What depends on the device's results
+    stays there until then, so that training does not wait for it."""
+
+    loss_sum: Number = 0.0
+    grad_norm_sum: Number = 0.0
+    steps: int = 0
+    gradients: Number = 0
+    """Inner optimizer steps. Pulls, and steps skipped for a non-finite gradient, do not count."""
+    predicted_tokens: Number = 0
+    padding: Number = 0
+    """Padded positions, beyond the ends of documents."""
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+
+    def add_gradient(
+        self, tokens: int, padding: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: Number
+    ) -> Number:
+        """Add a gradient of `tokens` tokens, with their summed `loss`. Add nothing if its step was skipped, in which case `skipped`
+        is 1, otherwise 0. Return the number of tokens that the optimizer's step has used."""
+        if isinstance(skipped, torch.Tensor):
+            loss, grad_norm = (torch.where(skipped.bool(), 0.0, number) for number in (loss, grad_norm))
+        used = 1 - skipped
+        self.loss_sum = self.loss_sum + loss
+        self.grad_norm_sum = self.grad_norm_sum + grad_norm
+        self.gradients = self.gradients + used
+        self.predicted_tokens = self.predicted_tokens + used * tokens
+        self.padding = self.padding + used * padding
+        return used * tokens
+
+
+class DeviceNumbers:
+    """Numbers of one moment, on their way to the host. On a GPU the host continues while they are computed and copied."""
+
+    def __init__(self, numbers: Mapping[str, Number]):
+        """Start copying the scalars among `numbers` that are on a GPU."""
+        on_gpu = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+        self._known = host_numbers({name: value for name, value in numbers.items() if name not in on_gpu})
+        self._names = list(on_gpu)
+        self._event: torch.cuda.Event | None = None
+        self._copied: torch.Tensor | None = None
+        if on_gpu:
+            values = torch.stack([value.double() for value in on_gpu.values()])
+            self._copied = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._copied.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether `read` would return without waiting."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers as the host's, once the device has computed them."""
+        if self._event is None:
+            return self._known
+        self._event.synchronize()
+        return {**self._known, **dict(zip(self._names, self._copied.tolist(), strict=True))}
+
+
+@dataclass
+class LogLine:
+    """Log line: this rank's numbers, of which a GPU may still compute some, and later the `columns` of all ranks, with their reductions
+    over ranks."""
 
     step: int
     seconds: float
     """Training time of the run so far."""
     common: dict[str, float]
-    """Values known to every rank without a gather: learning rate, period, counters."""
+    """Values by tag that every rank knows without a gather: learning rate, period, counters."""
     numbers: DeviceNumbers
     """This rank's numbers, without the three times of waiting."""
     more_step_seconds: float = 0.0
     """Time of the interval's steps after the line was opened."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Each number's values by rank, float64. Empty until they are gathered."""
 
     def row(self, waiting: Mapping[str, float]) -> dict[str, float]:
         """Return this rank's numbers with the times of waiting, once the device has computed them."""
         row = {**self.numbers.read(), **waiting}
         return row | {"step_seconds": row["step_seconds"] + self.more_step_seconds}
 
-
-@dataclass(frozen=True)
-class GatheredMetrics:
-    """Numbers of all ranks for one log line."""
-
-    step: int
-    seconds: float
-    common: dict[str, float]
-    """Values known to every rank without a gather: learning rate, period, counters."""
-    columns: dict[str, torch.Tensor]
-    """Each number's values by rank, float64."""
-
     @property
     def tokens(self) -> int:
         """Return the training tokens of all replicas so far."""
-        return int(self.columns["tokens_total"].sum())
+        return int(self.total("tokens_total"))
 
-    @property
-    def stop_requested(self) -> bool:
-        return bool(self.columns["stop"].sum() > 0)
+    def total(self, name: str) -> float:
+        return float(self.columns[name].sum())
 
-    @property
-    def checkpoint_failed(self) -> bool:
-        return bool(self.columns["unwritten"].sum() > 0)
+    def mean(self, name: str) -> float:
+        return float(self.columns[name].mean())
+
+    def largest(self, name: str) -> float:
+        return float(self.columns[name].max())
+
+    def any(self, name: str) -> bool:
+        return self.total(name) > 0
+
+    def slowest(self, name: str) -> float:
+        """Return the seconds per step of the rank for which they are largest."""
+        return float((self.columns[name] / self.columns["steps"]).max())
 
 
 class AsyncMetricGather:
@@ -80,9 +141,9 @@ class AsyncMetricGather:
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self._pending: tuple[OpenLine, list[str], PendingCollective] | None = None
+        self._pending: tuple[LogLine, list[str], PendingCollective] | None = None
 
-    def submit(self, line: OpenLine, waiting: Mapping[str, float]) -> None:
+    def submit(self, line: LogLine, waiting: Mapping[str, float]) -> None:
         """Start gathering the numbers of one line, with this rank's times of `waiting`. The previous line must have been
         collected."""
         assert self._pending is None
@@ -96,15 +157,15 @@ class AsyncMetricGather:
         if self._pending is not None:
             self._pending[-1].wait()
 
-    def wait_all(self, only_if_done: bool = False) -> GatheredMetrics | None:
+    def wait_all(self, only_if_done: bool = False) -> LogLine | None:
         """Return the numbers of the line in flight and forget it; None if there is none. Waits for the slowest rank's numbers, or
         with `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         line, names, pending = self._pending
         self._pending = None
-        columns = dict(zip(names, pending.wait().unbind(dim=1), strict=True))
-        return GatheredMetrics(line.step, line.seconds, line.common, columns)
+        line.columns = dict(zip(names, pending.wait().unbind(dim=1), strict=True))
+        return line
 
 
 class MetricReducer:
@@ -120,47 +181,47 @@ class MetricReducer:
         self.spikes = 0
         self._losses = RunningMoments((1, 1), ema=0.05)
 
-    def tags(self, line: GatheredMetrics) -> dict[str, float]:
+    def tags(self, line: LogLine) -> dict[str, float]:
         """Return the tags of one line and count its loss spike, if any."""
-        loss_sums, tokens = line.columns["loss_sum"], line.columns["predicted_tokens"]
-        loss = float(loss_sums.sum() / tokens.sum())  # NaN, written as null, if no rank computed a gradient
-        step_seconds, steps = line.columns["step_seconds"], line.columns["steps"]
+        columns, replicas, shards = line.columns, self.mesh.replicas, self.mesh.shard_comms.size
+        tokens, step_seconds = columns["predicted_tokens"].sum(), columns["step_seconds"]
+        loss = float(columns["loss_sum"].sum() / tokens)  # NaN, written as null, if no rank computed a gradient
         seconds = float(step_seconds.sum() if self._in_turns else step_seconds.max())
-        rate = float(tokens.sum()) / seconds if seconds > 0 else math.nan
+        rate = float(tokens) / seconds if seconds > 0 else math.nan
         tags = {
             "train/loss": loss,
             "train/ppl": math.exp(min(loss, 700.0)),
-            "train/steps": float(line.columns["steps_total"].mean()),
-            "train/gradient_steps": float(line.columns["gradients_total"].mean()),
-            "train/grad_norm": float((line.columns["grad_norm_sum"] / line.columns["gradients"].clamp(min=1)).mean()),
+            "train/steps": line.mean("steps_total"),
+            "train/gradient_steps": line.mean("gradients_total"),
+            "train/grad_norm": float((columns["grad_norm_sum"] / columns["gradients"].clamp(min=1)).mean()),
             "perf/tokens_per_second": rate,
-            "perf/step_seconds": float((step_seconds / steps).max()),
-            "perf/data_seconds": float((line.columns["data_seconds"] / steps).max()),
-            "perf/peak_memory_gib": float(line.columns["peak_memory"].max()) / GIB,
-            "comm/bytes_total": float(line.columns["bytes_total"].sum()),
-            "comm/other_bytes_total": float(line.columns["other_bytes_total"].sum()),
-            "comm/seconds": float(line.columns["comm_seconds"].mean()),
-            "comm/exposed_seconds": float(line.columns["exposed_seconds"].mean()),
-            "comm/wait_seconds": float(line.columns["wait_seconds"].mean()),
-            "sync/pseudo_grad_norm": math.sqrt(float(line.columns["mean_squared"].sum()) / self.mesh.replicas),
-            "sync/divergence": math.sqrt(float(line.columns["spread_squared"].sum()) / self.mesh.replicas),
-            "sync/late": float(line.columns["late_total"].sum()) / self.mesh.shard_comms.size,
-            "health/skipped_steps": float(line.columns["skipped_total"].sum()) / self.mesh.shard_comms.size,
+            "perf/step_seconds": line.slowest("step_seconds"),
+            "perf/data_seconds": line.slowest("data_seconds"),
+            "perf/peak_memory_gib": line.largest("peak_memory") / GIB,
+            "comm/bytes_total": line.total("bytes_total"),
+            "comm/other_bytes_total": line.total("other_bytes_total"),
+            "comm/seconds": line.mean("comm_seconds"),
+            "comm/exposed_seconds": line.mean("exposed_seconds"),
+            "comm/wait_seconds": line.mean("wait_seconds"),
+            "sync/pseudo_grad_norm": math.sqrt(line.total("mean_squared") / replicas),
+            "sync/divergence": math.sqrt(line.total("spread_squared") / replicas),
+            "sync/late": line.total("late_total") / shards,
+            "health/skipped_steps": line.total("skipped_total") / shards,
             "health/loss_spikes": float(self._count_spike(loss)),
-            "health/nonfinite": float((~loss_sums.isfinite()).sum()),
+            "health/nonfinite": float((~columns["loss_sum"].isfinite()).sum()),
             **line.common,
         }
-        if reserved := float(line.columns["reserved_memory"].max()):
+        if reserved := line.largest("reserved_memory"):
             tags["perf/reserved_memory_gib"] = reserved / GIB
-        if virtual := float(line.columns["virtual_seconds"].max()):
+        if virtual := line.largest("virtual_seconds"):
             tags["perf/virtual_seconds"] = virtual
-        if padding := float(line.columns["padding"].sum()):
-            tags["data/padding"] = padding / (padding + float(tokens.sum()))
+        if padding := line.total("padding"):
+            tags["data/padding"] = padding / (padding + float(tokens))
         if self.peak is not None:
             tags["perf/mfu"] = rate * self.flops_per_token / (self.peak * self._devices)
         return tags
 
-    def check(self, line: GatheredMetrics) -> None:
+    def check(self, line: LogLine) -> None:
         """Raise TrainingError, on every rank, if training is no longer meaningful: a loss or gradient
         norm is not finite, a replica has skipped its last `SKIPS_IN_A_ROW` steps, or anchors differ."""
         # Steps that `optim.nonfinite` skips are in neither of the two sums, so they do not end the run here.

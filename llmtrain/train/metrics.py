@@ -19,13 +19,11 @@ from llmtrain.reshard import Rules, first, largest, mean
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.device_numbers import DeviceNumbers, Number
 from llmtrain.train.devices import peak_memory_bytes, reserved_memory_bytes
-from llmtrain.train.interval import IntervalMetrics
-from llmtrain.train.metric_gather import AsyncMetricGather, GatheredMetrics, MetricReducer, OpenLine
+from llmtrain.train.metric_gather import AsyncMetricGather, DeviceNumbers, IntervalMetrics, LogLine, MetricReducer
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.signals import StopRequest
-from llmtrain.train.state import TrainState
+from llmtrain.train.state import Number, TrainState
 from llmtrain.train.validation import Validation, ValidationSet
 from llmtrain.turns import own_time
 
@@ -86,8 +84,8 @@ class Metrics:
         self.last_eval: Validation | None = None
         self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
-        self._open_line: OpenLine | None = None
-        self._displayed: GatheredMetrics | None = None
+        self._open_line: LogLine | None = None
+        self._displayed: LogLine | None = None
         self._verified = 0  # synchronizations at the last comparison of anchors
 
     def open(self, state: TrainState) -> AbstractContextManager[None]:
@@ -139,7 +137,7 @@ class Metrics:
         its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until
         then. `lr` is the learning rate to log."""
         self.wait()
-        stats, interval = self.method.stats, self.interval
+        stats = self.method.stats
         common = {
             "train/lr": lr,
             "comm/replicas": self.mesh.replicas,
@@ -155,16 +153,8 @@ class Metrics:
             "perf/checkpoint_seconds": self.checkpointer.seconds,
             "health/slowest_replica": stats.slowest_replica,
         }
-        numbers: dict[str, Number] = {  # of this rank, by names under which `MetricReducer` finds those of all ranks
-            # Since the last line.
-            "steps": interval.steps,
-            "gradients": interval.gradients,
-            "loss_sum": interval.loss,
-            "grad_norm_sum": interval.grad_norm,
-            "predicted_tokens": interval.predicted_tokens,
-            "padding": interval.padding,
-            "step_seconds": interval.step_seconds,
-            "data_seconds": interval.data_seconds,
+        numbers: dict[str, Number] = {  # of this rank, by the names under which `MetricReducer` reduces them
+            **vars(self.interval),  # since the last line
             # Since the start of the run. `_submit` adds times of waiting.
             "steps_total": state.step,
             "gradients_total": state.gradients,
@@ -182,9 +172,9 @@ class Metrics:
             "reserved_memory": reserved_memory_bytes(self.mesh.device),
             "fingerprint": self._fingerprint(stats.count),
             "stop": self.stop.requested,
-            "unwritten": self.checkpointer.failed or self.run_log.io_errors.pending,
+            "unwritten": self.checkpointer.failed or self.run_log.io_errors.found is not None,
         }
-        self._open_line = OpenLine(state.global_step, self.train_seconds, common, DeviceNumbers(numbers))
+        self._open_line = LogLine(state.global_step, self.train_seconds, common, DeviceNumbers(numbers))
         for warning in self.method.take_warnings():
             self.run_log.warn(state.global_step, warning)
         self.interval = IntervalMetrics()
@@ -209,8 +199,8 @@ class Metrics:
             except TrainingError as error:
                 error.is_shared = True
                 raise
-            self._stop_agreed |= line.stop_requested
-            if line.checkpoint_failed:
+            self._stop_agreed |= line.any("stop")
+            if line.any("unwritten"):
                 self.checkpointer.wait()  # raises, on all ranks, if the checkpoint failed
                 self.run_log.io_errors.check()
 
@@ -240,14 +230,10 @@ class Metrics:
         if line := rise_of_loss(self.first_eval.loss, self.last_eval.loss, is_continued):
             self.run_log.warn(state.global_step, line)
 
-    def log_sample(self, state: TrainState, text: str) -> None:
-        """Log a text that the model has generated."""
-        self.run_log.log_sample(state, self.tokens, text)
-
     @property
     def stop_agreed(self) -> bool:
         """Return whether all ranks know that a stop was requested."""
-        return self._stop_agreed or self.method.period.ended_early
+        return self._stop_agreed or self.method.period.stop_agreed
 
     @property
     def has_unlogged_steps(self) -> bool:
@@ -328,7 +314,7 @@ class Metrics:
         self._verified = count
         return self.method.fingerprint()
 
-    def _display(self, line: GatheredMetrics | None) -> GatheredMetrics | None:
+    def _display(self, line: LogLine | None) -> LogLine | None:
         """Log and print the tags of a line, if there is one, and warnings about what it counts. Return the line."""
         if line is None:
             return None

@@ -45,14 +45,13 @@ class IoErrors:
         tokenizing on this host, or None."""
         self._mesh, self._search = mesh, search
         self._text_problem = text_problem or (lambda: None)
-        self._refused: str | None = None
-        self._error: UserError | TrainingError | None = None
+        self._unwritten: UserError | TrainingError | None = None
+        """Error of the first failed write."""
 
     @property
-    def pending(self) -> bool:
-        """Return whether the next `check` raises because of an error on this rank."""
-        found = (self._refused, self._error, self._search.problem, self._text_problem())
-        return any(problem is not None for problem in found)
+    def found(self) -> UserError | TrainingError | None:
+        """Return this rank's error, with which the next `check` fails; None if there is none."""
+        return self._search.problem or self._text_problem() or self._unwritten
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
         """Return the result of `work`, which writes to `path`. On an OSError, a UserError or a TrainingError, record it and return
@@ -60,11 +59,12 @@ class IoErrors:
         try:
             return work()
         except (UserError, TrainingError) as error:
-            self._error = self._error or error
-            return None
+            self._unwritten = self._unwritten or error
         except OSError as error:
-            self._refused = self._refused or f"{path} could not be written: {one_line(error)}"
-            return None
+            again = "start the same command again to continue from the last checkpoint"
+            problem = f"{path} could not be written: {one_line(error)}; {again}"
+            self._unwritten = self._unwritten or TrainingError(problem)
+        return None
 
     def check(self) -> None:
         """Raise an error on every rank if any rank has one: DataError for damaged token shards and text that can't be
@@ -72,14 +72,8 @@ class IoErrors:
         raise_on_all(self._mesh, self._raise)
 
     def _raise(self) -> None:
-        if self._search.problem is not None:
-            raise self._search.problem
-        if (problem := self._text_problem()) is not None:
-            raise problem
-        if self._error is not None:
-            raise self._error
-        if self._refused is not None:
-            raise TrainingError(f"{self._refused}; start the same command again to continue from the last checkpoint")
+        if (error := self.found) is not None:
+            raise error
 
 
 def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: float, progress: Callable[[], int]) -> T:

@@ -76,8 +76,6 @@ class OpenRun:
     mesh_reason: str
     """Why the mesh has its shape."""
     stop: StopRequest
-    end_early: Callable[[], bool]
-    """Function that returns whether the current round must end now."""
     suites: BackgroundEval
     at_end: ExitStack
     """Stack of what is called when the mesh is closed and no rank waits for this one any more."""
@@ -158,7 +156,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
         ExitStack() as at_end,
         BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
         ranks.open_mesh(world, peers, shards) as mesh,
-        _shared_stop(recipe, mesh, stop) as end_early,
+        _shared_stop(recipe, mesh, stop) as stop.seen,
         open_train_text(recipe, mesh, prepared) as train_text,
     ):
         yield OpenRun(
@@ -171,7 +169,6 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
             mesh=mesh,
             mesh_reason=mesh_reason,
             stop=stop,
-            end_early=end_early,
             suites=suites,
             at_end=at_end,
         )
@@ -197,9 +194,9 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
-    """Provide a function that returns whether any rank was asked to stop, for rounds of seconds, whose log lines are too
-    rare for agreeing on it. Otherwise the function returns False, and ranks agree at log lines. So they do by a virtual clock, too: a
-    round that a signal cuts short would make another run of one that is continued."""
+    """Provide `StopRequest.seen` through the job's store for rounds of seconds, whose log lines are too rare for agreeing on a stop.
+    Otherwise ranks agree at log lines. So they do by a virtual clock, too: a round that a signal cuts short would make another run of
+    one that is continued."""
     if not recipe.sync.period.is_timed or mesh.clock is not None:
         return nullcontext(lambda: False)
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
@@ -250,7 +247,6 @@ def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
             run.console,
             run.mesh_reason,
             run.stop,
-            end_early=run.end_early,
             weights=weights,
             train_text=run.train_text,
         )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from functools import partial
 
 from llmtrain.config import Recipe
 from llmtrain.train.loggers import Console, Logger, open_loggers
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.state import TrainState
-
-T = TypeVar("T")
 
 
 class RunLog:
@@ -38,7 +36,7 @@ class RunLog:
         """
         opened = (self.recipe, self.directory, state.global_step, tokens, self.console.print)
         if self.is_main:
-            self._loggers = self._write(lambda: open_loggers(*opened)) or ()
+            self._loggers = self.io_errors.write(self.directory.metrics, lambda: open_loggers(*opened)) or ()
         try:
             self.io_errors.check()
             self.console.start(state.global_step, state.total_steps, rounds)
@@ -49,8 +47,7 @@ class RunLog:
                     logger.close(failed=True)
             raise
         else:
-            for logger in self._loggers:
-                self._write(logger.close)
+            self._to_loggers(lambda logger: logger.close())
             self.io_errors.check()
         finally:
             self.console.stop()
@@ -62,7 +59,7 @@ class RunLog:
 
     def log_step(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Log and print a line of metrics."""
-        self._log(step, tokens, seconds, tags)
+        self._to_loggers(lambda logger: logger.log(step, tokens, seconds, tags))
         self.console.log_step(step, tags)
 
     def log_validation(
@@ -71,14 +68,14 @@ class RunLog:
         """Log a validation of one or several texts in one line, and print a line for each."""
         for name, tags in tags_by_text.items():
             self.console.log_validation(step, name, tags)
-        self._log(step, tokens, seconds, {tag: value for tags in tags_by_text.values() for tag, value in tags.items()})
+        all_tags = {tag: value for tags in tags_by_text.values() for tag, value in tags.items()}
+        self._to_loggers(lambda logger: logger.log(step, tokens, seconds, all_tags))
 
     def log_sample(self, state: TrainState, tokens: int, text: str) -> None:
         """Log a text that the model has generated, and print its beginning. That of the last step is printed with the
         report."""
         self.last_sample = (state.global_step, text)
-        for logger in self._loggers:
-            self._write(lambda logger=logger: logger.log_sample(state.global_step, tokens, text))
+        self._to_loggers(lambda logger: logger.log_sample(state.global_step, tokens, text))
         if not state.is_done:
             self.console.log_sample(state.global_step, text)
 
@@ -87,9 +84,6 @@ class RunLog:
         self.warnings.append(f"step {step}: {text}")
         self.console.warn(step, text)
 
-    def _log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
+    def _to_loggers(self, call: Callable[[Logger], None]) -> None:
         for logger in self._loggers:
-            self._write(lambda logger=logger: logger.log(step, tokens, seconds, tags))
-
-    def _write(self, work: Callable[[], T]) -> T | None:
-        return self.io_errors.write(self.directory.metrics, work)
+            self.io_errors.write(self.directory.metrics, partial(call, logger))

@@ -1,5 +1,5 @@
-"""Stop requests from the operating system. The first signal sets a flag of this process. Ranks agree on it at log lines
-(`Metrics.wait`), or in rounds of seconds through a flag in the job's store (`run._shared_stop`).
+"""Stop requests from the operating system. A request is `requested` on the rank that the first signal has reached, `seen` on the
+ranks that know of it, and agreed (`Metrics.stop_agreed`) once all ranks know of it at the same step, where they stop.
 
 A second signal of the same kind ends the process at once. A different signal does not, because Slurm sends SIGUSR1 some time
 before SIGTERM, and the checkpoint that the first one started should be completed.
@@ -31,10 +31,13 @@ single Ctrl-C."""
 
 
 class StopRequest:
-    """Stop flag of this process. The same signal after `SAME_REQUEST_SECONDS` ends the process at once."""
+    """Request to stop a run. The same signal after `SAME_REQUEST_SECONDS` ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        """True once this process was asked to stop."""
+        self.seen: Callable[[], bool] = lambda: False
+        """Function that returns whether this rank knows that any rank was asked; False where ranks agree at log lines alone."""
         self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:

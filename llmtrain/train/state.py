@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from llmtrain.reshard import by_replica, first, mean, mean_over_replicas, own_step, resharded, rules_of, split_evenly
-from llmtrain.train.device_numbers import Number, host_numbers
+
+Number = torch.Tensor | float
+"""A scalar on the device, or a number that the host knows."""
+
+
+def host_numbers(numbers: Mapping[str, Number]) -> dict[str, float]:
+    """Return all numbers as the host's. Waits for the device if one of them is there."""
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers.items()}
 
 
 @dataclass

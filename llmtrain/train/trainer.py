@@ -14,10 +14,9 @@ from llmtrain.reshard import Rules, rules_of
 from llmtrain.sync.method import Method
 from llmtrain.trace import span, step_span
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.device_numbers import Number
 from llmtrain.train.metrics import METRICS_RULES, Metrics
 from llmtrain.train.run_texts import RunTexts
-from llmtrain.train.state import TrainState
+from llmtrain.train.state import Number, TrainState
 from llmtrain.train.validation import Validator
 
 
@@ -103,7 +102,7 @@ class Trainer:
             found, text = self.validator.run(self.method.is_synchronized, with_sample, blocks)
             self.metrics.log_validation(self.state, found)
             if text is not None:
-                self.metrics.log_sample(self.state, text)
+                self.metrics.run_log.log_sample(self.state, self.metrics.tokens, text)
 
     def finish(self) -> None:
         """Synchronize the last round, which may be shorter. Then log and validate. Afterwards all replicas are equal."""

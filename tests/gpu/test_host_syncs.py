@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe, SyncSection
-from llmtrain.train.device_numbers import DeviceNumbers
-from llmtrain.train.interval import IntervalMetrics
+from llmtrain.train.metric_gather import DeviceNumbers, IntervalMetrics
 from llmtrain.train.state import TrainState
 from tests.distributed.fake_engine import choices
 from tests.distributed.pool import RankPool

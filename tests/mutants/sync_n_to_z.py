@@ -113,7 +113,7 @@ TABLES = {
           - now = self.clock() if self._paused_at is None else self._paused_at
           + now = self.clock()
         timed: a request to stop does not end a round
-          -  or early
+          -  or stop
           -
           +
           +

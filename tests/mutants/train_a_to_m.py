@@ -144,16 +144,6 @@ TABLES = {
           - if self._written is not None and tuple(self._written.get(name, ())) != found[name]:
           + if False:
     """,
-    "llmtrain/train/interval.py": r"""
-    seen by distributed/test_bad_numbers.py
-        metrics: the loss of a skipped step counts
-          - torch.where(skipped.bool(), 0.0, number)
-          + number
-    seen by distributed/test_bad_disks.py, distributed/test_resume_training.py, end_to_end/test_training.py
-        trainer: a line counts its tokens twice
-          - self.predicted_tokens = self.predicted_tokens + used * tokens
-          + self.predicted_tokens = self.predicted_tokens + 2 * used * tokens
-    """,
     "llmtrain/train/loggers.py": r"""
     seen by unit/test_loggers.py
         metrics: the line of the checkpoint's own step is dropped
@@ -185,10 +175,18 @@ TABLES = {
           + if self._rounds is None else
     """,
     "llmtrain/train/metric_gather.py": r"""
+    seen by distributed/test_bad_numbers.py
+        metrics: the loss of a skipped step counts
+          - torch.where(skipped.bool(), 0.0, number)
+          + number
+    seen by distributed/test_bad_disks.py, distributed/test_resume_training.py, end_to_end/test_training.py
+        trainer: a line counts its tokens twice
+          - self.predicted_tokens = self.predicted_tokens + used * tokens
+          + self.predicted_tokens = self.predicted_tokens + 2 * used * tokens
     seen by unit/test_metric_gather.py
         metrics: reserved memory is the sum over ranks
-          - line.columns["reserved_memory"].max()
-          + line.columns["reserved_memory"].sum()
+          - line.largest("reserved_memory")
+          + line.total("reserved_memory")
         metrics: speed of the mean rank, not the slowest
           - in_turns else step_seconds.max())
           + in_turns else step_seconds.mean())
@@ -196,8 +194,8 @@ TABLES = {
           - if not values.isfinite().all():
           + if values.isnan().any():
         metrics: bytes of the mean rank, not of all
-          - float(line.columns["bytes_total"].sum())
-          + float(line.columns["bytes_total"].mean())
+          - line.total("bytes_total")
+          + line.mean("bytes_total")
         in process: the rate is that of as many devices
           - step_seconds.sum() if self._in_turns else
           + step_seconds.max() if self._in_turns else
@@ -226,7 +224,7 @@ TABLES = {
           + CLEAR_RISE
     seen by distributed/test_resume_training.py
         trainer: a rank stops when it is asked itself
-          - self._stop_agreed |= line.stop_requested
+          - self._stop_agreed |= line.any("stop")
           + self._stop_agreed |= self.stop.requested
     seen by end_to_end/test_documents.py
         documents: padding counts as tokens

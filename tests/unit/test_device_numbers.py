@@ -10,9 +10,8 @@ import torch
 
 from llmtrain.config import OptimSection
 from llmtrain.parallel.optimizers import OptimizerSet, build_optimizer, start_moments, step_unless
-from llmtrain.train.device_numbers import DeviceNumbers, host_numbers
-from llmtrain.train.metric_gather import AsyncMetricGather, OpenLine
-from llmtrain.train.state import TrainState
+from llmtrain.train.metric_gather import AsyncMetricGather, DeviceNumbers, LogLine
+from llmtrain.train.state import TrainState, host_numbers
 
 
 def test_a_cpus_numbers_is_ready_at_once() -> None:
@@ -23,7 +22,7 @@ def test_a_cpus_numbers_is_ready_at_once() -> None:
 
 def test_time_after_a_line_was_opened_is_time_of_its_steps() -> None:
     numbers = DeviceNumbers({"steps": 1.0, "step_seconds": 1.0})
-    line = OpenLine(step=4, seconds=9.0, common={}, numbers=numbers, more_step_seconds=0.5)
+    line = LogLine(step=4, seconds=9.0, common={}, numbers=numbers, more_step_seconds=0.5)
     assert line.row({"wait_seconds": 3.0}) == {"steps": 1.0, "step_seconds": 1.5, "wait_seconds": 3.0}
 
 
@@ -39,7 +38,7 @@ def test_numbers_are_gathered_in_one_order_whichever_a_gpu_computes() -> None:
     rows = {"steps": 2, "step_seconds": 0.5, "stop": True}, {"stop": False, "step_seconds": 0.25, "steps": 3}
     for row in rows:
         gather = AsyncMetricGather(mesh)
-        gather.submit(OpenLine(4, 9.0, {"train/lr": 0.1}, DeviceNumbers(row)), {"wait_seconds": 3.0})
+        gather.submit(LogLine(4, 9.0, {"train/lr": 0.1}, DeviceNumbers(row)), {"wait_seconds": 3.0})
     line = gather.wait_all()
     assert (line.step, line.seconds, line.common) == (4, 9.0, {"train/lr": 0.1}) and gather.wait_all() is None
     found = {name: column.tolist() for name, column in line.columns.items()}

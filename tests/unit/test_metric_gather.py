@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.errors import TrainingError
 from llmtrain.train import metric_gather
-from llmtrain.train.metric_gather import GatheredMetrics, MetricReducer
+from llmtrain.train.metric_gather import DeviceNumbers, LogLine, MetricReducer
 
 MESH = SimpleNamespace(
     replicas=2,
@@ -21,7 +21,7 @@ MESH = SimpleNamespace(
 )
 
 
-def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
+def line(step: int = 10, **changed: list[float]) -> LogLine:
     """What four ranks handed in; `changed` gives a column."""
     columns = {
         "steps": [5.0] * 4,
@@ -54,7 +54,7 @@ def line(step: int = 10, **changed: list[float]) -> GatheredMetrics:
         **changed,
     }
     gathered = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
-    return GatheredMetrics(step=step, seconds=1.0, common={"train/lr": 1e-3}, columns=gathered)
+    return LogLine(step=step, seconds=1.0, common={"train/lr": 1e-3}, numbers=DeviceNumbers({}), columns=gathered)
 
 
 def test_tags_are_reduced_over_ranks():
@@ -133,10 +133,10 @@ def test_a_spike_is_counted_and_does_not_move_the_mean():
 
 
 def test_a_stop_asked_of_one_rank_is_seen_in_the_line():
-    assert line(stop=[0.0, 0.0, 1.0, 0.0]).stop_requested
-    assert not line().stop_requested
-    assert line(unwritten=[0.0, 1.0, 0.0, 0.0]).checkpoint_failed
-    assert not line().checkpoint_failed
+    assert line(stop=[0.0, 0.0, 1.0, 0.0]).any("stop")
+    assert not line().any("stop")
+    assert line(unwritten=[0.0, 1.0, 0.0, 0.0]).any("unwritten")
+    assert not line().any("unwritten")
 
 
 def test_replicas_whose_anchors_differ_are_named():

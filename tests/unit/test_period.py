@@ -183,9 +183,9 @@ def test_a_request_to_stop_ends_a_round_of_seconds():
     section = EverySecondsSection(every=10.0, min_steps=0)
     period = TimedPeriod(section, 0, 100, Comms(None), Comms(None), clock, lambda: asked[0])
     period.begin_local_step(1)
-    assert not period.ends_round(1) and not period.ended_early
+    assert not period.ends_round(1) and not period.stop_agreed
     asked[0] = True
-    assert period.ends_round(2) and period.ended_early and period.global_step(2) == 2
+    assert period.ends_round(2) and period.stop_agreed and period.global_step(2) == 2
 
 
 def test_a_longer_run_begins_with_a_round_of_full_length():

@@ -11,7 +11,7 @@ import torch
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.schedules.overlapped import OverlappedSchedule
 from llmtrain.sync.sync_stats import SyncStats
-from llmtrain.train.interval import IntervalMetrics
+from llmtrain.train.metric_gather import IntervalMetrics
 from llmtrain.train.metrics import Metrics
 from llmtrain.train.state import TrainState
 from llmtrain.train.trainer import Trainer

@@ -11,7 +11,7 @@ import torch
 
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.device_time import DeviceTimer
-from llmtrain.train.interval import IntervalMetrics
+from llmtrain.train.metric_gather import IntervalMetrics
 from llmtrain.train.metrics import Metrics
 from llmtrain.turns import Turns, join, let_others_run
 
