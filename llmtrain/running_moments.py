@@ -32,7 +32,7 @@ class RunningMoments:
     def update(self, values: torch.Tensor, include: torch.Tensor) -> None:
         """Add the entries of `values` for which `include` is true."""
         count = self.count + 1
-        a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)
+        a = (self.ema / (1 - power(1 - self.ema, count))).clamp(max=1)
         distance = values - self.mean
         self.mean = torch.where(include, self.mean + a * distance, self.mean)
         self.variance = torch.where(include, (1 - a) * (self.variance + a * distance**2), self.variance)
@@ -46,7 +46,7 @@ class RunningMoments:
         mean = sum w_i mean_i / sum w_i; variance = sum w_i (variance_i + (mean_i - mean)^2) / sum w_i.
         The count is the mean of the counts, rounded. It determines the weights of later values.
         """
-        weight = 1 - (1 - self.ema) ** self.count.double()
+        weight = 1 - power(1 - self.ema, self.count)
         weight = weight / weight.sum(0).clamp(min=1e-300)  # without values, the moments stay zero
         mean = (weight * self.mean).sum(0)
         pooled = RunningMoments((rows, len(mean)), self.ema)
@@ -66,3 +66,13 @@ class RunningMoments:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in STATE_NAMES:
             setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype))
+
+
+def power(base: float, exponents: torch.Tensor) -> torch.Tensor:
+    """Return `base` to the power of each exponent, integers of at least 0, in float64. Unlike torch's power, which rounds differently
+    with other vector instructions, it gives the same bits on every processor."""
+    result, square = torch.ones(exponents.shape, dtype=torch.float64), base
+    while exponents.any():
+        result = torch.where(exponents % 2 == 1, result * square, result)
+        square, exponents = square * square, exponents // 2
+    return result

@@ -253,6 +253,8 @@ class BlockSync:
 
 def _dot(part: torch.Tensor) -> torch.Tensor:
     flat = part.reshape(-1)
+    if flat.element_size() < 4:
+        flat = flat.float()  # the squared norm may exceed the range of fp16, and bf16 has three digits
     return torch.dot(flat, flat)
 
 

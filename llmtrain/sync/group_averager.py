@@ -109,6 +109,8 @@ class GroupAverager:
         """Publish this replica's message for `iteration`. The first shard rank wakes the other replicas, unless the
         thread has already run the iteration or the iteration is global."""
         with self._changed:
+            if self.is_global(iteration):
+                self._posted.clear()  # after a global average, no older message may be contributed
             self._posted[iteration] = message
             is_late = self._done >= iteration
             self._changed.notify_all()

@@ -21,7 +21,7 @@ from llmtrain.config.section import Section
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.sharded import local
+from llmtrain.parallel.sharded import local, release_gathered
 from llmtrain.recipe_messages import Overlay, closest, explain, one_of
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
@@ -87,6 +87,7 @@ class LocalUpdates:
                 "the optimizer has a LocalUpdates already, and two would synchronize twice; call its finish or close first"
             )
         self.sync = _section(method, choices)
+        release_gathered(model)  # after an evaluation, FSDP2 has gathered parameters in place of the optimizer's
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         check_choices(self.sync, sharded, replicas, shards, lr, store)

@@ -104,8 +104,13 @@ class Method:
         self.schedule.finish()
         self.block_sync.end_at_anchor()
 
+    def end_threads(self) -> None:
+        """End background work after a step that all ranks have completed, and wait for it. A thread that still waits for the job's
+        store would abort the process if the store answered, or went away, during the interpreter's shutdown."""
+        self.schedule.end_threads()
+
     def close(self) -> None:
-        """Stop background work. Also called after a failure."""
+        """Stop background work without waiting for it. Also called after a failure."""
         self.schedule.close()
 
     @property

@@ -45,9 +45,8 @@ class ModuleReplica(Replica):
             for name, _, unit in units
         ]
         self._modules = [module for _, module, _ in units]
-        self._optimizer, self._units = optimizer, [unit for _, _, unit in units]
+        self._model, self._optimizer, self._units = model, optimizer, [unit for _, _, unit in units]
         self._synchronized = {parameter for unit in self._units for parameter in unit}
-        self._module_of = {block.name: module for block, module in zip(self.blocks, self._modules, strict=True)}
         self._handles: list[RemovableHandle] = []
         devices = {str(shard.device) for block in self.blocks for shard in block.shards}
         if len(devices) > 1:
@@ -99,8 +98,9 @@ class ModuleReplica(Replica):
             self._handles.pop().remove()
 
     def parameters_changed(self, block: Block) -> None:
-        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters."""
-        release_gathered(self._module_of[block.name])
+        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters, which
+        may be those of any block."""
+        release_gathered(self._model)
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
         moments = moments_of(self._optimizer.state, self._units[index], order)

@@ -102,6 +102,8 @@ class TimedPeriod(Period):
             self._summed_steps_at_sync = self._summed_steps
         left = max(0, self.total_steps - self._summed_steps // self.replica_comms.size)
         self._interval, self._step_limit = self.section.every, self._last_exchange_step + left
+        if self._exchanged_at is not None:
+            self._exchanged_at = self.clock()
 
     def state_dict(self) -> dict[str, Any]:
         now = self.clock() if self._paused_at is None else self._paused_at

@@ -67,9 +67,10 @@ class Trainer:
                         self.save()
             if state.is_done:
                 self.finish()
-            self.save()
+            with self.method.period.paused():  # a continued run's first round of seconds is not shorter for it
+                self.save()
             self._wait_for_checkpoint()
-            self.method.close()
+            self.method.end_threads()
         return "done" if state.is_done else "signal"
 
     def train_step(self) -> None:

@@ -68,8 +68,9 @@ def test_the_first_round_begins_where_synchronous_steps_ended(ranks: RankPool, m
         assert steps == [1, 2, 3, 4, 9]
 
 
-def evaluate_around_the_end() -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of a sharded replica after the last synchronization, and that of a plain model with its parameters."""
+def evaluate_around_the_loop(with_rest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a sharded replica after the last synchronization, and that of a plain model with its parameters. The loop begins
+    and ends with an evaluation. Without a block for the rest, the root's parameters are those of a layer's block."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Layered()
     model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach().contiguous())
@@ -77,7 +78,10 @@ def evaluate_around_the_end() -> tuple[torch.Tensor, torch.Tensor]:
         fully_shard(module, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     groups = {"replicas": mesh.get_group("replica"), "shards": mesh.get_group("shard")}
-    updates = LocalUpdates(model, optimizer, "diloco", **groups, period=3, warmup_steps=0)
+    layers = model.layers if with_rest else list(model.children())
+    with torch.no_grad():
+        model(torch.ones(1, 3, dtype=torch.float64))
+    updates = LocalUpdates(model, optimizer, "diloco", **groups, layers=layers, period=3, warmup_steps=0)
     for step in (1, 2):
         backward(model, step)
         optimizer.step()
@@ -91,8 +95,11 @@ def evaluate_around_the_end() -> tuple[torch.Tensor, torch.Tensor]:
         return sharded, plain(inputs)
 
 
-def test_a_sharded_replica_computes_with_what_was_synchronized_after_an_evaluation(ranks: RankPool) -> None:
-    outputs = ranks.run(evaluate_around_the_end, world_size=4)
+@pytest.mark.parametrize("with_rest", [True, False])
+def test_a_sharded_replica_computes_with_what_was_synchronized_after_an_evaluation(
+    ranks: RankPool, with_rest: bool
+) -> None:
+    outputs = ranks.run(evaluate_around_the_loop, with_rest, world_size=4)
     for sharded, plain in outputs:
         torch.testing.assert_close(sharded, plain, rtol=1e-12, atol=0)
         torch.testing.assert_close(sharded, outputs[0][0], rtol=1e-12, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,16 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
         run_training(longer, World(0, 1, 0, 1), break_loading)
     assert {file: (run / file).read_text() for file in before} == before, "of no steps, as far as it knew"
     assert run_training(longer, World(0, 1, 0, 1)) == DONE
+
+
+def stop_groups(recipe: Recipe) -> tuple[str, list[str]]:
+    """Return how a run with a thread per replica ended that was asked to stop, and the threads that it left."""
+    before = set(threading.enumerate())
+    trainer = trainer_of(Part(recipe, 2, 1, 6), Seen())
+    ended = trainer.fit()
+    return ended, [thread.name for thread in set(threading.enumerate()) - before if thread.name == "group averages"]
+
+
+def test_a_stopped_run_leaves_no_thread_that_waits_for_the_store(ranks: RankPool, folder: Path) -> None:
+    keys = ("sync.method=wagma", "sync.warmup_steps=2", "sync.period.every=4", "train.steps=20")
+    assert ranks.run(stop_groups, recipe_of(folder, "groups", *keys), world_size=2) == [("signal", [])] * 2

@@ -202,9 +202,14 @@ TABLES = {
           + if number:
     """,
     "llmtrain/running_moments.py": r"""
+    seen by unit/test_running_moments.py
+        moments: powers are torch's
+          -     while exponents.any():
+          +     return base ** exponents.double()
+          +     while exponents.any():
     seen by SCENARIOS
         penalty: no bias correction of the running moments
-          - a = (self.ema / (1 - (1 - self.ema) ** count.double())).clamp(max=1)
+          - a = (self.ema / (1 - power(1 - self.ema, count))).clamp(max=1)
           + a = torch.full_like(self.mean, self.ema)
         penalty: the new deviation enters the variance unweighted
           - (1 - a) * (self.variance + a * distance**2)

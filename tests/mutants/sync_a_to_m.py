@@ -20,6 +20,10 @@ TABLES = {
           + total += flat.view(
     """,
     "llmtrain/sync/block_sync.py": r"""
+    seen by unit/test_anchors.py
+        block: norms in half precision
+          - flat = flat.float()
+          + pass
     seen by SCENARIOS
         block: the spread is measured from the anchor
           - self._distances.append(_dot(pseudo_gradient.sub_(mean)))
@@ -128,6 +132,10 @@ TABLES = {
           + if False and
     """,
     "llmtrain/sync/group_averager.py": r"""
+    seen by unit/test_group_averager.py
+        wagma: messages before a global average are kept
+          - self._posted.clear()
+          + pass
     seen by unit/test_group_averager.py, distributed/test_wagma.py
         wagma: answers with parameters older than the global average
           - lambda: max(self._posted) >= self._last_global,
@@ -146,9 +154,13 @@ TABLES = {
     "llmtrain/sync/local_updates.py": r"""
     seen by unit/test_house.py
         library: a loop of one's own imports transformers
-          - from llmtrain.parallel.sharded import local
+          - from llmtrain.parallel.sharded import local, release_gathered
           + from llmtrain.parallel.torch_engine import TorchEngine
-          + from llmtrain.parallel.sharded import local
+          + from llmtrain.parallel.sharded import local, release_gathered
+    seen by distributed/test_local_updates_state.py
+        loops: the optimizer's parameters are those that FSDP2 has gathered
+          - release_gathered(model)
+          + pass
     seen by distributed/test_local_updates.py
         a loop of one's own: a gradient that a replica lacks is left out
           - if not is_used:
@@ -331,8 +343,11 @@ TABLES = {
     "llmtrain/sync/module_replica.py": r"""
     seen by distributed/test_local_updates_state.py
         loops: what FSDP2 has gathered stays as it was
-          - release_gathered(self._module_of[block.name])
+          - release_gathered(self._model)
           + pass
+        loops: the root keeps what it has gathered of a layer's block
+          - release_gathered(self._model)
+          + release_gathered(dict(zip([b.name for b in self.blocks], self._modules, strict=True))[block.name])
     """,
     "llmtrain/sync/moments.py": r"""
     seen by distributed/test_local_updates.py

@@ -86,6 +86,12 @@ TABLES = {
           + self.lr_sum + lr, tokens)
     """,
     "llmtrain/sync/timed_period.py": r"""
+    seen by unit/test_period.py
+        timed: the end of a run counts in the first round of a longer one
+          -         if self._exchanged_at is not None:
+          -             self._exchanged_at = self.clock()
+          -
+          +
     seen by SCENARIOS
         timed: the pace is the fastest replica's
           - float(seconds.max()) * max(0, left) / done

@@ -271,6 +271,10 @@ TABLES = {
           + return super().scan()
     """,
     "llmtrain/train/trainer.py": r"""
+    seen by distributed/test_resume_training.py
+        trainer: a stopped run leaves its threads
+          - self.method.end_threads()
+          + self.method.close()
     seen by distributed/test_bad_disks.py
         trainer: writes a checkpoint after lost metrics
           -         self.checkpointer.poll()

@@ -7,6 +7,7 @@ import torch
 
 from llmtrain.parallel.engine import Block
 from llmtrain.sync.anchors import Anchors
+from llmtrain.sync.block_sync import BlockSquares
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
@@ -50,3 +51,11 @@ def test_blocks_in_another_order_change_it(dtype: torch.dtype) -> None:
     assert anchors([anchor[1], anchor[0], anchor[2]], momentum).fingerprint() != usual
     assert anchors(anchor, [momentum[0], momentum[2], momentum[1]]).fingerprint() != usual
     assert anchors(momentum, anchor).fingerprint() != usual
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_not_rounded_to_it(dtype: torch.dtype) -> None:
+    values = torch.full((4096,), 5.0, dtype=dtype)
+    squares = BlockSquares()
+    squares.add(values.clone(), values)
+    assert squares.mean.item() == 25 * 4096 and squares.distance.item() == 0

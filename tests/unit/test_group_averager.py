@@ -98,6 +98,14 @@ def test_a_late_replica_answers_with_its_newest_message(worker: GroupAverager) -
         assert version == 0 and total.tolist() == [1.0] * 3
 
 
+def test_a_global_average_ends_the_use_of_older_messages(worker: GroupAverager) -> None:
+    """Also if all averages are global, and the thread never sends any."""
+    worker.is_global = lambda iteration: True
+    for iteration in range(5):
+        worker.publish(iteration, [torch.zeros(3)])
+    assert list(worker._posted) == [4]
+
+
 def test_a_run_may_end_before_a_global_average(worker: GroupAverager) -> None:
     """The thread has passed it over, and waits for the iteration after it."""
     for iteration in (0, 1):

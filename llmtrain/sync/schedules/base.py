@@ -58,6 +58,9 @@ class Schedule(ABC):
     def finish(self) -> None:
         """Complete what is in flight and synchronize the rest. Afterwards all replicas are equal."""
 
+    def end_threads(self) -> None:
+        """End threads after a step that all ranks have completed, and wait for them."""
+
     def close(self) -> None:
         """Stop threads, without waiting for them. Also called after a failure."""
 

@@ -64,8 +64,11 @@ class WaitAvoidingSchedule(Schedule):
         with self.block_sync.stats.time_exposed():
             if self._round.steps > 0:
                 self._average_all()
-            if self.worker is not None:
-                self.worker.finish(self._iteration)
+            self.end_threads()
+
+    def end_threads(self) -> None:
+        if self.worker is not None:
+            self.worker.finish(self._iteration)
 
     def close(self) -> None:
         if self.worker is not None:
