@@ -17,6 +17,7 @@ from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
 from llmtrain.plan.model_size import ModelSize
+from llmtrain.retention import max_on_disk
 from llmtrain.step_counts import warmup_steps
 
 SAVED_PER_LINEAR = {
@@ -248,7 +249,7 @@ def run_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
     steps, checkpoint, suite = recipe.train.total_steps, recipe.checkpoint, recipe.eval.suite
     exports = 0 if suite is None else math.ceil(steps / ((checkpoint.every or steps) * suite.every))
     return (
-        checkpoint.max_on_disk(steps) * checkpoint_bytes(recipe, size, replicas) + exports * EXPORTED * size.parameters
+        max_on_disk(steps, checkpoint) * checkpoint_bytes(recipe, size, replicas) + exports * EXPORTED * size.parameters
     )
 
 

@@ -256,8 +256,7 @@ def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
         )
     run.at_end.callback(trainer.metrics.run_log.wait)
     run.suites.newest = 0 if checkpoint is None else step_of(checkpoint)
-    trainer.checkpointer.on_saved += [run.suites.after_checkpoint, run.mirror.upload_async]
-    trainer.checkpointer.pinned_by += [run.suites.worker.pending_steps, run.mirror.pinned_steps]
+    trainer.checkpointer.followers += [run.suites, run.mirror]
     return trainer
 
 

@@ -21,22 +21,6 @@ TABLES = {
           - for key in dict.fromkeys(key for one in values for key in one):
           + for key in values[0]:
     """,
-    "llmtrain/best_checkpoint.py": r"""
-    seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py
-        best: a checkpoint has the loss of an earlier step
-          - return found if is_own and
-          + return found if
-        best: a loss that is not finite counts
-          - is_own and math.isfinite(found.loss)
-          + is_own
-    seen by unit/test_best_checkpoint.py
-        best: losses over other tokens count
-          -  if loss.tokens == tokens)
-          + )
-        best: the first of equal losses is the best
-          - (loss.loss, -step, step)
-          + (loss.loss, step, step)
-    """,
     "llmtrain/cli.py": r"""
     seen by end_to_end/test_start.py
         start: numpy starts threads in the launcher

@@ -38,7 +38,7 @@ TABLES = {
           -
     seen by unit/test_mirror.py, unit/test_background_eval.py
         checkpoint: deletes one that is in use
-          - if not any(step in pinned() for pinned in self.pinned_by):
+          - if not any(step in follower.pending_steps() for follower in self.followers):
           + if True:
     seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
         checkpoint: written from tensors that go on changing
@@ -88,7 +88,7 @@ TABLES = {
         in process: a checkpoint has the first replica's tensors only
           - ChainMap(*of_ranks)
           + ChainMap(*of_ranks[:1])
-    seen by unit/test_best_checkpoint.py
+    seen by unit/test_retention.py
         checkpoints: the one from which the run continues is set aside, too
           -         if step_of(path) <= step:
           +         if step_of(path) < step:

@@ -273,9 +273,9 @@ TABLES = {
     "llmtrain/train/trainer.py": r"""
     seen by distributed/test_bad_disks.py
         trainer: writes a checkpoint after lost metrics
-          -         self.checkpointer.poll()
+          -         self.checkpointer.wait()
           -         self.metrics.run_log.io_errors.check()
-          +         self.checkpointer.poll()
+          +         self.checkpointer.wait()
     seen by unit/test_trainer.py
         trainer: a validation hides how late the slowest rank is
           - self.metrics.wait_for_ranks(self.state)

@@ -23,7 +23,6 @@ LAYERS = [
     {
         "errors",
         "files",
-        "best_checkpoint",
         "run_files",
         "config",
         "consistency",
@@ -37,6 +36,7 @@ LAYERS = [
         "pieces",
         "process_limits",
         "reshard",
+        "retention",
         "running_moments",
         "waiting",
         "quantities",
