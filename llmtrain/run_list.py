@@ -18,11 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
+from llmtrain.checkpoint_retention import best_step, read_losses
 from llmtrain.console_table import output_table
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.retention import best_step, read_losses
 from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY
 from llmtrain.waiting import announced
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from llmtrain.checkpoint_retention import BEST
 from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step
 from llmtrain.files import nearest_existing, read_lines
 from llmtrain.parallel.world import environment_number
-from llmtrain.retention import BEST
 from llmtrain.run_files import CHECKPOINTS, EXPORT_MANIFEST, METRICS, STEP_NAME, complete_checkpoints, is_run
 
 SMALL_FILES = (".json", ".txt", ".model")

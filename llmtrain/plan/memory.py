@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
+from llmtrain.checkpoint_retention import max_on_disk
 from llmtrain.config import PrimalAverageSection, Recipe, WireSection
 from llmtrain.parallel.sparse_format import CHUNK, SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
 from llmtrain.parallel.zero_layout import BUCKET
 from llmtrain.plan.engine_memory import BYTES, engine_memory, moment_values
 from llmtrain.plan.model_size import ModelSize
-from llmtrain.retention import max_on_disk
 from llmtrain.step_counts import warmup_steps
 
 SAVED_PER_LINEAR = {

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from llmtrain.checkpoint_retention import CheckpointLoss, expired, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.engine import Engine, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
-from llmtrain.retention import CheckpointLoss, expired, read_loss
 from llmtrain.run_files import complete_checkpoints, step_name, step_of
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flat_view

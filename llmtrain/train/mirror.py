@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.checkpoint_retention import CheckpointLoss, best_step, expired, loss_of, read_losses
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, TrainingError, UserError, one_line
 from llmtrain.files import atomic_write
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.retention import CheckpointLoss, best_step, expired, loss_of, read_losses
 from llmtrain.run_files import LATEST, RECIPE, STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import (

@@ -7,12 +7,12 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
+from llmtrain.checkpoint_retention import best_step, read_losses
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
 from llmtrain.parallel.comms import MESSAGE_LENGTH
 from llmtrain.plan.model_size import size_of
 from llmtrain.quantities import GIB, format_duration, format_si
-from llmtrain.retention import best_step, read_losses
 from llmtrain.run_plots import draw_run
 from llmtrain.train.loggers import SampleLogger
 from llmtrain.train.rank_errors import raise_on_all

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.checkpoint_retention import BEST
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError
 from llmtrain.export.request import choose_step
 from llmtrain.parallel.world import World
-from llmtrain.retention import BEST
 from llmtrain.run_files import complete_checkpoints
 from llmtrain.train.run import run_training
 from llmtrain.train.run_dir import RunDirectory

@@ -88,7 +88,7 @@ TABLES = {
         in process: a checkpoint has the first replica's tensors only
           - ChainMap(*of_ranks)
           + ChainMap(*of_ranks[:1])
-    seen by unit/test_retention.py
+    seen by unit/test_checkpoint_retention.py
         checkpoints: the one from which the run continues is set aside, too
           -         if step_of(path) <= step:
           +         if step_of(path) < step:

@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
+from llmtrain.checkpoint_retention import (
+    BEST,
+    CheckpointLoss,
+    best_step,
+    expired,
+    loss_of,
+    max_on_disk,
+    read_loss,
+    read_losses,
+)
 from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.eval.evaluated_checkpoint import check_model_path
 from llmtrain.export.request import choose_step, parse_step
-from llmtrain.retention import BEST, CheckpointLoss, best_step, expired, loss_of, max_on_disk, read_loss, read_losses
 from llmtrain.run_files import STATE_FILE, complete_checkpoints, step_name
 from llmtrain.train.checkpoint_files import set_aside_newer
 
