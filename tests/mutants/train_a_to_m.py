@@ -81,6 +81,11 @@ TABLES = {
         writing: a checkpoint may lack the files of a host that does not share the folder
           - if not any(map(TENSOR_FILE.fullmatch, names))]
           + if False]
+        writing: an error of one rank that is not the disk's leaves the others waiting
+          -         return work()
+          -     except (CheckpointException, Exception) as error:
+          +         return work()
+          +     except OSError as error:
         writing: a failed write leaves its files
           - shutil.rmtree(self.temporary, ignore_errors=True)  # frees
           + pass  # frees
