@@ -139,15 +139,31 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
     """Return a trainer whose `train_step` can be called. Several trainers on one mesh need different names."""
     import torch.distributed as dist
 
-    from llmtrain.train.build_trainer import build_trainer
+    from llmtrain.train.background_eval import BackgroundEval
+    from llmtrain.train.build_trainer import OpenRun, build_trainer
     from llmtrain.train.loggers import Console
+    from llmtrain.train.mirror import Mirror
     from llmtrain.train.run_dir import RunDirectory
     from llmtrain.train.signals import StopRequest
 
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"out_dir": scratch})})
     if mesh.store is not None:
         mesh = replace(mesh, store=dist.PrefixStore(f"benchmark {name}", mesh.store))
-    built = build_trainer(recipe, mesh, prepared, RunDirectory(recipe), Console(False), "", StopRequest())
+    directory, console, stop = RunDirectory(recipe), Console(False), StopRequest()
+    run = OpenRun(
+        recipe=recipe,
+        directory=directory,
+        console=console,
+        mirror=Mirror(recipe, directory, console.print, mesh.is_main),
+        texts={"": prepared},
+        train_text=None,
+        mesh=mesh,
+        mesh_reason="",
+        stop=stop,
+        suites=BackgroundEval(None, recipe, directory, console, stop),
+        at_end=contextlib.ExitStack(),
+    )
+    built = build_trainer(run, None)
     built.metrics.run_log.console.start(0, recipe.train.total_steps, None)
     return built
 

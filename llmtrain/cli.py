@@ -70,10 +70,11 @@ def train(
         from llmtrain.train.run import run_training
         from llmtrain.train.signals import stop_without_torchrun
 
-    check_not_moved(recipe, overrides or ())
     outlive_readers()
     stop_without_torchrun()
-    raise typer.Exit(run_training(load_recipe(recipe, overrides or ()), World.from_environment()))
+    loaded = load_recipe(recipe, overrides or ())
+    check_not_moved(loaded, recipe, overrides or ())
+    raise typer.Exit(run_training(loaded, World.from_environment()))
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)
@@ -87,9 +88,7 @@ def launch(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     with single_threaded_imports():  # numpy's
         from llmtrain.launch.torchrun import launch_torchrun
-        from llmtrain.recipe_loader import check_not_moved
 
-    check_not_moved(recipe, overrides or ())
     raise typer.Exit(launch_torchrun(recipe, overrides or []))
 
 

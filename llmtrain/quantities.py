@@ -26,5 +26,12 @@ def format_duration(seconds: float) -> str:
     return f"{number} {name.removesuffix('s') if number == '1' else name}"
 
 
+def format_elapsed(seconds: float) -> str:
+    """Return a measured duration to the second, or from an hour on to the minute: `1 min 56 s`, `2 h 5 min`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
 def _rounded(number: float) -> str:
     return f"{number:.0f}" if number >= 9.95 else f"{number:.2g}"

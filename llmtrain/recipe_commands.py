@@ -83,8 +83,8 @@ def recipe_check(
         from llmtrain.launch.preview import preview, preview_elsewhere
         from llmtrain.recipe_loader import check_not_moved, load_recipe
 
-    check_not_moved(recipe, overrides or ())
     loaded = load_recipe(recipe, overrides or ())
+    check_not_moved(loaded, recipe, overrides or ())
     if processes is None:
         lines = preview(recipe, loaded, check_here(loaded))
     else:

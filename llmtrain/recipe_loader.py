@@ -92,13 +92,13 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"sync": sync.model_copy(update={"outer": outer})})
 
 
-def check_not_moved(path: Path, overrides: Sequence[str]) -> None:
-    """Raise RecipeError if `path` is the recipe.yaml of a run whose folder was renamed or moved, and no override says which run is
-    meant: a start would leave its checkpoints where they are, and begin another run."""
+def check_not_moved(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
+    """Raise RecipeError if `recipe` is from the recipe.yaml of a run whose folder was renamed or moved, and no override says which run
+    is meant: a start would leave its checkpoints where they are, and begin another run."""
     folder = path.absolute().parent
     if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
-    run, given = load_recipe(path, overrides).run, parse_overrides(overrides).get("run", {})
+    run, given = recipe.run, parse_overrides(overrides).get("run", {})
     if _is_same_folder(Path(run.out_dir) / run.name, folder):
         return
     out_dir = "" if _is_same_folder(Path(run.out_dir), folder.parent) else f" run.out_dir={folder.parent}"

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from llmtrain.best_checkpoint import best_step, read_losses
+from llmtrain.checkpoint_retention import best_step, read_losses
 from llmtrain.console_table import output_table
 from llmtrain.errors import ResultsError, UserError
 from llmtrain.quantities import format_duration

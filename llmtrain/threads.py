@@ -1,12 +1,16 @@
-"""Background threads: the GPU that they use, and work on the newest of several steps."""
+"""Background threads: the GPU that they use, requests to the job's store, and work on the newest of several steps."""
 
 from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+LAST_ANSWER_SECONDS = 5.0
+"""Maximum seconds to wait, at the end, until a store has answered the request in flight."""
 
 
 def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
@@ -23,6 +27,19 @@ def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
         work()
 
     return there
+
+
+@contextmanager
+def store_thread(name: str, ask: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `ask`, which makes requests to a store, in a thread until the end of the `with` block, where the event that it gets is set."""
+    closed = threading.Event()
+    thread = threading.Thread(target=ask, args=(closed,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join(LAST_ANSWER_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
 
 
 class LatestStepWorker:

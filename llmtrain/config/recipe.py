@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
 
-from llmtrain.best_checkpoint import CheckpointLoss, best_step
 from llmtrain.config.data import DataSection
 from llmtrain.config.section import Count, CountOrZero, DecayRate, FileName, Fraction, PathText, Section, name
 from llmtrain.config.sync import SyncSection
@@ -267,24 +264,6 @@ class CheckpointSection(Section):
     mirror: PathText | None = None
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""
-
-    def max_on_disk(self, steps: int) -> int:
-        """Return the largest number of checkpoints on disk at a time in a run of `steps` that is not stopped: those that are
-        kept, and one more, because the oldest is deleted only when the newest is complete; at most all that it writes."""
-        written = math.ceil(steps / (self.every or steps))
-        for_good = steps // self.keep_every if self.keep_every is not None else 0
-        return min(written, self.keep + self.keep_best + for_good + 1)
-
-    def expired(self, losses: Mapping[int, CheckpointLoss | None]) -> list[int]:
-        """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
-        older = sorted(losses)[: -self.keep]
-        best = best_step(losses) if self.keep_best else None
-        first: dict[int, int] = {}
-        if self.keep_every is not None:
-            for step in sorted(losses):
-                first.setdefault(step // self.keep_every, step)
-        kept = {step for multiple, step in first.items() if multiple > 0}
-        return [step for step in older if step != best and step not in kept]
 
 
 class TraceSection(Section):

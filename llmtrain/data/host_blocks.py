@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
 from llmtrain.data.token_digests import digest_windows, spaced_windows
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.threads import store_thread
 
 BLOCK_WINDOWS = 16
 """Windows per block in its digest."""
-LAST_ANSWER_SECONDS = 5.0
-"""Maximum seconds at the end to wait for the store's answer to a request in flight."""
 
 
 class HostBlocks:
@@ -69,16 +69,8 @@ class HostBlocks:
 @contextmanager
 def posted_blocks(store: dist.Store, rank: int, tokens: GrowingTokens) -> Iterator[None]:
     """Post the digests of this host's blocks from a thread. Only that thread may use `tokens`."""
-    closed = threading.Event()
-    thread = threading.Thread(
-        target=_post, args=(store.clone(), f"text/{rank}", tokens, closed), name="posts blocks of text", daemon=True
-    )
-    thread.start()
-    try:
+    with store_thread("posts blocks of text", partial(_post, store.clone(), f"text/{rank}", tokens)):
         yield
-    finally:
-        closed.set()
-        thread.join(LAST_ANSWER_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
 
 
 def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.Event) -> None:

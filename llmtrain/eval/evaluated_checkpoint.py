@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from llmtrain.best_checkpoint import BEST
+from llmtrain.checkpoint_retention import BEST
 from llmtrain.errors import ModelError, UserError, one_line
 from llmtrain.export.request import Step, choose_step
 from llmtrain.files import nearest_existing, read_lines

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.best_checkpoint import BEST, best_step, read_losses
+from llmtrain.checkpoint_retention import BEST, best_step, read_losses
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.run_files import CHECKPOINTS, complete_checkpoints, is_run, step_name
 

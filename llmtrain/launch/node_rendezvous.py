@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.timeout_store import TimeoutStore
+from llmtrain.threads import store_thread
 from llmtrain.waiting import announced
 
 POLL_SECONDS = 0.2
@@ -53,26 +54,21 @@ def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Itera
         return
     prefix = f"llmtrain launch {nodes.step}"
     store = TimeoutStore(PrefixStore(prefix, _open_store(nodes, timeout_seconds)), SILENCE_SECONDS)
-    link, over = NodeLink(nodes, store, info), threading.Event()
-    heart = threading.Thread(target=link.heartbeat, args=(over,), daemon=True, name="says that it is there")
-    is_member = False
-    try:
-        with link.needs_node_0("come"):
-            link.claim()
-            heart.start()
-            link.assemble(timeout_seconds)
-        is_member = True
-        yield link
-    except BaseException as error:
-        # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
-        is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
-        if is_member or not is_outside:
-            link.announce_failure(str(error))
-        raise
-    finally:
-        over.set()
-        if heart.is_alive():
-            heart.join(BEAT_SECONDS)  # an answer that arrives during the interpreter's shutdown aborts the process
+    link, is_member = NodeLink(nodes, store, info), False
+    with ExitStack() as heart:
+        try:
+            with link.needs_node_0("come"):
+                link.claim()
+                heart.enter_context(store_thread("says that it is there", link.heartbeat))
+                link.assemble(timeout_seconds)
+            is_member = True
+            yield link
+        except BaseException as error:
+            # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
+            is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
+            if is_member or not is_outside:
+                link.announce_failure(str(error))
+            raise
 
 
 def _open_store(nodes: Nodes, timeout_seconds: float) -> Store:

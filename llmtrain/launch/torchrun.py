@@ -33,7 +33,7 @@ from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.recipe_loader import load_recipe
+from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
@@ -80,6 +80,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     check_thread_count()
     with single_threaded_imports(), imports_without_gc():  # of what reads `model.from_config`
         recipe = load_recipe(recipe_path, overrides)
+    check_not_moved(recipe, recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     with single_threaded_imports(), imports_without_gc():
@@ -157,7 +158,7 @@ def _launch_ranks(
             return DONE
 
         allow_node_loss = recipe.run.on_replica_loss == "continue"
-        fewer_replicas = partial(_fewer_replicas, recipe_path, overrides, start, nodes)
+        fewer_replicas = partial(_fewer_replicas, recipe, recipe_path, overrides, start, nodes)
         if nodes.rank == 0 and allow_node_loss:
             _warn_of_lost_node(nodes, fewer_replicas)
         print(f"starting {info.processes} {'process' if info.processes == 1 else 'processes'} on this node", flush=True)
@@ -180,16 +181,13 @@ def _launch_ranks(
 
 
 def _fewer_replicas(
-    recipe_path: Path, overrides: Sequence[str], start: Preflight, nodes: Nodes, attempt: Attempt
+    recipe: Recipe, recipe_path: Path, overrides: Sequence[str], start: Preflight, nodes: Nodes, attempt: Attempt
 ) -> list[str]:
     """Return overrides by which the remaining nodes have as many replicas as fit on them; none if no node is lost. Raises
-    UserError if the recipe can't be trained. If that is because nodes are lost, it is a TrainingError, because launchers that try
-    again have all nodes."""
-    recipe = load_recipe(recipe_path, overrides)
-    processes = start.processes // nodes.count * attempt.nodes.count
+    TrainingError if they can't train the recipe, because launchers that try again have all nodes."""
     if attempt.nodes.count == nodes.count:
-        check(recipe, processes)
         return []
+    processes = start.processes // nodes.count * attempt.nodes.count
     fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)]
     try:
         check(load_recipe(recipe_path, [*overrides, *fewer]), processes)

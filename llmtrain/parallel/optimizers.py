@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -30,19 +29,6 @@ class TrainedPart:
     def is_orthogonalized(self) -> bool:
         """Return whether `optim.kind=muon` updates this parameter with Muon; AdamW updates the others."""
         return self.in_layer and len(self.shape) == 2
-
-
-class InnerOptimizer(Protocol):
-    """The part of torch's optimizers that engines use."""
-
-    param_groups: list[dict]
-    state: dict[torch.Tensor, dict[str, torch.Tensor]]
-
-    def step(self) -> None:
-        """Update the parameters that have a gradient."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
 
 
 MOMENTS = {1: ("exp_avg", "momentum_buffer"), 2: ("exp_avg_sq",)}
@@ -77,7 +63,9 @@ class OptimizerSet:
             optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def build_sharded_optimizer(parts: Sequence[TrainedPart], optim: OptimSection, shard_comms: Comms) -> InnerOptimizer:
+def build_sharded_optimizer(
+    parts: Sequence[TrainedPart], optim: OptimSection, shard_comms: Comms
+) -> torch.optim.Optimizer | OptimizerSet:
     """Return the inner optimizer, with its state, for parameters that are sharded by rows over `shard_comms`."""
     if optim.kind != "muon":
         tensors = [part.tensor for part in parts]
@@ -101,13 +89,13 @@ def build_optimizer(groups: list[dict], optim: OptimSection) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def set_lr(optimizer: InnerOptimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer | OptimizerSet, lr: float) -> None:
     """Set the learning rate of all parameter groups for the next step: `lr` times the group's `lr_ratio`, if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
-def step_unless(skipped: torch.Tensor, optimizer: InnerOptimizer) -> None:
+def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer | OptimizerSet) -> None:
     """Take the optimizer's step if `skipped`, a scalar on the device, is 0. Otherwise leave parameters and state as they are.
 
     Fused AdamW decides on the device, in the way in which torch's gradient scalers make it skip a step. For other optimizers the

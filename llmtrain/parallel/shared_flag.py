@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
+from llmtrain.threads import store_thread
+
 POLL_SECONDS = 0.5
-LAST_ANSWER_SECONDS = 5.0
-"""Maximum seconds to wait, at the end, until the store has answered the request in flight."""
 
 
 @contextmanager
@@ -23,19 +24,9 @@ def shared_flag(store: dist.Store | None, name: str, raised_here: Callable[[], b
     if store is None:
         yield raised_here
         return
-    raised, closed = threading.Event(), threading.Event()
-    thread = threading.Thread(
-        target=_poll,
-        args=(store.clone(), f"flag/{name}", raised_here, raised, closed),
-        daemon=True,
-        name=f"polls {name}",
-    )
-    thread.start()
-    try:
+    raised = threading.Event()
+    with store_thread(f"polls {name}", partial(_poll, store.clone(), f"flag/{name}", raised_here, raised)):
         yield raised.is_set
-    finally:
-        closed.set()
-        thread.join(LAST_ANSWER_SECONDS)  # an answer during the interpreter's shutdown would abort the process
 
 
 def _poll(

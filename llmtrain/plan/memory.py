@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, fields
 
 from llmtrain.attention import FUSED_FAMILY
+from llmtrain.checkpoint_retention import max_on_disk
 from llmtrain.config import PrimalAverageSection, Recipe, WireSection
 from llmtrain.parallel.sparse_format import CHUNK, SparseFormat
 from llmtrain.parallel.wire_format import SCALE_GROUP_SIZE, WireFormat
@@ -248,7 +249,7 @@ def run_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
     steps, checkpoint, suite = recipe.train.total_steps, recipe.checkpoint, recipe.eval.suite
     exports = 0 if suite is None else math.ceil(steps / ((checkpoint.every or steps) * suite.every))
     return (
-        checkpoint.max_on_disk(steps) * checkpoint_bytes(recipe, size, replicas) + exports * EXPORTED * size.parameters
+        max_on_disk(steps, checkpoint) * checkpoint_bytes(recipe, size, replicas) + exports * EXPORTED * size.parameters
     )
 
 

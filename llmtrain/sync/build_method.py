@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from llmtrain.config import (
     PrimalAverageSection,
     RadialSection,
     ReductionSection,
-    Section,
     SgdSection,
     SyncScheduleSection,
     SyncSection,
@@ -85,13 +84,6 @@ SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedu
 """Constructors of schedules, by the class of `sync.schedule`. They take the section and the method's other parts."""
 
 
-def build_choice(implementations: Mapping[type, Callable], section: Section, *arguments: Any) -> Any:
-    """Return what is listed for the section's type, built from the section and the arguments."""
-    if type(section) not in implementations:
-        raise NotImplementedError(f"build_method.py lists no implementation of {type(section).__name__}")
-    return implementations[type(section)](section, *arguments)
-
-
 def build_wire(wire: WireSection, compiled: bool = False) -> AnyFormat | None:
     """Return the format in which messages are sent; None for fp32, in which they are sent as they are. `compiled` encodes and
     decodes with compiled code."""
@@ -122,7 +114,7 @@ def build_method(
     wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `stop_seen()` is true on a rank.
     `offload_of` returns the anchor offload for a device, or None.
     """
-    outer = build_choice(OUTERS, sync.outer)
+    outer = OUTERS[type(sync.outer)](sync.outer)
     copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
     anchors = Anchors(replica.blocks, sync.outer.state, copies) if sync.needs_anchor else None
     wire = build_wire(sync.wire, compiled)
@@ -138,10 +130,10 @@ def build_method(
         period = build_period(sync.period, warmup, rates)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
     averaged = ReductionParts(replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters)
-    reduction = build_choice(REDUCTIONS, sync.reduction, averaged)
+    reduction = REDUCTIONS[type(sync.reduction)](sync.reduction, averaged)
     parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, timeout_seconds)
     moments = None
     if sync.moments is not None:
         moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.stats)
-    schedule = build_choice(SCHEDULES, sync.schedule, parts)
+    schedule = SCHEDULES[type(sync.schedule)](sync.schedule, parts)
     return Method(replica, period, schedule, pull, moments, sync.reduction.counts_tokens)

@@ -87,6 +87,10 @@ class BackgroundEval:
             instead = "" if replaced is None else f", instead of step {replaced}"
             self._say(step, f"waits for the evaluation of step {running}{instead}")
 
+    def pending_steps(self) -> set[int]:
+        """Return the steps of the checkpoints that are being evaluated or wait to be. Thread-safe."""
+        return self.worker.pending_steps()
+
     def __enter__(self) -> BackgroundEval:
         return self
 

@@ -1,9 +1,11 @@
-"""Construction of the trainer: a rank's model, engine, method, loader and the rest, from a recipe."""
+"""Construction of the trainer: a rank's model, engine, method, loader and the rest, from a run that is open."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -23,13 +25,21 @@ from llmtrain.plan.mesh_plan import with_resharding_decided
 from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build_method import build_method, build_wire
+from llmtrain.train.background_eval import BackgroundEval
 from llmtrain.train.checkpoint import Checkpointer
-from llmtrain.train.devices import avoid_cudnn_attention, enable_determinism, keep_freed_memory, peak_flops
+from llmtrain.train.devices import (
+    avoid_cudnn_attention,
+    enable_determinism,
+    explain_out_of_memory,
+    keep_freed_memory,
+    peak_flops,
+)
 from llmtrain.train.initial_weights import InitialWeights
 from llmtrain.train.loggers import Console, mesh_line, model_line
 from llmtrain.train.metric_gather import MetricReducer
 from llmtrain.train.metrics import Metrics
-from llmtrain.train.prepare_data import prepare_sets, prepare_texts
+from llmtrain.train.mirror import Mirror
+from llmtrain.train.prepare_data import prepare_sets
 from llmtrain.train.rank_errors import IoErrors
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_log import RunLog
@@ -42,24 +52,41 @@ from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import Validator
 
 
-def build_trainer(
-    recipe: Recipe,
-    mesh: Mesh,
-    prepared: TokenDataset,
-    directory: RunDirectory,
-    console: Console,
-    mesh_reason: str,
-    stop: StopRequest,
-    weights: InitialWeights | None = None,
-    train_text: TrainText | None = None,
-) -> Trainer:
-    """Build this rank's model, engine, method and loader, print what they are, and return them in a Trainer. A collective of
-    all ranks.
+@dataclass(frozen=True)
+class OpenRun:
+    """A run as one rank has it open."""
 
-    The model starts from `weights`, or from random ones. `mesh_reason`, why the mesh has this shape, is shown to the user.
-    `train_text` is the training text if it may grow while the run reads it.
-    """
-    texts = _open_texts(recipe, mesh, prepared, train_text)
+    recipe: Recipe
+    directory: RunDirectory
+    console: Console
+    mirror: Mirror
+    texts: Mapping[str, TokenDataset]
+    """Training texts of this rank by name, prepared for the first step."""
+    train_text: TrainText | None
+    """The training text if it may grow while the run reads it."""
+    mesh: Mesh
+    mesh_reason: str
+    """Why the mesh has its shape."""
+    stop: StopRequest
+    suites: BackgroundEval
+    at_end: ExitStack
+    """Stack of what is called when the mesh is closed and no rank waits for this one any more."""
+
+    @property
+    def prepared(self) -> TokenDataset:
+        """Return the first of the training texts."""
+        return next(iter(self.texts.values()))
+
+    def explain_out_of_memory(self) -> AbstractContextManager[None]:
+        """Say what has taken the memory if the enclosed code runs out of it."""
+        return explain_out_of_memory(self.mesh.world.rank, self.mesh.device, self.directory.out_of_memory)
+
+
+def build_trainer(run: OpenRun, weights: InitialWeights | None) -> Trainer:
+    """Build this rank's model, engine, method and loader, print what they are, and return them in a Trainer. The model starts from
+    `weights`, or from random ones. A collective of all ranks."""
+    recipe, mesh, prepared = run.recipe, run.mesh, run.prepared
+    texts = open_texts(recipe, mesh, run.texts, prepare_sets(recipe, prepared, show_progress=False), run.train_text)
     scan = texts.scan()
     _configure_process(recipe, mesh)
     model, loader = _build_model(recipe, mesh, prepared), texts.loader()
@@ -77,42 +104,31 @@ def build_trainer(
         store=mesh.store,
         timeout_seconds=timeout,
         clock=mesh.clock or time.monotonic,
-        stop_seen=stop.seen,
+        stop_seen=run.stop.seen,
     )
-    for line in _start_lines(
-        recipe, mesh, mesh_reason, parameters, len(engine.blocks), texts, loader, directory, weights
-    ):
-        console.print(line)
+    for line in _start_lines(run, parameters, len(engine.blocks), texts, loader, weights):
+        run.console.print(line)
     checkpointer = Checkpointer(
-        directory.checkpoints, mesh, engine, method, recipe.checkpoint, timeout, recipe, console.print
+        run.directory.checkpoints, mesh, engine, method, recipe.checkpoint, timeout, recipe, run.console.print
     )
     checkpointer.from_weights = None if weights is None else weights.recorded
-    io_errors = IoErrors(mesh, scan, None if train_text is None else train_text.problem)
-    run_log = RunLog(recipe, directory, console, io_errors, mesh.is_main)
+    io_errors = IoErrors(mesh, scan, None if run.train_text is None else run.train_text.problem)
+    run_log = RunLog(recipe, run.directory, run.console, io_errors, mesh.is_main)
     reducer = MetricReducer(mesh, flops, peak_flops(mesh.device))
-    sampler = Sampler(recipe, engine, mesh, prepared, console, parameters)
+    sampler = Sampler(recipe, engine, mesh, prepared, run.console, parameters)
     trainer = Trainer(
         recipe,
         engine,
         method,
         PrefetchLoader(loader, timeout, pin=mesh.device.type == "cuda"),
-        Metrics(recipe, mesh, engine, method, checkpointer, reducer, run_log, stop),
-        Validator(engine, mesh, texts.validation_sets(), sampler, console),
+        Metrics(recipe, mesh, engine, method, checkpointer, reducer, run_log, run.stop),
+        Validator(engine, mesh, texts.validation_sets(), sampler, run.console),
         checkpointer,
         texts,
     )
     if mesh.clock is not None:
         _run_clock(trainer, mesh.clock)
     return trainer
-
-
-def _open_texts(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, train_text: TrainText | None) -> RunTexts:
-    """Return the texts that this rank reads. A collective of all ranks."""
-    own = {"": prepared}
-    if recipe.data.is_list:
-        own = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
-    sets = prepare_sets(recipe, prepared, show_progress=False)
-    return open_texts(recipe, mesh, own, sets, train_text)
 
 
 def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
@@ -170,25 +186,18 @@ def _build_engine(
 
 
 def _start_lines(
-    recipe: Recipe,
-    mesh: Mesh,
-    mesh_reason: str,
-    parameters: int,
-    blocks: int,
-    texts: RunTexts,
-    loader: Loader,
-    directory: RunDirectory,
-    weights: InitialWeights | None,
+    run: OpenRun, parameters: int, blocks: int, texts: RunTexts, loader: Loader, weights: InitialWeights | None
 ) -> Iterator[str]:
     """Yield the console's lines about a run that is about to start."""
-    connections, samples = len(mesh.replica_comms.groups), texts.samples(loader)
-    yield mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, mesh_reason, connections)
-    yield model_line(recipe, parameters, blocks, None if samples is None else sum(samples.values()))
+    mesh, samples = run.mesh, texts.samples(loader)
+    connections = len(mesh.replica_comms.groups)
+    yield mesh_line(mesh.replicas, mesh.shard_comms.size, mesh.device.type, run.mesh_reason, connections)
+    yield model_line(run.recipe, parameters, blocks, None if samples is None else sum(samples.values()))
     yield from texts.describe(loader)
-    yield f"run: {directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues"
+    yield f"run: {run.directory.path} · Ctrl-C stops with a checkpoint, from which the same command continues"
     if weights is not None:
         yield weights.describe()
-    for line in _start_warnings(recipe, mesh, texts) if mesh.is_main else ():
+    for line in _start_warnings(run.recipe, mesh, texts) if mesh.is_main else ():
         yield f"warning: {line}"
     if mesh.device.type == "cuda" and peak_flops(mesh.device) is None:
         name = torch.cuda.get_device_name(mesh.device)

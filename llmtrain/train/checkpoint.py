@@ -8,7 +8,7 @@ Per-replica tensors (weights, optimizer moments, rounding errors) are stored und
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.best_checkpoint import CheckpointLoss, read_loss
+from llmtrain.checkpoint_retention import CheckpointLoss, expired, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
 from llmtrain.parallel.engine import Engine, Keep, as_is
@@ -28,13 +28,10 @@ from llmtrain.seeding import derive_seed
 from llmtrain.sync.anchors import flat_view
 from llmtrain.sync.method import Method
 from llmtrain.sync.schedules.base import BlockTensors
-from llmtrain.train.checkpoint_files import (
-    ANCHOR,
-    FORMAT,
-    CheckpointWriter,
-    read_state,
-)
+from llmtrain.train.background_eval import BackgroundEval
+from llmtrain.train.checkpoint_files import ANCHOR, FORMAT, CheckpointWriter, read_state
 from llmtrain.train.checkpoint_reader import CheckpointReader
+from llmtrain.train.mirror import Mirror
 from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.run_dir import check_same_recipe
 from llmtrain.train.run_length import LengthChange
@@ -80,10 +77,8 @@ class Checkpointer:
         """Path, step and digest of the weights that the run started from; None for random ones. Stored in each checkpoint."""
         self.seconds = 0.0
         """Seconds for which checkpoints have blocked training."""
-        self.on_saved: list[Callable[[int], None]] = []
-        """Functions called with the step of each completed checkpoint."""
-        self.pinned_by: list[Callable[[], Collection[int]]] = []
-        """Functions that return the steps of checkpoints that must be kept, because they are still being read."""
+        self.followers: list[BackgroundEval | Mirror] = []
+        """Readers of completed checkpoints. Those that they have yet to read are not deleted."""
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
@@ -131,14 +126,15 @@ class Checkpointer:
         self.seconds += own_time() - started
 
     def wait(self) -> None:
-        """Wait until the checkpoint that `save` started is on disk. Raises TrainingError if writing fails or
-        times out."""
+        """Wait until the checkpoint that `save` started is on disk, and report it. Raises TrainingError if writing fails or times
+        out."""
         started = own_time()
         if self._writing is not None:
             speaks = announced(f"{self._writing.final} to be written", self.timeout_seconds)
             with speaks if self.mesh.is_main else nullcontext():
                 self._writing.wait(self.timeout_seconds)
         self.seconds += own_time() - started
+        self.poll()
 
     def finish_writing(self) -> None:
         """Wait up to LAST_SECONDS for the checkpoint that is being written, after an error that ends the run: its state is from
@@ -148,14 +144,14 @@ class Checkpointer:
                 self._writing.wait(min(LAST_SECONDS, self.timeout_seconds))
 
     def poll(self) -> None:
-        """Report the last checkpoint, once, when it is complete: through `note` and to the functions in `on_saved`."""
+        """Report the last checkpoint, once, when it is complete: through `note` and to `followers`."""
         writing = self._writing
         if writing is None or not writing.is_done or writing.error is not None:
             return
         self._writing = None
         self.note(f"checkpoint {writing.final} (written in {writing.seconds:.1f} s)")
-        for call in self.on_saved:
-            call(step_of(writing.final))
+        for follower in self.followers:
+            follower.after_checkpoint(step_of(writing.final))
 
     @property
     def failed(self) -> bool:
@@ -246,20 +242,20 @@ class Checkpointer:
         return states
 
     def _prune(self, newest: int) -> None:
-        """Delete expired checkpoints that are not pinned. Called on the main rank, once the checkpoint of `newest` is
+        """Delete expired checkpoints that no follower has yet to read. Called on the main rank, once the checkpoint of `newest` is
         complete."""
         self._losses = {
             step: self._losses[step] if step in self._losses else read_loss(path)
             for step, path in complete_checkpoints(self.directory).items()
             if step <= newest
         }
-        for step in self.section.expired(self._losses):
-            if not any(step in pinned() for pinned in self.pinned_by):
-                expired = self.directory / step_name(step)
+        for step in expired(self._losses, self.section):
+            if not any(step in follower.pending_steps() for follower in self.followers):
+                folder = self.directory / step_name(step)
                 # Renamed first, so that a half-deleted folder is no checkpoint, and the next start deletes it.
                 with suppress(OSError):
-                    expired = expired.rename(expired.with_suffix(".tmp"))
-                shutil.rmtree(expired, ignore_errors=True)
+                    folder = folder.rename(folder.with_suffix(".tmp"))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fill(

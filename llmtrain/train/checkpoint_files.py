@@ -21,6 +21,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +279,8 @@ class CheckpointWriter:
                 self._save(self._tensors, process_group=self._comms.group, no_dist=self._comms.size == 1)
             self._tensors = {}  # frees memory for the next checkpoint
             self._commit()
-        except CheckpointException as error:  # a BaseException
-            self.error = one_line(next(iter(error.failures.values()))[0])
-        except Exception as error:
-            self.error = one_line(error, MESSAGE_LENGTH)
+        except (CheckpointException, Exception) as error:  # the first is a BaseException
+            self.error = _in_one_line(error)
         if self.error is not None:
             with suppress(OSError):  # the folder may be missing, because it could not be created
                 free = shutil.disk_usage(self.final.parent).free
@@ -300,26 +299,20 @@ class CheckpointWriter:
     def _save_as_one(self) -> None:
         """Save the tensors of all replicas of this process on the main rank. Raises OSError on every rank if it fails."""
         of_ranks = self._comms.all_gather_object(self._tensors, f"gathering tensors of {self.final.name}")
-        problem = None
-        if self._comms.rank == 0:
-            try:
-                self._save(dict(ChainMap(*of_ranks)), no_dist=True)
-            except CheckpointException as error:
-                problem = one_line(next(iter(error.failures.values()))[0])
-            except Exception as error:
-                problem = one_line(error)
-        if (problem := self._from_main(problem)) is not None:
+        save = partial(self._save, dict(ChainMap(*of_ranks)), no_dist=True)
+        problem = self._from_main(_catch_error(save) if self._comms.rank == 0 else None)
+        if problem is not None:
             raise OSError(problem)
 
     def _commit(self) -> None:
         """Gather the files' digests, of which each rank computes its share, and publish the checkpoint on the main rank. Raises
         OSError on every rank if any rank fails."""
-        names = self._from_main(_catch_os_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
+        names = self._from_main(_catch_error(lambda: sorted(path.name for path in self.temporary.iterdir())))
         if isinstance(names, str):
             raise OSError(names)
         share = share_of(self._comms.rank, self._comms.size, names)
         folder = f"{self.temporary} on {socket.gethostname()}"
-        mine = self._progress, folder, _catch_os_error(lambda: digests(self.temporary, share))
+        mine = self._progress, folder, _catch_error(lambda: digests(self.temporary, share))
         of_ranks = self._comms.all_gather_object(mine, f"gathering digests of {self.final.name}")
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
@@ -364,9 +357,15 @@ class CheckpointWriter:
         return self._comms.broadcast_object(value, f"writing {self.final.name}")
 
 
-def _catch_os_error(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or its OSError in one line that can be sent to other ranks."""
+def _catch_error(work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, or its error in one line that can be sent to other ranks."""
     try:
         return work()
-    except OSError as error:
-        return one_line(error)
+    except (CheckpointException, Exception) as error:
+        return _in_one_line(error)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return the message of `error` or, if torch reports the errors of several ranks, of the first one."""
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return one_line(cause, MESSAGE_LENGTH)

@@ -16,7 +16,7 @@ from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
 from llmtrain.files import atomic_write, read_lines
-from llmtrain.quantities import format_si
+from llmtrain.quantities import format_elapsed, format_si
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.startup import seconds_since_command
 from llmtrain.train.progress import DelayedProgress
@@ -268,10 +268,7 @@ class Console:
 
     def _time_left(self, step: int) -> str:
         left = max(0, self._total - step)
-        seconds = (time.monotonic() - self._started) / max(1, step - self._first) * left
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+        return format_elapsed((time.monotonic() - self._started) / max(1, step - self._first) * left)
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.best_checkpoint import CheckpointLoss, best_step, loss_of, read_losses
+from llmtrain.checkpoint_retention import CheckpointLoss, best_step, expired, loss_of, read_losses
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import CheckpointError, NewerFormatError, RecipeError, TrainingError, UserError, one_line
 from llmtrain.files import atomic_write
@@ -134,7 +134,7 @@ class RemoteRun:
         copied."""
         losses = {step: loss for step, loss in self.losses().items() if step <= newest}
         half_copied = {step for step in self._steps() if step < newest} - losses.keys()
-        for step in half_copied.union(section.expired(losses)):
+        for step in half_copied.union(expired(losses, section)):
             self._remove(step)
 
     def url_of(self, step: int) -> str:
@@ -255,11 +255,11 @@ class Mirror:
         up to it, if the mirror has none that is as good."""
         if checkpoint is not None:
             self._there = self.newest
-            self.upload_async(step_of(checkpoint))
+            self.after_checkpoint(step_of(checkpoint))
 
     # ---- during training
 
-    def upload_async(self, step: int) -> None:
+    def after_checkpoint(self, step: int) -> None:
         """Queue the checkpoint of `step`, which is complete on disk, to be copied next. Returns immediately."""
         if self.url is None or not self.is_main:
             return
@@ -268,7 +268,7 @@ class Mirror:
         if replaced is not None:
             self.note(f"step {replaced} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
-    def pinned_steps(self) -> set[int]:
+    def pending_steps(self) -> set[int]:
         """Return the steps of the checkpoints that are being copied or wait to be. Thread-safe."""
         return self.worker.pending_steps() | self._candidates
 

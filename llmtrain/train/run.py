@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +37,10 @@ from llmtrain.run_files import step_of
 from llmtrain.suites import check_suite_data
 from llmtrain.trace import open_trace
 from llmtrain.train.background_eval import BackgroundEval
-from llmtrain.train.build_trainer import build_trainer
+from llmtrain.train.build_trainer import OpenRun, build_trainer
 from llmtrain.train.checkpoint_files import latest_valid, set_aside_newer
 from llmtrain.train.devices import (
     collect_garbage_every,
-    explain_out_of_memory,
     memory_of_rank,
     profile_steps,
     share_freed_memory,
@@ -56,33 +54,8 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.shared_folder import check_is_shared
 from llmtrain.train.signals import StopRequest, stop_requests
 from llmtrain.train.summary import print_report, write_error_summary, write_summary
-from llmtrain.train.train_text import TrainText, open_train_text
+from llmtrain.train.train_text import open_train_text
 from llmtrain.train.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """A run as one rank has it open."""
-
-    recipe: Recipe
-    directory: RunDirectory
-    console: Console
-    mirror: Mirror
-    prepared: TokenDataset
-    """This rank's training text, prepared for the first step. Of a list of texts, the first."""
-    train_text: TrainText | None
-    """The training text if it may grow while the run reads it."""
-    mesh: Mesh
-    mesh_reason: str
-    """Why the mesh has its shape."""
-    stop: StopRequest
-    suites: BackgroundEval
-    at_end: ExitStack
-    """Stack of what is called when the mesh is closed and no rank waits for this one any more."""
-
-    def explain_out_of_memory(self) -> AbstractContextManager[None]:
-        """Say what has taken the memory if the enclosed code runs out of it."""
-        return explain_out_of_memory(self.mesh.world.rank, self.mesh.device, self.directory.out_of_memory)
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
@@ -147,7 +120,8 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
     memory = [rank_info.memory for rank_info in peers.ranks]
     replicas, shards, mesh_reason = plan_mesh(recipe, peers.nodes, memory, on_gpu=torch.cuda.is_available())
     check_group(recipe, replicas)
-    prepared = _prepare_own(recipe, world, shards)
+    texts = _prepare_own(recipe, world, shards)
+    prepared = next(iter(texts.values()))
     check_vocabulary(recipe, prepared.vocab_size)
     mirror = Mirror(recipe, directory, console.print, is_main=world.rank == 0)
     with (
@@ -164,7 +138,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
             directory=directory,
             console=console,
             mirror=mirror,
-            prepared=prepared,
+            texts=texts,
             train_text=train_text,
             mesh=mesh,
             mesh_reason=mesh_reason,
@@ -181,16 +155,15 @@ def _usable_memory(recipe: Recipe, world: World) -> float:
     return memory_of_rank(world)
 
 
-def _prepare_own(recipe: Recipe, world: World, shards: int) -> TokenDataset:
-    """Prepare the text that this rank reads. With a text per replica, one replica's text may be faulty and the others' not. The
+def _prepare_own(recipe: Recipe, world: World, shards: int) -> Mapping[str, TokenDataset]:
+    """Prepare the texts that this rank reads. With a text per replica, one replica's text may be faulty and the others' not. The
     first rank of that replica then prints the error."""
     replica, shard = divmod(world.rank, shards)
     try:
-        texts = prepare_texts(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
+        return prepare_texts(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
     except DataError as error:
         error.is_shared = not (recipe.data.per_replica and shard == 0)
         raise
-    return next(iter(texts.values()))
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
@@ -239,21 +212,10 @@ def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
     background evaluation follow its checkpoints. A collective of all ranks."""
     weights = open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
     with run.console.progress("building the model"), run.explain_out_of_memory():
-        trainer = build_trainer(
-            run.recipe,
-            run.mesh,
-            run.prepared,
-            run.directory,
-            run.console,
-            run.mesh_reason,
-            run.stop,
-            weights=weights,
-            train_text=run.train_text,
-        )
+        trainer = build_trainer(run, weights)
     run.at_end.callback(trainer.metrics.run_log.wait)
     run.suites.newest = 0 if checkpoint is None else step_of(checkpoint)
-    trainer.checkpointer.on_saved += [run.suites.after_checkpoint, run.mirror.upload_async]
-    trainer.checkpointer.pinned_by += [run.suites.worker.pending_steps, run.mirror.pinned_steps]
+    trainer.checkpointer.followers += [run.suites, run.mirror]
     return trainer
 
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from llmtrain.best_checkpoint import best_step, read_losses
+from llmtrain.checkpoint_retention import best_step, read_losses
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
 from llmtrain.parallel.comms import MESSAGE_LENGTH
 from llmtrain.plan.model_size import size_of
-from llmtrain.quantities import GIB, format_si
+from llmtrain.quantities import GIB, format_elapsed, format_si
 from llmtrain.run_plots import draw_run
 from llmtrain.train.loggers import SampleLogger
 from llmtrain.train.rank_errors import raise_on_all
@@ -148,11 +148,8 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     """Return the lines of the report: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
     the next run."""
     recipe, metrics, run_log = trainer.recipe, trainer.metrics, trainer.metrics.run_log
-    minutes, seconds = divmod(round(summary["train_seconds"]), 60)
-    hours, minutes = divmod(minutes, 60)
-    took = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     happened = (
-        f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {took} "
+        f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {format_elapsed(summary['train_seconds'])} "
         f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
         f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )

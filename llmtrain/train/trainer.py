@@ -128,7 +128,6 @@ class Trainer:
         """Wait until the last checkpoint is complete, because a run writes one at a time. Raises TrainingError, on every rank,
         if the checkpoint or the metrics could not be written, and DataError for damaged data. A collective of all ranks."""
         self.checkpointer.wait()
-        self.checkpointer.poll()
         self.metrics.run_log.io_errors.check()
 
     def _wait_in_training_time(self) -> None:

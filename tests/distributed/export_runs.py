@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.config import Recipe
+from llmtrain.data.dataset import TokenDataset
+from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.build_trainer import build_trainer
+from llmtrain.train.background_eval import BackgroundEval
+from llmtrain.train.build_trainer import OpenRun, build_trainer
 from llmtrain.train.loggers import Console
+from llmtrain.train.mirror import Mirror
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.signals import StopRequest
@@ -81,10 +87,26 @@ def write_text(path: Path) -> None:
     path.write_text("\n<|endoftext|>\n".join(stories))
 
 
+def open_run(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset], console: Console | None = None) -> OpenRun:
+    """Return a run without mirror and background evaluation as `build_trainer` takes it."""
+    directory, console, stop = RunDirectory(recipe), console or Console(enabled=False), StopRequest()
+    return OpenRun(
+        recipe=recipe,
+        directory=directory,
+        console=console,
+        mirror=Mirror(recipe, directory, console.print, mesh.is_main),
+        texts=texts,
+        train_text=None,
+        mesh=mesh,
+        mesh_reason="of a test",
+        stop=stop,
+        suites=BackgroundEval(None, recipe, directory, console, stop),
+        at_end=ExitStack(),
+    )
+
+
 def make_run(recipe: Recipe) -> None:
     """Train it on this rank, from preparing its data to its last checkpoint."""
     mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
-    directory = RunDirectory(recipe)
-    mesh.broadcast_from_main(directory.claim)
-    prepared, silent = prepare_texts(recipe, show_progress=False)[""], Console(enabled=False)
-    build_trainer(recipe, mesh, prepared, directory, silent, "of a test", StopRequest()).fit()
+    mesh.broadcast_from_main(RunDirectory(recipe).claim)
+    build_trainer(open_run(recipe, mesh, prepare_texts(recipe, show_progress=False)), None).fit()

@@ -19,9 +19,9 @@ from llmtrain.train.checkpoint import Checkpointer
 from llmtrain.train.loggers import Console
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.signals import StopRequest
 from llmtrain.train.trainer import Trainer
 from llmtrain.train.validation import validated_parameters
+from tests.distributed.export_runs import open_run
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.real_engine import mesh_of
 from tests.end_to_end.runs import RECIPE, ROOT, TINY
@@ -116,14 +116,14 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     mesh = mesh_of(part.replicas, part.shard, part.device)
     if recipe.sync.schedule.kind == "wait_avoiding" and part.replicas > 1:
         mesh = replace(mesh, store=meeting_store())
-    directory, stop = RunDirectory(recipe), StopRequest()
-    directory.check_recipe()
-    if mesh.is_main:
-        directory.claim()
-    stop.requested = True
     console = _Watching(seen)
-    prepared = next(iter(prepare_texts(recipe, show_progress=False).values()))
-    trainer = build_trainer(recipe, mesh, prepared, directory, console, "", stop)
+    texts = prepare_texts(recipe, show_progress=False, replicas=[mesh.replica_comms.rank])
+    run = open_run(recipe, mesh, texts, console)
+    run.directory.check_recipe()
+    if mesh.is_main:
+        run.directory.claim()
+    run.stop.requested = True
+    trainer = build_trainer(run, None)
     console.trainer = trainer
     trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
     tokens, following = trainer.loader.tokens, trainer.loader.next

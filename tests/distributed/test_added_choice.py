@@ -16,7 +16,7 @@ from llmtrain.config import BlockingSection, OuterSection, SyncScheduleSection, 
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.sync.build_method import OUTERS, SCHEDULES, build_choice
+from llmtrain.sync.build_method import OUTERS, SCHEDULES
 from llmtrain.sync.outer import Outer
 from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.blocking import BlockingSchedule
@@ -103,11 +103,3 @@ def test_a_schedule_orders_the_same_operations_and_tells_its_memory() -> None:
     other = recipe.model_copy(update={"sync": with_choice(recipe.sync, schedule=OneByOneSection())})
     size = size_of(recipe)
     assert estimate(other, size, 2, 4).messages < estimate(recipe, size, 2, 4).messages
-
-
-def test_a_kind_that_nobody_listed_is_named() -> None:
-    class Unknown(OuterSection):
-        kind: Literal["unknown"] = "unknown"
-
-    with pytest.raises(NotImplementedError, match="no implementation of Unknown"):
-        build_choice(OUTERS, Unknown())

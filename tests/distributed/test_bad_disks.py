@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -154,24 +155,27 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
         assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "there is room again"
 
 
-def digests_fail(folder: Path) -> tuple[str, float]:
+def digests_fail(folder: Path, error: Exception) -> tuple[str, float]:
     """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
     digests, began = checkpoint_files.digests, time.monotonic()
     if dist.get_rank() == 1:
-        checkpoint_files.digests = refused
+        checkpoint_files.digests = partial(refused, error)
     try:
         return write_unevenly(folder, 10, 1000), time.monotonic() - began
     finally:
         checkpoint_files.digests = digests
 
 
-def refused(*arguments: Any) -> Any:
-    raise OSError(errno.EIO, "Input/output error")
+def refused(error: Exception, *arguments: Any) -> Any:
+    raise error
 
 
-def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(ranks: RankPool, tmp_path: Path) -> None:
-    (first, took), (second, also_took) = ranks.run(digests_fail, tmp_path, world_size=2, timeout=240)
-    assert first == second and "step-00000010 could not be written: [Errno 5] Input/output error" in first
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("out of threads")])
+def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(
+    ranks: RankPool, tmp_path: Path, error: Exception
+) -> None:
+    (first, took), (second, also_took) = ranks.run(digests_fail, tmp_path, error, world_size=2, timeout=240)
+    assert first == second and f"step-00000010 could not be written: {error};" in first
     assert max(took, also_took) < 100, "no collective was left waiting for its 120 s"
     assert not list(tmp_path.iterdir())
 
@@ -246,7 +250,7 @@ class Refusing(JsonlLogger):
 
     def log(self, step: int, *values: Any) -> None:
         if 5 <= step <= 8:
-            refused()
+            raise OSError(errno.EIO, "Input/output error")
         super().log(step, *values)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.best_checkpoint import BEST
+from llmtrain.checkpoint_retention import BEST
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, STOPPED_EARLY, CheckpointError
 from llmtrain.export.request import choose_step

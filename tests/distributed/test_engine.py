@@ -21,12 +21,9 @@ from llmtrain.plan import memory
 from llmtrain.sync.anchors import flatten
 from llmtrain.sync.method import StepPlan
 from llmtrain.train.build_trainer import build_trainer
-from llmtrain.train.loggers import Console
 from llmtrain.train.prepare_data import prepare_texts
-from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.signals import StopRequest
 from llmtrain.train.validation import validate, validated_parameters
-from tests.distributed.export_runs import ExportRun
+from tests.distributed.export_runs import ExportRun, open_run
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.real_engine import (
     GPT_NEO,
@@ -241,11 +238,10 @@ def test_blocks_are_resharded_as_the_recipe_says(ranks):
 
 def freed_after_forward(recipe: Recipe) -> list[bool]:
     """Return whether each unit of a run's engine reshards after forward. However few its parameters are, their share decides."""
-    mesh, silent, stop = mesh_of(1, 2), Console(enabled=False), StopRequest()
+    mesh = mesh_of(1, 2)
     shares_decide = mock.patch.object(memory, "KEPT_BYTES", 0)
     with shares_decide, mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
-        prepared = prepare_texts(recipe, show_progress=False)[""]
-        build_trainer(recipe, mesh, prepared, RunDirectory(recipe), silent, "of a test", stop)
+        build_trainer(open_run(recipe, mesh, prepare_texts(recipe, show_progress=False)), None)
     units = [call.kwargs for call in wrapped.call_args_list if "reshard_after_forward" in call.kwargs]
     return [unit["reshard_after_forward"] for unit in units]
 

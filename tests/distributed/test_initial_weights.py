@@ -25,11 +25,9 @@ from llmtrain.sync.anchors import flatten
 from llmtrain.train.build_trainer import build_trainer
 from llmtrain.train.checkpoint_files import read_state
 from llmtrain.train.initial_weights import check_initial_weights, open_initial_weights
-from llmtrain.train.loggers import Console
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import RunDirectory
-from llmtrain.train.signals import StopRequest
-from tests.distributed.export_runs import IN_A_ROUND, ExportRun, make_run
+from tests.distributed.export_runs import IN_A_ROUND, ExportRun, make_run, open_run
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
 
@@ -85,11 +83,9 @@ def recipe_from(weights: Path, folder: Path, run: ExportRun, name: str = "second
 
 def start(recipe: Recipe) -> Started:
     """Build what trains the recipe on this rank, as a start does, and validate."""
-    mesh, silent = mesh_of(recipe.parallel.replicas, recipe.parallel.shards), Console(enabled=False)
-    prepared, directory = prepare_texts(recipe, show_progress=False)[""], RunDirectory(recipe)
-    weights = open_initial_weights(recipe, mesh, prepared)
-    stop = StopRequest()
-    trainer = build_trainer(recipe, mesh, prepared, directory, silent, "of a test", stop, weights=weights)
+    mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
+    run = open_run(recipe, mesh, prepare_texts(recipe, show_progress=False))
+    trainer = build_trainer(run, open_initial_weights(recipe, mesh, run.prepared))
     trainer.method.block_sync.ensure_anchor()
     anchors = trainer.method.shared_state()["anchor"]
     return Started(
@@ -102,13 +98,11 @@ def start(recipe: Recipe) -> Started:
 
 def train(recipe: Recipe) -> str:
     """Train the recipe on this rank to its end, and return the path that its checkpoints name."""
-    mesh, silent = mesh_of(recipe.parallel.replicas, recipe.parallel.shards), Console(enabled=False)
-    prepared, directory = prepare_texts(recipe, show_progress=False)[""], RunDirectory(recipe)
-    mesh.broadcast_from_main(directory.claim)
-    newest = max(directory.checkpoints.glob("step-*"), default=None)
-    weights = open_initial_weights(recipe, mesh, prepared) if newest is None else None
-    stop = StopRequest()
-    trainer = build_trainer(recipe, mesh, prepared, directory, silent, "of a test", stop, weights=weights)
+    mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
+    run = open_run(recipe, mesh, prepare_texts(recipe, show_progress=False))
+    mesh.broadcast_from_main(run.directory.claim)
+    newest = max(run.directory.checkpoints.glob("step-*"), default=None)
+    trainer = build_trainer(run, open_initial_weights(recipe, mesh, run.prepared) if newest is None else None)
     if newest is not None:
         trainer.load(newest)
     trainer.fit()

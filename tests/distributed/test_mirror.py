@@ -57,7 +57,7 @@ def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | No
     except RecipeError as error:
         return str(error), None
     if step is not None:
-        mirror.upload_async(step)
+        mirror.after_checkpoint(step)
     return "", mirror.finish(mesh)
 
 

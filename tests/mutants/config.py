@@ -8,22 +8,10 @@ TABLES = {
           + return {**named, **entry}
     """,
     "llmtrain/config/recipe.py": r"""
-    seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py, unit/test_best_in_mirror.py
-        best: it is deleted with the others
-          - if step != best and step not in kept]
-          + if step not in kept]
-    seen by unit/test_checkpoint_files.py, unit/test_mirror.py
-        config: one checkpoint more is kept
-          - sorted(losses)[: -self.keep]
-          + sorted(losses)[: -self.keep - 1]
     seen by unit/test_recipe.py
         config: tokens are rounded up to whole steps
           - else (self.tokens or 0) // self.tokens_per_step
           + else -(-(self.tokens or 0) // self.tokens_per_step)
-    seen by unit/test_doctor.py
-        doctor: forgets the checkpoint that replaces the oldest
-          - self.keep + self.keep_best + for_good + 1
-          + self.keep + self.keep_best + for_good
     """,
     "llmtrain/config/section.py": r"""
     seen by unit/test_recipe_wrong.py

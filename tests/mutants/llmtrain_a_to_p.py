@@ -21,21 +21,33 @@ TABLES = {
           - for key in dict.fromkeys(key for one in values for key in one):
           + for key in values[0]:
     """,
-    "llmtrain/best_checkpoint.py": r"""
-    seen by unit/test_best_checkpoint.py, distributed/test_best_checkpoint.py
+    "llmtrain/checkpoint_retention.py": r"""
+    seen by unit/test_checkpoint_retention.py, distributed/test_best_checkpoint.py
         best: a checkpoint has the loss of an earlier step
           - return found if is_own and
           + return found if
         best: a loss that is not finite counts
           - is_own and math.isfinite(found.loss)
           + is_own
-    seen by unit/test_best_checkpoint.py
+    seen by unit/test_checkpoint_retention.py
         best: losses over other tokens count
           -  if loss.tokens == tokens)
           + )
         best: the first of equal losses is the best
           - (loss.loss, -step, step)
           + (loss.loss, step, step)
+    seen by unit/test_checkpoint_retention.py, distributed/test_best_checkpoint.py, unit/test_best_in_mirror.py
+        best: it is deleted with the others
+          - if step != best and step not in kept]
+          + if step not in kept]
+    seen by unit/test_checkpoint_files.py, unit/test_mirror.py
+        config: one checkpoint more is kept
+          - sorted(losses)[: -section.keep]
+          + sorted(losses)[: -section.keep - 1]
+    seen by unit/test_doctor.py
+        doctor: forgets the checkpoint that replaces the oldest
+          - section.keep + section.keep_best + for_good + 1
+          + section.keep + section.keep_best + for_good
     """,
     "llmtrain/cli.py": r"""
     seen by end_to_end/test_start.py

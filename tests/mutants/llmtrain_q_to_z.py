@@ -285,6 +285,10 @@ TABLES = {
         mirror: the checkpoint that waits may be deleted
           - for step in (self._running, self._waiting) if step
           + for step in (self._running,) if step
+    seen by unit/test_shared_flag.py
+        store thread: it may outlive its block
+          -         thread.join(LAST_ANSWER_SECONDS)
+          +         pass
     """,
     "llmtrain/trace.py": r"""
     seen by unit/test_device_time.py

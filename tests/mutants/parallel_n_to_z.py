@@ -96,10 +96,6 @@ TABLES = {
         shared flag: no other rank learns of it
           - store.set(key, "raised")
           + raised.set()
-    seen by unit/test_shared_flag.py
-        shared flag: its thread may outlive it
-          -         thread.join(LAST_ANSWER_SECONDS)
-          +         pass
     """,
     "llmtrain/parallel/single_device.py": r"""
     seen by distributed/test_single_device.py

@@ -38,7 +38,7 @@ TABLES = {
           -
     seen by unit/test_mirror.py, unit/test_background_eval.py
         checkpoint: deletes one that is in use
-          - if not any(step in pinned() for pinned in self.pinned_by):
+          - if not any(step in follower.pending_steps() for follower in self.followers):
           + if True:
     seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
         checkpoint: written from tensors that go on changing
@@ -81,6 +81,11 @@ TABLES = {
         writing: a checkpoint may lack the files of a host that does not share the folder
           - if not any(map(TENSOR_FILE.fullmatch, names))]
           + if False]
+        writing: an error of one rank that is not the disk's leaves the others waiting
+          -         return work()
+          -     except (CheckpointException, Exception) as error:
+          +         return work()
+          +     except OSError as error:
         writing: a failed write leaves its files
           - shutil.rmtree(self.temporary, ignore_errors=True)  # frees
           + pass  # frees
@@ -88,7 +93,7 @@ TABLES = {
         in process: a checkpoint has the first replica's tensors only
           - ChainMap(*of_ranks)
           + ChainMap(*of_ranks[:1])
-    seen by unit/test_best_checkpoint.py
+    seen by unit/test_checkpoint_retention.py
         checkpoints: the one from which the run continues is set aside, too
           -         if step_of(path) <= step:
           +         if step_of(path) < step:

@@ -277,9 +277,9 @@ TABLES = {
           + self.method.close()
     seen by distributed/test_bad_disks.py
         trainer: writes a checkpoint after lost metrics
-          -         self.checkpointer.poll()
+          -         self.checkpointer.wait()
           -         self.metrics.run_log.io_errors.check()
-          +         self.checkpointer.poll()
+          +         self.checkpointer.wait()
     seen by unit/test_trainer.py
         trainer: a validation hides how late the slowest rank is
           - self.metrics.wait_for_ranks(self.state)

@@ -52,14 +52,14 @@ def test_a_best_that_was_passed_over_is_copied_with_the_next(
     pinned = []
 
     def recorded(self: RemoteRun, checkpoint: Path, step: int, metrics: Path) -> None:
-        pinned.append(machine.mirror.pinned_steps())
+        pinned.append(machine.mirror.pending_steps())
         upload(self, checkpoint, step, metrics)
 
     monkeypatch.setattr(RemoteRun, "upload", recorded)
     machine.save(30, 2.0)
     assert pinned == [{30}, {30, 20}], "what is copied is not deleted"
     machine.save(40, 2.0)
-    assert steps_at(url) == [20, 30, 40] and machine.mirror.pinned_steps() == set()
+    assert steps_at(url) == [20, 30, 40] and machine.mirror.pending_steps() == set()
 
 
 def test_a_checkpoint_trained_again_has_its_new_loss(tmp_path: Path, url: str) -> None:

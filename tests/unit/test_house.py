@@ -23,8 +23,8 @@ LAYERS = [
     {
         "errors",
         "files",
-        "best_checkpoint",
         "run_files",
+        "checkpoint_retention",
         "config",
         "consistency",
         "seeding",

@@ -222,7 +222,7 @@ def test_the_time_left_follows_from_the_steps_since_this_start(monkeypatch, caps
     shown.start(step=900, total=1000, rounds=9)
     now[0] = 150.0
     shown.log_step(950, dict.fromkeys(tags, 1.0))
-    assert capsys.readouterr().out.rstrip().endswith("eta 1m40s")
+    assert capsys.readouterr().out.rstrip().endswith("eta 1 min 40 s")
 
 
 def test_a_replica_alone_reports_its_step_now_and_then(monkeypatch, capsys) -> None:

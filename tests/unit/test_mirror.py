@@ -71,7 +71,7 @@ class Machine:
         with self.directory.metrics.open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         write(self.directory.checkpoints, step, loss=loss)
-        self.mirror.upload_async(step)
+        self.mirror.after_checkpoint(step)
 
     def steps(self) -> list[int]:
         return list(complete_checkpoints(self.directory.checkpoints))
@@ -172,7 +172,7 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     machine.start()
     section = CheckpointSection(keep=1)
     checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
-    checkpoints.pinned_by.append(machine.mirror.worker.pending_steps)
+    checkpoints.followers.append(machine.mirror)
     machine.hand_in(10)
     assert held.begun.acquire(timeout=30)
     for step in (20, 30, 40):
@@ -264,7 +264,7 @@ def test_the_mirror_keeps_what_the_disk_keeps(tmp_path: Path, url: str) -> None:
     machine.start()
     section = machine.recipe.checkpoint
     checkpoints = Checkpointer(machine.directory.checkpoints, None, None, None, section, 1.0)
-    checkpoints.pinned_by.append(machine.mirror.worker.pending_steps)
+    checkpoints.followers.append(machine.mirror)
     for step in range(10, 80, 10):
         machine.save(step)
         checkpoints._prune(step)
@@ -278,6 +278,6 @@ def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
     machine.mirror.open(mesh)
     machine.mirror.claim(mesh)
     assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
-    machine.mirror.upload_async(10)
+    machine.mirror.after_checkpoint(10)
     machine.mirror.upload_if_newer(None)
     assert machine.mirror.newest is None and machine.mirror.worker.pending_steps() == set() and machine.said == []

@@ -141,6 +141,10 @@ def test_every_rank_hears_that_the_directory_is_locked_by_another_host():
         Mesh.broadcast_from_main(SimpleNamespace(is_main=False, all_ranks=ranks), fail)
 
 
+def refuse_if_moved(stored: Path, overrides: list[str]) -> None:
+    check_not_moved(load_recipe(stored, overrides), stored, overrides)
+
+
 def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     keys = [f"run.out_dir={tmp_path}", "data.source=/no/text"]
     directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, "run.name=a"]))
@@ -156,12 +160,12 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
             f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue what is in it, or run.name=a to "
             "start a run of that name\n"
         )
-    check_not_moved(stored, ["run.name=a"])
+    refuse_if_moved(stored, ["run.name=a"])
     RunDirectory(load_recipe(stored, ["run.name=b"])).check_recipe()
     with pytest.raises(RecipeError, match=r"another recipe \(optim\.lr: 0\.0\d+ there, 0\.5 here\)"):
         RunDirectory(load_recipe(stored, ["run.name=b", "optim.lr=0.5"])).check_recipe()
     (tmp_path / "b").rename(tmp_path / "a")
-    check_not_moved(tmp_path / "a/recipe.yaml", [])
+    refuse_if_moved(tmp_path / "a/recipe.yaml", [])
 
 
 def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_path: Path):
@@ -173,11 +177,11 @@ def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_p
     shutil.copytree(tmp_path / "runs/b", tmp_path / "copy/b")
     stored = tmp_path / "copy/b/recipe.yaml"
     with pytest.raises(RecipeError, match=rf"; give run\.name=b run\.out_dir={tmp_path}/copy to continue"):
-        check_not_moved(stored, [])
+        refuse_if_moved(stored, [])
     with pytest.raises(RecipeError, match=rf"another folder now; give run\.out_dir={tmp_path}/copy to continue"):
-        check_not_moved(stored, ["run.name=b"])
-    check_not_moved(stored, ["run.name=b", f"run.out_dir={tmp_path}/copy"])
-    check_not_moved(stored, ["run.name=c"])
+        refuse_if_moved(stored, ["run.name=b"])
+    refuse_if_moved(stored, ["run.name=b", f"run.out_dir={tmp_path}/copy"])
+    refuse_if_moved(stored, ["run.name=c"])
 
 
 def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
@@ -192,12 +196,12 @@ def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
     with pytest.raises(
         RecipeError, match=rf"of a run in run\.out_dir={tmp_path}/runs, .* give run\.out_dir={tmp_path} to cont"
     ):
-        check_not_moved(stored, [])
-    check_not_moved(stored, [f"run.out_dir={tmp_path}"])
-    check_not_moved(stored, ["run.name=b"])
+        refuse_if_moved(stored, [])
+    refuse_if_moved(stored, [f"run.out_dir={tmp_path}"])
+    refuse_if_moved(stored, ["run.name=b"])
     (tmp_path / "runs").rmdir()
     (tmp_path / "runs").symlink_to(tmp_path)
-    check_not_moved(stored, [])
+    refuse_if_moved(stored, [])
 
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):

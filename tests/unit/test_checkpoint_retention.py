@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from llmtrain.best_checkpoint import BEST, CheckpointLoss, best_step, loss_of, read_loss, read_losses
+from llmtrain.checkpoint_retention import (
+    BEST,
+    CheckpointLoss,
+    best_step,
+    expired,
+    loss_of,
+    max_on_disk,
+    read_loss,
+    read_losses,
+)
 from llmtrain.config import CheckpointSection
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.eval.evaluated_checkpoint import check_model_path
@@ -59,12 +68,12 @@ def test_a_damaged_or_missing_state_has_no_loss(tmp_path: Path) -> None:
 
 def test_the_best_stays_beside_the_newest_and_the_multiples() -> None:
     found = losses(step1=1.5, step2=1.0, step3=3.0, step4=2.0, step5=None)
-    assert CheckpointSection(keep=2).expired(found) == [1, 3]
-    assert CheckpointSection(keep=2, keep_every=3).expired(found) == [1]
-    assert CheckpointSection(keep=2, keep_best=False).expired(found) == [1, 2, 3]
+    assert expired(found, CheckpointSection(keep=2)) == [1, 3]
+    assert expired(found, CheckpointSection(keep=2, keep_every=3)) == [1]
+    assert expired(found, CheckpointSection(keep=2, keep_best=False)) == [1, 2, 3]
     uneven = CheckpointSection(keep=1, keep_every=1000, keep_best=False)
-    assert uneven.expired(dict.fromkeys([400, 1037, 1500, 2050, 2100, 3010])) == [400, 1500, 2100]
-    assert CheckpointSection(keep=4).expired(found) == [1], "it is among the newest"
+    assert expired(dict.fromkeys([400, 1037, 1500, 2050, 2100, 3010]), uneven) == [400, 1500, 2100]
+    assert expired(found, CheckpointSection(keep=4)) == [1], "it is among the newest"
 
 
 @pytest.fixture
@@ -112,16 +121,16 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
 
 
 def test_a_disk_needs_room_for_those_that_are_kept_for_good_and_one_more() -> None:
-    assert CheckpointSection(keep=3, keep_best=True).max_on_disk(23_842) == 5
-    assert CheckpointSection(keep=3, keep_best=False, keep_every=10_000).max_on_disk(23_842) == 6
+    assert max_on_disk(23_842, CheckpointSection(keep=3, keep_best=True)) == 5
+    assert max_on_disk(23_842, CheckpointSection(keep=3, keep_best=False, keep_every=10_000)) == 6
     every_100 = CheckpointSection(keep=1, keep_best=False, every=1000, keep_every=100)
-    assert every_100.max_on_disk(23_842) == 24, "all that are written"
+    assert max_on_disk(23_842, every_100) == 24, "all that are written"
 
 
 def test_a_disk_needs_room_for_no_more_checkpoints_than_the_run_writes() -> None:
     at_the_end = CheckpointSection(every=None, keep=3, keep_best=False, keep_every=10_000)
-    assert at_the_end.max_on_disk(23_842) == 1
-    assert [CheckpointSection().max_on_disk(steps) for steps in (999, 1000, 1001, 4000, 4001, 9000)] == [
+    assert max_on_disk(23_842, at_the_end) == 1
+    assert [max_on_disk(steps, CheckpointSection()) for steps in (999, 1000, 1001, 4000, 4001, 9000)] == [
         1,
         1,
         2,

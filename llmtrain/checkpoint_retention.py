@@ -1,4 +1,5 @@
-"""The best checkpoint of a run: of those validated at their own step, the one with the lowest loss.
+"""Choice of the checkpoints that a run keeps, and of the best one: of those validated at their own step, the one with the lowest
+loss.
 
 Imports no torch, so that commands that only look at a run answer at once.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmtrain.config import CheckpointSection
 from llmtrain.run_files import STATE_FILE, complete_checkpoints
 
 BEST = "best"
@@ -60,3 +62,23 @@ def best_step(losses: Mapping[int, CheckpointLoss | None]) -> int | None:
         return None
     tokens = found[max(found)].tokens
     return min((loss.loss, -step, step) for step, loss in found.items() if loss.tokens == tokens)[2]
+
+
+def expired(losses: Mapping[int, CheckpointLoss | None], section: CheckpointSection) -> list[int]:
+    """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
+    older = sorted(losses)[: -section.keep]
+    best = best_step(losses) if section.keep_best else None
+    first: dict[int, int] = {}
+    if section.keep_every is not None:
+        for step in sorted(losses):
+            first.setdefault(step // section.keep_every, step)
+    kept = {step for multiple, step in first.items() if multiple > 0}
+    return [step for step in older if step != best and step not in kept]
+
+
+def max_on_disk(steps: int, section: CheckpointSection) -> int:
+    """Return the largest number of checkpoints on disk at a time in a run of `steps` that is not stopped: those that are
+    kept, and one more, because the oldest is deleted only when the newest is complete; at most all that it writes."""
+    written = math.ceil(steps / (section.every or steps))
+    for_good = steps // section.keep_every if section.keep_every is not None else 0
+    return min(written, section.keep + section.keep_best + for_good + 1)
