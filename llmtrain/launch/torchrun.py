@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,16 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import Recipe
-from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
+from llmtrain.errors import (
+    BAD_USAGE,
+    DONE,
+    FAILED,
+    STOPPED_EARLY,
+    RecipeError,
+    TrainingError,
+    UserError,
+    one_line,
+)
 from llmtrain.files import revalidate
 from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.node_info import NodeInfo
@@ -33,7 +43,7 @@ from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
-from llmtrain.recipe_loader import check_not_moved, load_recipe
+from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
@@ -101,8 +111,24 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     with single_threaded_imports():  # the checks import the recipe's model
         start, refusal = _result_or_refusal(nodes, lambda: check_start(recipe, nodes, per_node))
     info = NodeInfo(per_node, torch.cuda.device_count(), common_values(recipe), refusal)
-    with rank_server() as program:
-        return _launch_ranks(recipe_path, overrides, recipe, nodes, info, start, program)
+    with rank_server() as program, _kept(recipe) as kept_path:
+        return _launch_ranks(recipe, kept_path, nodes, info, start, program)
+
+
+@contextmanager
+def _kept(recipe: Recipe) -> Iterator[Path]:
+    """Provide a file with the recipe, from which ranks read it at every start, because the user may edit the recipe's own files for
+    the next run. Raises RecipeError if there is no folder for it."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="llmtrain-")
+        path = Path(folder.name) / f"{recipe.run.name}.yaml"
+        path.write_text(resolved_yaml(recipe), encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"no temporary folder can be written ({one_line(error)}); set TMPDIR to one with some free space"
+        ) from error
+    with folder:
+        yield path
 
 
 def _result_or_refusal(nodes: Nodes, check_here: Callable[[], Preflight]) -> tuple[Preflight | None, str]:
@@ -118,9 +144,8 @@ def _result_or_refusal(nodes: Nodes, check_here: Callable[[], Preflight]) -> tup
 
 
 def _launch_ranks(
-    recipe_path: Path,
-    overrides: Sequence[str],
     recipe: Recipe,
+    recipe_path: Path,
     nodes: Nodes,
     info: NodeInfo,
     start: Preflight,
@@ -158,7 +183,7 @@ def _launch_ranks(
             return DONE
 
         allow_node_loss = recipe.run.on_replica_loss == "continue"
-        fewer_replicas = partial(_fewer_replicas, recipe, recipe_path, overrides, start, nodes)
+        fewer_replicas = partial(_fewer_replicas, recipe, recipe_path, start, nodes)
         if nodes.rank == 0 and allow_node_loss:
             _warn_of_lost_node(nodes, fewer_replicas)
         print(f"starting {info.processes} {'process' if info.processes == 1 else 'processes'} on this node", flush=True)
@@ -171,7 +196,7 @@ def _launch_ranks(
                 kill_hung_ranks(partial(link.has_failed, attempt.number)),
             ):
                 options = torchrun_arguments(recipe, Attempt(attempt.number, members), info.processes)
-                return _run([*options, *program, str(recipe_path), *overrides, *fewer], directory, nodes)
+                return _run([*options, *program, str(recipe_path), *fewer], directory, nodes)
 
         def exchange_exits(*how: Any) -> Mapping[int, NodeExit]:
             with _stop_requests_raise("between two attempts"):
@@ -180,9 +205,7 @@ def _launch_ranks(
         return train_with_restarts(nodes, recipe.run.restarts, allow_node_loss, run, exchange_exits)
 
 
-def _fewer_replicas(
-    recipe: Recipe, recipe_path: Path, overrides: Sequence[str], start: Preflight, nodes: Nodes, attempt: Attempt
-) -> list[str]:
+def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
     """Return overrides by which the remaining nodes have as many replicas as fit on them; none if no node is lost. Raises
     TrainingError if they can't train the recipe, because launchers that try again have all nodes."""
     if attempt.nodes.count == nodes.count:
@@ -190,7 +213,7 @@ def _fewer_replicas(
     processes = start.processes // nodes.count * attempt.nodes.count
     fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)]
     try:
-        check(load_recipe(recipe_path, [*overrides, *fewer]), processes)
+        check(load_recipe(recipe_path, fewer), processes)
     except UserError as error:
         reason = str(error).partition(";")[0]  # without its advice, because most keys can't change in a run
         raise TrainingError(

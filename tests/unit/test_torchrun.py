@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
-from llmtrain.launch import torchrun
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
+from llmtrain.launch import node_rendezvous, torchrun
 from llmtrain.launch.attempts import Attempt, NodeExit
+from llmtrain.launch.node_info import NodeInfo
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight
 from llmtrain.launch.torchrun import torchrun_arguments
@@ -77,6 +80,37 @@ def test_a_node_that_refuses_the_recipe_first_meets_the_others(capsys: pytest.Ca
             torchrun._result_or_refusal(nodes, partial(refuse, kind))
 
 
+def test_every_start_has_the_recipe_that_the_launcher_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files may be edited meanwhile, for the next run."""
+    path, read = tmp_path / "mine.yaml", []
+    path.write_text(f"base: {ROOT / RECIPE}\nrun: {{name: first, out_dir: {tmp_path}}}\n")
+    recipe = load_recipe(path, ["sync.outer=auto", "train.steps=40"])
+
+    def run(arguments: list[str], *others: object) -> NodeExit:
+        path.write_text(f"base: {ROOT / RECIPE}\nrun: {{name: second, out_dir: {tmp_path}}}\n")
+        read.append(load_recipe(arguments[-1]))
+        return NodeExit(FAILED if len(read) == 1 else DONE)
+
+    link = SimpleNamespace(
+        main_first=lambda *work: "",
+        has_failed=lambda number: False,
+        exchange_exits=lambda number, mine, loss: {0: mine},
+    )
+    monkeypatch.setattr(torchrun, "_run", run)
+    monkeypatch.setattr(node_rendezvous, "connect_nodes", lambda *nodes: nullcontext(link))
+    start = Preflight(processes=1, replicas=1, shards=1, reason="", memory=0)
+    with torchrun._kept(recipe) as kept:
+        assert torchrun._launch_ranks(recipe, kept, Nodes(), NodeInfo(1, 0, {}, ""), start, ["train"]) == DONE
+    assert read == [recipe, recipe] and not kept.exists()
+
+
+def test_without_a_temporary_folder_a_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    line = r"^no temporary folder can be written \(.*No such file.*\); set TMPDIR to one with some free space$"
+    with pytest.raises(RecipeError, match=line), torchrun._kept(load_recipe(ROOT / RECIPE)):
+        pass
+
+
 EIGHT = Nodes(8, 0, "alpha", 5)
 """Eight nodes of eight ranks."""
 
@@ -87,8 +121,9 @@ def test_a_loss_that_the_batch_does_not_allow_is_a_failure_and_announced(capsys:
     def fewer(left: int, *keys: str) -> list[str]:
         start = Preflight(processes=64, replicas=8, shards=8, reason="", memory=0)
         attempt = Attempt(1, Nodes(left, 0, "alpha", 5), range(left))
-        path = ROOT / "recipes/edit_1b.yaml"
-        return torchrun._fewer_replicas(load_recipe(path, keys), path, keys, start, EIGHT, attempt)
+        recipe = load_recipe(ROOT / "recipes/edit_1b.yaml", keys)
+        with torchrun._kept(recipe) as path:
+            return torchrun._fewer_replicas(recipe, path, start, EIGHT, attempt)
 
     assert fewer(8) == [] and fewer(4) == ["parallel.replicas=auto"]
     line = (
