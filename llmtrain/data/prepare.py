@@ -192,9 +192,8 @@ def _lock(directory: Path, say: bool) -> Iterator[None]:
             f"{path}: another process has held this lock for {LOCK_SECONDS:g} s; wait for it or stop it"
         ) from None
     except OSError as error:
-        raise DataError(
-            f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
-        ) from None
+        problem = f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
+        raise data_error(problem, error) from None
     with lock:
         yield
 

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
-from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
+from llmtrain.errors import NO_ANSWER, CheckpointError, NewerFormatError, TrainingError, one_line, reason
 from llmtrain.files import atomic_write, is_bare_file_name, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
@@ -47,8 +47,7 @@ ANCHOR = "anchor"
 CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
-TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
-TRANSIENT |= {errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTUNREACH}
+TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
 """Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
 lack of memory or handles."""
 Digest = tuple[int, str]

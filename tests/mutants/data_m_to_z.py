@@ -64,6 +64,12 @@ TABLES = {
         prepare: the separator that was given is named again
           - "" if data.separator != DataSection().separator else
           + "" if False else
+    seen by unit/test_data_damage.py
+        prepare: a lock on a disk that does not answer is a wrong folder
+          -         raise data_error(problem, error) from None
+          -     with lock:
+          +         raise DataError(problem) from None
+          +     with lock:
     seen by unit/test_data_prepare.py
         prepare: two bytes for every vocabulary
           - "<u2" if vocabulary <= 1 << 16 else "<u4"

@@ -59,8 +59,8 @@ TABLES = {
           -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
         integrity: a mount that is gone is damage
-          - {errno.ENOTCONN, errno.ESHUTDOWN,
-          + {errno.ESHUTDOWN,
+          - {*NO_ANSWER, errno.EACCES,
+          + {errno.EACCES,
         writing: a rank reads back what another has written
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
