@@ -7,12 +7,13 @@ error in a library) indicates a defect or a broken machine and keeps its traceba
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -146,8 +147,12 @@ HEAD_START_SECONDS = 1.0
 def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
-    A UserError or TrainingError prints one line. Any other exception prints its traceback.
+    A UserError or TrainingError prints one line. Any other exception prints its traceback. A character that the output's encoding
+    lacks is printed as its number, because it is no reason for a command to fail.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # what it still holds can't be written
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command()
     except (UserError, TrainingError) as error:

@@ -189,7 +189,7 @@ class TrialRun:
         }
         path = self.planned.directory / f"{host.name}.log"
         with _writing(path):
-            log = path.open("a")
+            log = path.open("a", encoding="utf-8")
         with log:
             return host.popen(list(map(str, command)), env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -242,7 +242,7 @@ def _traffic(host: Host, before: tuple[int, int] | None) -> dict[str, Any]:
 
 def _last_lines(log: Path) -> list[str]:
     """Return the last lines that the ranks wrote, without torchrun's report on the failure."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
     return (own or lines)[-LAST_LINES:]
 
@@ -252,5 +252,7 @@ def _commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
         folder = Path(__file__).parent
-        return subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+        return subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8", errors="replace", timeout=10
+        ).strip()
     return None

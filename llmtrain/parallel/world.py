@@ -169,7 +169,9 @@ def _first_host(nodes: str) -> str:
     try:
         command = ["scontrol", "show", "hostnames", nodes]
         with announced("Slurm's controller to list the job's nodes", SCONTROL_SECONDS):
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SCONTROL_SECONDS)
+            answer = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=SCONTROL_SECONDS
+            )
         return answer.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise RecipeError(

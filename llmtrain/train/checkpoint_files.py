@@ -68,7 +68,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
     where = path / STATE_FILE
     try:
-        state = json.loads(where.read_text())
+        state = json.loads(where.read_text(encoding="utf-8"))
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):

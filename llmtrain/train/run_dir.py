@@ -100,7 +100,7 @@ class RunDirectory:
         UnavailableError if its disk does not answer."""
         path = self.path / SUMMARY
         try:
-            summary = json.loads(path.read_text())
+            summary = json.loads(path.read_text(encoding="utf-8"))
             steps, loss = summary.get("steps", 0), summary.get("final_eval_loss")
             is_valid = (
                 isinstance(summary["stopped"], str) and isinstance(steps, int) and isinstance(loss, float | int | None)
@@ -254,7 +254,7 @@ def _step_of_result(path: Path) -> int:
     if named := STEP_NAME.match(path.name):
         return int(named[1])
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return int(json.loads(path.read_text())["checkpoint_step"])
+        return int(json.loads(path.read_text(encoding="utf-8"))["checkpoint_step"])
     return 0
 
 

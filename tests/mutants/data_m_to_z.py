@@ -86,8 +86,8 @@ TABLES = {
           + directory.parent.glob(f"{directory.name}-tmp")
     seen by unit/test_python_files.py
         python: nothing on record
-          - (new / PACKAGES).write_text(python_text().record)
-          + (new / PACKAGES).write_text("")
+          - (new / PACKAGES).write_text(python_text().record,
+          + (new / PACKAGES).write_text("",
     seen by unit/test_data_sentencepiece.py
         tokenizer: a larger sample is the same tokenizer
           - identity["tokenizer_sample_bytes"] = sample

@@ -114,7 +114,7 @@ def test_a_file_that_can_not_be_read_now_is_not_damaged(
             raise OSError(number, "no answer")
 
     read, digest = Path.read_text, checkpoint_files._xxh3
-    monkeypatch.setattr(Path, "read_text", lambda path, *given: fail(path) or read(path, *given))
+    monkeypatch.setattr(Path, "read_text", lambda path, **given: fail(path) or read(path, **given))
     monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
     with pytest.raises(TrainingError, match=rf"step-00000020/{name} can't be read now \(no answer\); start the same"):
         newest(folder)
