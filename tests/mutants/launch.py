@@ -82,6 +82,10 @@ TABLES = {
           + if False:
     """,
     "llmtrain/launch/nodes.py": r"""
+    seen by unit/test_wrong_variables.py
+        nodes: each node that mpirun starts trains alone
+          -         check_is_alone("set
+          +         str("set
     seen by unit/test_nodes.py
         nodes: accepts a rank one too high
           - if rank >= count:
