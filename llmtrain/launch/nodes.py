@@ -53,6 +53,12 @@ class Nodes:
 
     @classmethod
     def _from_variables(cls, count: int) -> Nodes:
+        tasks = environment_number("SLURM_STEP_NUM_TASKS", 1) if is_slurm_task() else 1
+        if tasks not in (1, count):
+            raise RecipeError(
+                f"NNODES={count} in the environment, but srun started launch/train.sh {tasks} times; unset NNODES, which srun makes "
+                f"needless, or set NNODES={tasks}; for a run per task, unset SLURM_STEP_NUM_TASKS in each"
+            )
         if count == 1:
             return cls()
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name, "").strip()]
