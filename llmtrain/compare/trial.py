@@ -25,6 +25,7 @@ from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, ResultsError, one_line
 from llmtrain.files import atomic_write, read_mapping
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.run_files import METRICS, SUMMARY
 
 POLL_SECONDS = 0.2
@@ -191,7 +192,9 @@ class TrialRun:
         with _writing(path):
             log = path.open("a", encoding="utf-8")
         with log:
-            return host.popen(list(map(str, command)), env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
+            return host.popen(
+                list(map(str, command)), env=environment_without_rank() | env, stdout=log, stderr=subprocess.STDOUT
+            )
 
 
 def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tuple[float, Callable[[], None]]]:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from llmtrain.config import Recipe
 from llmtrain.errors import BAD_USAGE, DONE, FAILED, STOPPED_EARLY, TrainingError, UserError
@@ -31,6 +32,7 @@ from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import load_recipe
@@ -258,7 +260,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     from llmtrain.train.devices import use_expandable_segments
 
     use_expandable_segments()
-    command = parse_args([*arguments])
+    with patch.dict(os.environ, environment_without_rank(), clear=True):  # PET_ variables replace torchrun's defaults
+        command = parse_args([*arguments])
     cores = usable_cores() // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. torch

@@ -33,7 +33,19 @@ synchronization on one GPU, not for speed."""
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 """Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
 RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
+RANK_PREFIXES = (
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "CROSS_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MV2_",
+    "PET_",
+)
 """Names and name prefixes of the environment variables with which launchers mark a process as one rank of many."""
 OTHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")
 """Variables in which mpirun and Kubeflow, which do not number ranks as torch or Slurm do, pass the number of processes or nodes."""

@@ -173,6 +173,9 @@ TABLES = {
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
+        torchrun: Kubeflow's variables change its rendezvous
+          - environment_without_rank(), clear=True
+          + environment_without_rank()
         launch: a node that refuses the recipe does not meet the others
           - if nodes.count == 1 or error.exit_code != BAD_USAGE:
           + if True:

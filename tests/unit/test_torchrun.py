@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,29 @@ def test_torchrun_is_told_the_place_of_this_node():
     assert words.endswith(
         "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
+
+
+def test_torchruns_own_variables_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow sets them. Another rendezvous would wait for ranks elsewhere, and torchrun's restarts would undo a stop."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    given = {
+        "RDZV_BACKEND": "c10d",
+        "RDZV_ENDPOINT": "other:29400",
+        "MAX_RESTARTS": "3",
+        "STANDALONE": "1",
+        "NO_PYTHON": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    found: list[Namespace] = []
+    monkeypatch.setattr("torch.distributed.run.run", found.append)
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    [command] = found
+    assert (command.rdzv_backend, command.rdzv_endpoint, command.max_restarts) == ("static", "", 0)
+    assert not command.standalone and not command.no_python and os.environ["PET_RDZV_BACKEND"] == "c10d"
 
 
 def test_a_stop_before_training_ends_with_3_in_one_line():
