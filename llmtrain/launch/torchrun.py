@@ -275,8 +275,10 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
         with stop_on_signals():
             run(command)
     except ChildFailedError as error:
-        # Ranks that were stopped because another rank failed have negative codes.
-        return NodeExit(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
+        # Ranks that a signal has ended have negative codes, such as those of a node of which one rank has failed. Python and
+        # libraries have codes of their own.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
     except SignalException as error:  # forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None

@@ -162,11 +162,11 @@ TABLES = {
           - os.close(number)
           + pass
         rank server: a long path of the temporary folder ends the launch
-          -         connection.Listener(family="AF_UNIX").close()
-          -
+          - connection.Listener(family="AF_UNIX").close()
+          + pass
         rank server: a machine without shared memory can't launch
-          -         multiprocessing.get_context("fork").Lock()  # as torchrun's, but gone at once
-          -
+          - multiprocessing.get_context("fork").Lock()  # as
+          + pass  # as
         rank server: ends by a scheduler's signal
           - signal.signal(number, signal.SIG_IGN)
           + signal.signal(number, signal.SIG_DFL)
@@ -179,6 +179,9 @@ TABLES = {
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
+        torchrun: ranks that end with a library's code are not started again
+          - max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED)
+          + max(codes)
         torchrun: Kubeflow's variables change its rendezvous
           - environment_without_rank(), clear=True
           + environment_without_rank()

@@ -250,8 +250,10 @@ TABLES = {
     "llmtrain/parallel/world.py": r"""
     seen by unit/test_wrong_variables.py
         world: each process that mpirun starts trains alone
-          -             check_is_alone("start
-          +             str("start
+          -             check_is_alone(
+          -                 "start
+          +             str(
+          +                 "start
         world: a process that mpirun starts alone is one of several
           - if size not in ("", "0", "1"):
           + if size:

@@ -14,9 +14,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
 from llmtrain.launch import torchrun
@@ -158,6 +160,23 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
     else:
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
     assert asked == [directory.path] * 2, "NFS remembers for a minute that there was no recipe"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [((120,), 1), ((255, -9), 1), ((-15, 1), 1), ((1, 2), 2), ((120, 3), 3), ((2,), 2)],
+)
+def test_a_code_that_is_none_of_ours_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], code: int
+) -> None:
+    """Failures alone are started again. Python ends with 120 if it can't write what it has printed."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    failures = {rank: ProcessFailure(rank, 1, exit_code, "none") for rank, exit_code in enumerate(codes)}
+    monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=ChildFailedError("train", failures)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code)
 
 
 def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line(
