@@ -272,7 +272,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     for logger in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_is_news)
     try:
-        with stop_on_signals():
+        with stop_on_signals() as are_killed:
             run(command)
     except ChildFailedError as error:
         # Ranks that a signal has ended have negative codes, such as those of a node of which one rank has failed. Python and
@@ -282,9 +282,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     except SignalException as error:  # forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
-        return NodeExit(
-            _exit_code_after_signal(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True
-        )
+        patience = 0 if nodes.rank == 0 or are_killed() else SUMMARY_SECONDS
+        return NodeExit(_exit_code_after_signal(directory, patience), by_signal=True)
     return NodeExit(DONE)
 
 

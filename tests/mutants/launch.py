@@ -182,6 +182,9 @@ TABLES = {
         torchrun: ranks that end with a library's code are not started again
           - max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED)
           + max(codes)
+        torchrun: after a second Ctrl-C, the summary of ranks that are killed is awaited
+          - if nodes.rank == 0 or are_killed() else
+          + if nodes.rank == 0 else
         torchrun: Kubeflow's variables change its rendezvous
           - environment_without_rank(), clear=True
           + environment_without_rank()

@@ -20,7 +20,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from llmtrain.errors import DONE, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
 from llmtrain.launch import torchrun
 from llmtrain.launch.attempts import Attempt, NodeExit
 from llmtrain.launch.nodes import Nodes
@@ -201,6 +201,27 @@ def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line
         torchrun._stop_requests_raise("between two attempts"),
     ):
         torchrun._run([*arguments, "train.py"], directory, replace(THREE, rank=1))
+
+
+def test_no_summary_is_awaited_after_a_second_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are killed write none, and only then do the other nodes hear that this one has failed."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+
+    def run(command: object) -> None:
+        directory.path.mkdir()
+        (directory.path / "recipe.yaml").touch()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pytest.fail))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    exited = torchrun._run([*arguments, "train.py"], directory, replace(THREE, rank=1))
+    assert exited == NodeExit(FAILED, by_signal=True)
 
 
 @pytest.mark.parametrize(
