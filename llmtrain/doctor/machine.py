@@ -252,7 +252,7 @@ def network_interfaces(cards: Sequence[Card]) -> list[Finding]:
     names = {card.name for card in cards if card.address}
     advice = f"name one of: {', '.join(sorted(names))}"
     gloo, nccl = os.environ.get(GLOO), os.environ.get(NCCL)
-    if gloo and not names & set(gloo.split(",")):
+    if gloo and not names & set(map(str.strip, gloo.split(","))):
         findings.append(problem(f"{GLOO}={gloo}, but no such interface with an address is here", advice))
     if nccl and not _matches_nccl(nccl, names):
         findings.append(problem(f"{NCCL}={nccl} matches no interface with an address here", advice))

@@ -146,6 +146,7 @@ def test_cards_are_listed_with_address_and_speed():
     ("variable", "value", "level"),
     [
         ("GLOO_SOCKET_IFNAME", "eth0", None),
+        ("GLOO_SOCKET_IFNAME", "docker0, eth0", None),
         ("GLOO_SOCKET_IFNAME", "eth7", "problem"),
         ("NCCL_SOCKET_IFNAME", "eth", None),
         ("NCCL_SOCKET_IFNAME", "=eth", "problem"),
