@@ -50,6 +50,9 @@ DAMAGED = ".damaged"
 TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
 """Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
 lack of memory or handles."""
+READ_AGAIN_SECONDS = (1.0, 3.0, 6.0)
+"""Pauses after which a file is read again that had an I/O error. A network file system reports one for seconds while its server is
+replaced, a broken disk for good."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
@@ -68,7 +71,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
     where = path / STATE_FILE
     try:
-        state = json.loads(where.read_text(encoding="utf-8"))
+        state = json.loads(_read_again(lambda: where.read_text(encoding="utf-8")))
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):
@@ -104,7 +107,7 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
             found = path.stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
-            if _xxh3(path) != digest:
+            if _read_again(lambda path=path: _xxh3(path)) != digest:
                 return f"{name} is not what was written: its digest differs"
         except FileNotFoundError:
             return f"{name} is gone"
@@ -112,6 +115,18 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
             raise_if_transient(path, error)
             return f"{name} can't be read ({error.strerror})"
     return None
+
+
+def _read_again(read: Callable[[], str]) -> str:
+    """Return what `read` returns. After an I/O error, call it again up to len(READ_AGAIN_SECONDS) times."""
+    for pause in READ_AGAIN_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            time.sleep(pause)
+    return read()
 
 
 def raise_if_transient(path: Path, error: OSError) -> None:

@@ -116,8 +116,30 @@ def test_a_file_that_can_not_be_read_now_is_not_damaged(
     read, digest = Path.read_text, checkpoint_files._xxh3
     monkeypatch.setattr(Path, "read_text", lambda path, **given: fail(path) or read(path, **given))
     monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
+    monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=pytest.fail))
     with pytest.raises(TrainingError, match=rf"step-00000020/{name} can't be read now \(no answer\); start the same"):
         newest(folder)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", STATE_FILE])
+@pytest.mark.parametrize(("errors", "step"), [(1, 20), (3, 20), (4, 10)])
+def test_a_file_with_an_io_error_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, errors: int, step: int
+) -> None:
+    """A checkpoint that counts as damaged is set aside for good."""
+    left, slept = [OSError(errno.EIO, "Input/output error")] * errors, []
+
+    def fail(path: Path) -> None:
+        if path.name == name and path.parent.name == "step-00000020" and left:
+            raise left.pop()
+
+    read, digest = Path.read_text, checkpoint_files._xxh3
+    monkeypatch.setattr(Path, "read_text", lambda path, **given: fail(path) or read(path, **given))
+    monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
+    monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=slept.append))
+    path, said = newest(folder)
+    assert path == folder / f"step-{step:08d}" and len(said) == (step == 10)
+    assert slept == list(checkpoint_files.READ_AGAIN_SECONDS[:errors])
 
 
 def test_a_checkpoints_file_that_cannot_be_read(tmp_path: Path) -> None:
