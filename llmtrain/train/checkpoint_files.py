@@ -224,7 +224,8 @@ class CheckpointWriter:
     writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
-    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete.
+    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all
+    ranks know it, because they would wait for slow work.
     Ranks share the work of writing what several of them have, unless the first of these is to write it (`shared_by_first`).
     """
 
@@ -338,6 +339,9 @@ class CheckpointWriter:
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
+        if self._comms.rank == 0:
+            with suppress(OSError):  # older checkpoints that can't be deleted now are deleted after the next one
+                self._on_complete()
 
     def _publish(self, of_ranks: list[tuple[str, str, dict | str]]) -> str | None:
         """Write state.json, rename the folder and name it in `latest`. Return None, or the error in one line, for all ranks to
@@ -356,9 +360,6 @@ class CheckpointWriter:
             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
         except OSError as error:
             return one_line(error)
-        # The checkpoint is complete. Older ones that can't be deleted now are deleted after the next one.
-        with suppress(OSError):
-            self._on_complete()
         return None
 
     def _written_elsewhere(self, folders: Sequence[str], found: Sequence[Collection[str]]) -> str | None:

@@ -58,6 +58,10 @@ TABLES = {
         writing: latest is not written
           -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
+        writing: ranks wait until old checkpoints are deleted
+          -             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
+          +             self._on_complete()
+          +             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
         integrity: a mount that is gone is damage
           - {*NO_ANSWER, errno.EACCES,
           + {errno.EACCES,

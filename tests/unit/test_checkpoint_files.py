@@ -181,6 +181,16 @@ def test_old_checkpoints_that_can_not_be_deleted_do_not_make_the_new_one_fail(tm
     assert writing.error is None and newest(tmp_path) == (final, [])
 
 
+def test_ranks_do_not_wait_until_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may take longer than their timeout, and the new checkpoint is complete."""
+    events: list[str] = []
+    monkeypatch.setattr(Comms, "broadcast_object", lambda comms, value, what: events.append(what) or value)
+    final = tmp_path / "step-00000010"
+    state = {"format": FORMAT, "step": 10}
+    CheckpointWriter(final, {}, state, {}, Comms(None), lambda: events.append("deleted")).start(in_thread=False)
+    assert events[-2:] == ["writing step-00000010", "deleted"] and events.count("deleted") == 1
+
+
 def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
     for path in folder.glob("step-*"):
         flip(path / "__0_0.distcp")
