@@ -113,16 +113,17 @@ def write_lock_holder(folder: Path) -> None:
 
 def lock_holder(folder: Path) -> str:
     """Return which process works in a locked folder, for an error message."""
-    return _holder_text(folder).partition("\n")[0][:100] or "another process"
+    return holder_text(folder).partition("\n")[0][:100] or "another process"
 
 
 def is_held_elsewhere(folder: Path) -> bool:
     """Return whether the process that locked a folder last did so on another host, or before this host started again."""
-    text = _holder_text(folder)
+    text = holder_text(folder)
     return text != "" and not text.endswith(_this_host())
 
 
-def _holder_text(folder: Path) -> str:
+def holder_text(folder: Path) -> str:
+    """Return the record of the process that last locked a folder; "" if there is none, or it can't be read."""
     try:
         return (folder / LOCK_HOLDER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

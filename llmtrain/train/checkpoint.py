@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from llmtrain.best_checkpoint import CheckpointLoss, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
+from llmtrain.files import holder_text
 from llmtrain.parallel.engine import Engine, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
@@ -84,6 +86,7 @@ class Checkpointer:
         """Functions called with the step of each completed checkpoint."""
         self.pinned_by: list[Callable[[], Collection[int]]] = []
         """Functions that return the steps of checkpoints that must be kept, because they are still being read."""
+        self._holder = holder_text(directory.parent)  # this process, if it has locked the run directory
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
@@ -126,7 +129,8 @@ class Checkpointer:
         mine = {"method": self.method.state_dict(), **progress()}
         # With two sites, the first one has the disk (launch/two_sites.md), so what both have need not cross the link.
         spans_hosts = self.mesh.world.local_size < self.mesh.world.size
-        self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step), spans_hosts)
+        prune = partial(self._prune, step)
+        self._writing = CheckpointWriter(final, tensors, state, mine, comms, prune, spans_hosts, self._holder)
         self._writing.start(in_thread=self.section.background)
         self.seconds += own_time() - started
 

@@ -30,7 +30,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import NO_ANSWER, CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, is_bare_file_name, revalidate
+from llmtrain.files import atomic_write, holder_text, is_bare_file_name, lock_holder, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
@@ -227,6 +227,7 @@ class CheckpointWriter:
     each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all
     ranks know it, because they would wait for slow work.
     Ranks share the work of writing what several of them have, unless the first of these is to write it (`shared_by_first`).
+    With a `holder`, the checkpoint fails if the run directory has another one by now (`holder_text`), and nothing is deleted.
     """
 
     def __init__(
@@ -238,11 +239,13 @@ class CheckpointWriter:
         comms: Comms,
         on_complete: Callable[[], None],
         shared_by_first: bool = False,
+        holder: str = "",
     ):
         self._planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=shared_by_first)
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self._size = sum(tensor.nbytes for tensor in tensors.values())
+        self._holder = holder
         self.seconds = 0.0
         """Seconds that writing took, set when the writer is done."""
         self.error: str | None = None
@@ -302,7 +305,7 @@ class CheckpointWriter:
                 free = shutil.disk_usage(self.final.parent).free
                 if free < self._size:  # torch's writer may report only a position in its archive
                     self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
-        if self.error is not None and self._comms.rank == 0:
+        if self.error is not None and self._comms.rank == 0 and self._taken_over() is None:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began
 
@@ -348,7 +351,7 @@ class CheckpointWriter:
         raise. Main rank only."""
         progress, folders, found = zip(*of_ranks, strict=True)
         problem = next((one for one in found if isinstance(one, str)), None)
-        if problem := problem or self._written_elsewhere(folders, found):
+        if problem := self._taken_over() or problem or self._written_elsewhere(folders, found):
             return problem
         self._state["ranks"] = [json.loads(one) for one in progress]
         self._state["files"] = {name: digest for one in found for name, digest in one.items()}
@@ -361,6 +364,14 @@ class CheckpointWriter:
         except OSError as error:
             return one_line(error)
         return None
+
+    def _taken_over(self) -> str | None:
+        """Return a line about a process that has locked the run directory although this one still trains in it, or None. A file
+        server may drop the lock of a host that it does not hear from."""
+        run = self.final.parent.parent
+        if not self._holder or holder_text(run) in ("", self._holder):
+            return None
+        return f"{lock_holder(run)} works in {run} now"
 
     def _written_elsewhere(self, folders: Sequence[str], found: Sequence[Collection[str]]) -> str | None:
         """Return a line about the ranks whose files the main rank does not have, or None. Each rank writes at least the state of

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.files import LOCK_HOLDER
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.run_files import STATE_FILE, complete_checkpoints
@@ -189,6 +191,28 @@ def test_ranks_do_not_wait_until_old_checkpoints_are_deleted(tmp_path: Path, mon
     state = {"format": FORMAT, "step": 10}
     CheckpointWriter(final, {}, state, {}, Comms(None), lambda: events.append("deleted")).start(in_thread=False)
     assert events[-2:] == ["writing step-00000010", "deleted"] and events.count("deleted") == 1
+
+
+def test_a_run_that_another_process_has_taken_over_changes_nothing(tmp_path: Path) -> None:
+    """It has lost its lock, and both would write and delete checkpoints of one folder."""
+    folder, state, deleted = tmp_path / "checkpoints", {"format": FORMAT, "step": 20}, []
+    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nboot")
+    write(folder, 10)
+
+    def writing(step: int) -> CheckpointWriter:
+        delete = partial(deleted.append, step)
+        return CheckpointWriter(
+            folder / f"step-{step:08d}", {}, state, {}, Comms(None), delete, holder="process 1 on here\nboot"
+        )
+
+    writing(20).start(in_thread=False)
+    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nlater")  # the pod that replaces another has its name
+    with pytest.raises(TrainingError, match=rf"30 could not be written: process 1 on here works in {tmp_path} now"):
+        writing(30).start(in_thread=False)
+    assert deleted == [20] and list(complete_checkpoints(folder)) == [10, 20]
+    assert (folder / "step-00000030.tmp").exists(), "the other process may be writing it"
+    (tmp_path / LOCK_HOLDER).unlink()
+    writing(30).start(in_thread=False)
 
 
 def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
