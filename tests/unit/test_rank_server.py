@@ -82,7 +82,7 @@ def use_server_with_a_thread() -> None:
 def use_server_without(what: str, folder: str) -> None:
     """Be a launcher on a machine without shared memory, with a long path of its temporary folder, or without one."""
     if what == "shared memory":
-        synchronize._multiprocessing.SemLock = Mock(side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
+        synchronize.Lock = Mock(side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
     else:
         tempfile.tempdir = folder
     with rank_server() as program:
