@@ -7,12 +7,14 @@ error in a library) indicates a defect or a broken machine and keeps its traceba
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 DONE, FAILED, BAD_USAGE, STOPPED_EARLY = 0, 1, 2, 3
@@ -42,13 +44,31 @@ class UnavailableError(DataError):
     exit_code = FAILED
 
 
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
+NO_ANSWER = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+)
+"""Numbers of errors of a disk that does not answer, such as that of a file server that is replaced by another."""
+PASSING = (*NO_ANSWER, errno.ENOSPC, errno.EDQUOT)
 """Numbers of errors of a disk that may end by themselves: it does not answer, or is full."""
 
 
 def data_error(problem: str, error: Exception) -> DataError:
     """Return the error of a text or its folder for which `error` is the reason: an UnavailableError if that may end by itself."""
     return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
+
+
+def raise_if_no_answer(path: str | Path, error: OSError) -> None:
+    """Raise UnavailableError if `error` says that the disk of `path` does not answer, which says nothing about the file."""
+    if error.errno in NO_ANSWER:
+        raise UnavailableError(
+            f"{path}: its disk does not answer ({error.strerror}); start the same command again"
+        ) from error
 
 
 class ModelError(UserError):
@@ -127,8 +147,12 @@ HEAD_START_SECONDS = 1.0
 def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
-    A UserError or TrainingError prints one line. Any other exception prints its traceback.
+    A UserError or TrainingError prints one line. Any other exception prints its traceback. A character that the output's encoding
+    lacks is printed as its number, because it is no reason for a command to fail.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # what it still holds can't be written
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command()
     except (UserError, TrainingError) as error:

@@ -87,7 +87,7 @@ def is_bare_file_name(name: str) -> bool:
 def atomic_write(path: Path, text: str) -> None:
     """Write a file so that a crash leaves either the old or the new content."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -108,23 +108,24 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def write_lock_holder(folder: Path) -> None:
     """Record that this process works in a folder that it has locked."""
-    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} {_this_host()}")
+    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} {_this_host()}", encoding="utf-8")
 
 
 def lock_holder(folder: Path) -> str:
     """Return which process works in a locked folder, for an error message."""
-    return _holder_text(folder).partition("\n")[0][:100] or "another process"
+    return holder_text(folder).partition("\n")[0][:100] or "another process"
 
 
 def is_held_elsewhere(folder: Path) -> bool:
     """Return whether the process that locked a folder last did so on another host, or before this host started again."""
-    text = _holder_text(folder)
+    text = holder_text(folder)
     return text != "" and not text.endswith(_this_host())
 
 
-def _holder_text(folder: Path) -> str:
+def holder_text(folder: Path) -> str:
+    """Return the record of the process that last locked a folder; "" if there is none, or it can't be read."""
     try:
-        return (folder / LOCK_HOLDER).read_text().strip()
+        return (folder / LOCK_HOLDER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 
@@ -132,7 +133,7 @@ def _holder_text(folder: Path) -> str:
 def _this_host() -> str:
     boot = ""
     with suppress(OSError):  # not Linux
-        boot = BOOT_ID.read_text().strip()
+        boot = BOOT_ID.read_text(encoding="utf-8").strip()
     return f"on {socket.gethostname()}\n{boot}".strip()
 
 
@@ -140,7 +141,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a metrics.jsonl, or of a trace. Lines without a step, and lines that a crash has truncated
     or a disk has corrupted, are left out."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             line = json.loads(text)
         except ValueError:
@@ -173,7 +174,7 @@ def read_mapping(path: Path, remedy: str = LEAVE_OUT) -> dict[str, Any]:
     if it is damaged."""
     parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
-        value = parse(path.read_text()) if path.exists() else None
+        value = parse(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no file, invalid JSON or YAML, or not text
         raise ResultsError(f"{path} is damaged ({first_line(error)}); {remedy}") from error
     if not isinstance(value, dict | None):

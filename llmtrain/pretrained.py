@@ -97,7 +97,7 @@ def _step_of(checkpoint: Path) -> int:
 def _state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the content of state.json. Its digest is not checked here, but when the weights are read."""
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text())
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{KEY}: {checkpoint}/{STATE_FILE} can't be read ({one_line(error)}); copy it again") from None
     return state if isinstance(state, dict) else {}
@@ -131,7 +131,7 @@ def weight_files(folder: Path) -> list[str]:
         return [SINGLE]
     if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{KEY}: {folder / INDEX} is damaged; copy it again") from None
         for name in names:
@@ -229,7 +229,7 @@ def _recorded(run: Path, name: str) -> ModelSection | None:
     import yaml
 
     try:
-        section = ModelSection.model_validate(yaml.safe_load((run / RECIPE).read_text())["model"])
+        section = ModelSection.model_validate(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))["model"])
     except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError):
         return None
     return section if section.from_weights == name and section.config else None

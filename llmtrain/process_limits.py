@@ -18,7 +18,7 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups(""):
         with suppress(OSError, ValueError):  # no limit here, or "max"
-            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
             cores = min(cores, max(1, quota // period))
     return cores
 
@@ -29,7 +29,7 @@ def usable_memory() -> int:
     for controller, name in MEMORY_LIMITS:
         for folder in _cgroups(controller):
             with suppress(OSError, ValueError):  # no limit here, or "max"
-                limits.append(int((folder / name).read_text()))
+                limits.append(int((folder / name).read_text(encoding="utf-8")))
     return min(limits)
 
 
@@ -37,7 +37,7 @@ def _cgroups(controller: str) -> list[Path]:
     """Return the folders of this process's cgroup and of those that contain it; "" is the only controller of version 2."""
     root = CGROUPS / controller
     with suppress(OSError):
-        for line in MEMBERSHIP.read_text().splitlines():
+        for line in MEMBERSHIP.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 innermost = root / path.lstrip("/")

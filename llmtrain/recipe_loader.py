@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
 from llmtrain.config.section import UNION_KEYS, kind, leaves, merge, name, steps_or_kind
-from llmtrain.errors import RecipeError, reason
+from llmtrain.errors import RecipeError, raise_if_no_answer, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.run_files import CHECKPOINTS, RECIPE
@@ -214,8 +214,8 @@ def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
 
 
 def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
-    """Return the value in a YAML file, which holds a `what`: "recipe" or "comparison". Raises RecipeError, in one line. `missing`
-    returns the line's end if there is no such file."""
+    """Return the value in a YAML file, which holds a `what`: "recipe" or "comparison". Raises RecipeError, in one line, or
+    UnavailableError if the disk does not answer. `missing` returns the line's end if there is no such file."""
     try:
         return OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
@@ -230,6 +230,8 @@ def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
             f"{path}: can't be read as a {what}: a key is not a word or a number; give every value a key"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        if isinstance(error, OSError):
+            raise_if_no_answer(path, error)
         raise RecipeError(f"{path}: can't be read as a {what}: {reason(error)}") from None
 
 

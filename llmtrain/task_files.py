@@ -23,7 +23,7 @@ FILES = Path(__file__).resolve().parent / "eval"
 def read_yaml(path: Path, loader: type[yaml.SafeLoader], what: str) -> Any:
     """Return the content of a YAML file. Raises SuiteError, which says that it can't be read as `what`."""
     try:
-        return yaml.load(path.read_text(), loader)
+        return yaml.load(path.read_text(encoding="utf-8"), loader)
     except RecursionError:
         raise SuiteError(f"{path}: can't be read as {what}: it is nested too deeply") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -41,7 +41,7 @@ class Recording:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         self.first, self.last, self.step, self.clock = first, last, 0, clock
-        self._file = path.open("w", buffering=1)
+        self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.writelines(json.dumps(line) + "\n" for line in kept)
         self._unwritten: list[tuple[Mark, Mark, dict[str, Any]]] = []
         self._lock = threading.Lock()  # messages end on the backend's threads

@@ -102,7 +102,7 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
     command += ["--baseline", base] if base is not None else []
     log = directory / EVALUATIONS / "log" / f"{Path(section.name).stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         ended = subprocess.run(list(map(str, command)), env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
     return ended.returncode, log

@@ -141,8 +141,8 @@ def _writing(folder: Path) -> Iterator[None]:
 def _open(folder: Path, comparison: Comparison) -> None:
     """Write the comparison into its folder. Raises RecipeError if the folder belongs to a different comparison."""
     path, text = folder / COMPARISON, resolved_yaml(comparison)
-    if path.exists() and path.read_text() != text:
-        here, there = text.splitlines(), path.read_text().splitlines()
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        here, there = text.splitlines(), path.read_text(encoding="utf-8").splitlines()
         pairs = ((there, here, "there"), (here, there, "here"))
         found = [
             f"{lacking[0].lstrip(' -')} {where}"
@@ -150,7 +150,7 @@ def _open(folder: Path, comparison: Comparison) -> None:
             if (lacking := [line for line in one if line not in other])
         ]
         raise _of_another_version(folder, ", ".join(found) or "in another order")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:

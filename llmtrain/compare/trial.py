@@ -25,6 +25,7 @@ from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, ResultsError, one_line
 from llmtrain.files import atomic_write, read_mapping
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.run_files import METRICS, SUMMARY
 
 POLL_SECONDS = 0.2
@@ -189,9 +190,11 @@ class TrialRun:
         }
         path = self.planned.directory / f"{host.name}.log"
         with _writing(path):
-            log = path.open("a")
+            log = path.open("a", encoding="utf-8")
         with log:
-            return host.popen(list(map(str, command)), env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
+            return host.popen(
+                list(map(str, command)), env=environment_without_rank() | env, stdout=log, stderr=subprocess.STDOUT
+            )
 
 
 def host_events(condition: ConditionSection, hosts: Sequence[Host]) -> list[tuple[float, Callable[[], None]]]:
@@ -242,7 +245,7 @@ def _traffic(host: Host, before: tuple[int, int] | None) -> dict[str, Any]:
 
 def _last_lines(log: Path) -> list[str]:
     """Return the last lines that the ranks wrote, without torchrun's report on the failure."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
     return (own or lines)[-LAST_LINES:]
 
@@ -252,5 +255,7 @@ def _commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
         folder = Path(__file__).parent
-        return subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
+        return subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8", errors="replace", timeout=10
+        ).strip()
     return None

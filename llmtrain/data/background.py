@@ -94,7 +94,7 @@ class BackgroundTokenizer:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,  # Ctrl-C must reach the run alone, because its last steps may need more text
             # tokenizing needs no GPU, but libraries would allocate some of its memory

@@ -192,9 +192,8 @@ def _lock(directory: Path, say: bool) -> Iterator[None]:
             f"{path}: another process has held this lock for {LOCK_SECONDS:g} s; wait for it or stop it"
         ) from None
     except OSError as error:
-        raise DataError(
-            f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
-        ) from None
+        problem = f"data.cache_dir: {directory.parent}: {error.strerror}; expected a folder to write in"
+        raise data_error(problem, error) from None
     with lock:
         yield
 
@@ -232,9 +231,9 @@ def _create(directory: Path, data: DataSection) -> None:
         )
         if (files := find_ready_made(data)) is not None:
             index = index_of(files, data, index)
-        (new / INDEX).write_text(index.model_dump_json(indent=1))
+        (new / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
         if data.source == PYTHON:
-            (new / PACKAGES).write_text(python_text().record)
+            (new / PACKAGES).write_text(python_text().record, encoding="utf-8")
         for path in (new / INDEX, *(new / TOKENIZER).rglob("*"), new / TOKENIZER, new):
             _fsync(path)
         new.rename(directory)

@@ -151,7 +151,7 @@ def tokenizer_digest(prepared: TokenDataset) -> str:
     the eos token, which base and chat versions of a tokenizer may choose differently with the same tokenizer.json."""
     folder = prepared.directory / TOKENIZER
     try:
-        content = json.dumps(json.loads((folder / "tokenizer.json").read_text()), sort_keys=True)
+        content = json.dumps(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), sort_keys=True)
     except (OSError, ValueError):  # another kind of tokenizer
         content = json.dumps(prepared.load_tokenizer().get_vocab(), sort_keys=True)
     return hashlib.sha256(f"{prepared.vocab_size} {prepared.eos_id} {content}".encode()).hexdigest()[:8]

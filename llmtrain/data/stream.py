@@ -59,7 +59,7 @@ def read_status(directory: Path) -> Mapping[str, Any]:
     """Return the last status of the tokenizing process: the number of its training `tokens`, or its `error`. Empty if it has
     written none."""
     try:
-        status = json.loads((directory / STATUS).read_text())
+        status = json.loads((directory / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return status if isinstance(status, dict) else {}
@@ -73,7 +73,7 @@ def text_error(problem: str, is_temporary: bool) -> DataError:
 def write_status(directory: Path, **status: Any) -> None:
     """Replace the status of the tokenizing process, which ranks read. A reader never sees a half-written one."""
     temporary = directory / f"{STATUS}.tmp"
-    temporary.write_text(json.dumps(status))
+    temporary.write_text(json.dumps(status), encoding="utf-8")
     temporary.rename(directory / STATUS)
 
 

@@ -37,7 +37,7 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
         if new.model is not None:
             (cache / MODEL_FILE).write_bytes(new.model)
         if new.trained_on is not None:
-            (cache / TRAINED_ON).write_text(json.dumps(new.trained_on.as_json(), indent=2) + "\n")
+            (cache / TRAINED_ON).write_text(json.dumps(new.trained_on.as_json(), indent=2) + "\n", encoding="utf-8")
     remedy = "copy the tokenizer again, and delete that folder"
     return read_tokenizer(
         cache,

@@ -72,12 +72,18 @@ def cores_and_memory() -> Finding:
 
 
 def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
-    """Return a finding on the size of /dev/shm, through which NCCL connects GPUs of a node that have no direct path.
+    """Return a finding on /dev/shm, through which NCCL connects GPUs of a node that have no direct path, and processes their
+    semaphores.
 
-    A small one is a warning if there are several GPUs.
+    A small one is a warning if there are several GPUs, one that can't be written always.
     """
-    if not folder.is_dir():
-        return []
+    if not os.access(folder, os.W_OK):
+        return [
+            warning(
+                f"{folder} is missing or can't be written, so several processes can't tokenize, and each rank imports torch itself",
+                "mount a tmpfs there, or set data.num_proc=1",
+            )
+        ]
     size = shutil.disk_usage(folder).total
     what = f"{folder}: {size / GIB:.2f} GiB"
     if gpu_count > 1 and size < LEAST_SHARED_MEMORY:
@@ -246,7 +252,7 @@ def network_interfaces(cards: Sequence[Card]) -> list[Finding]:
     names = {card.name for card in cards if card.address}
     advice = f"name one of: {', '.join(sorted(names))}"
     gloo, nccl = os.environ.get(GLOO), os.environ.get(NCCL)
-    if gloo and not names & set(gloo.split(",")):
+    if gloo and not names & set(map(str.strip, gloo.split(","))):
         findings.append(problem(f"{GLOO}={gloo}, but no such interface with an address is here", advice))
     if nccl and not _matches_nccl(nccl, names):
         findings.append(problem(f"{NCCL}={nccl} matches no interface with an address here", advice))

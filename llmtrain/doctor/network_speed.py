@@ -298,7 +298,7 @@ def round_trip_ms(links: Sequence[Link]) -> float:
 def slow_start(links: Sequence[Link]) -> list[Finding]:
     """Return a warning if hosts are far apart and this one's TCP starts slowly after every pause, as Linux does by default."""
     longest = round_trip_ms(links)
-    if longest < 1000 * FAR_SECONDS or not SLOW_START.exists() or SLOW_START.read_text().strip() == "0":
+    if longest < 1000 * FAR_SECONDS or not SLOW_START.exists() or SLOW_START.read_text(encoding="utf-8").strip() == "0":
         return []
     return [
         warning(

@@ -54,7 +54,7 @@ def _check_owner(folder: Path, path: Path) -> None:
     """Raise UserError if `folder` has results of another model or run than `path`, which still exists."""
     for file in sorted(folder.glob("*.json")):
         try:
-            other = Path(json.loads(file.read_text())["model"])
+            other = Path(json.loads(file.read_text(encoding="utf-8"))["model"])
         except (OSError, ValueError, LookupError, TypeError):
             continue
         if os.path.exists(other) and path.resolve() not in (other.resolve(), *other.resolve().parents):

@@ -151,7 +151,8 @@ def check_model_folder(folder: Path) -> None:
         index.is_file() and not single.is_file()
     )  # transformers takes the single file, whatever an old index says
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if is_split else [single.name]
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if is_split else [single.name]
+        names = sorted(set(files))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} is damaged; export the model again") from None
     for path in [folder / name for name in names or [single.name]]:

@@ -63,7 +63,7 @@ class Cache:
     def read(self, name: str, key: Key) -> Entry | None:
         """Return the cached entry, or None if the unit is not finished or its file is damaged."""
         try:
-            content = json.loads(self.path(name, key).read_text())
+            content = json.loads(self.path(name, key).read_text(encoding="utf-8"))
             return Entry.model_validate(content["entry"]) if content["key"] == self._full_key(key) else None
         except (OSError, ValueError, KeyError, TypeError, ValidationError):
             return None

@@ -181,7 +181,7 @@ def read_scores(folder: Path, step: int, digest: str) -> list[Score]:
     found: dict[tuple[str, str, str], list[tuple[tuple[bool, str], Score]]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if not isinstance(content, dict) or content.get("digest") not in (None, digest):

@@ -61,10 +61,10 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
             with replacing(final) as folder:
                 note(f"exporting {source.checkpoint}")
                 manifest = _write(source, request, folder)
-                (folder / CARD).write_text(model_card(source, manifest))
+                (folder / CARD).write_text(model_card(source, manifest), encoding="utf-8")
                 keep_others(final, folder)
         else:
-            (final / CARD).write_text(model_card(source, manifest))
+            (final / CARD).write_text(model_card(source, manifest), encoding="utf-8")
     return final, manifest
 
 

@@ -81,7 +81,7 @@ def check_export(folder: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which is the last file written before the folder gets its final name."""
-    (folder / EXPORT_MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    (folder / EXPORT_MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def written_files(folder: Path) -> dict[str, Digest]:
@@ -184,7 +184,7 @@ def keep_others(final: Path, folder: Path) -> None:
     if not final.is_dir():
         return
     try:
-        written = {*json.loads((final / EXPORT_MANIFEST).read_text())["files"], EXPORT_MANIFEST, CARD}
+        written = {*json.loads((final / EXPORT_MANIFEST).read_text(encoding="utf-8"))["files"], EXPORT_MANIFEST, CARD}
     except (OSError, ValueError, LookupError, TypeError):
         written = None
     for path in final.iterdir():
@@ -215,7 +215,9 @@ def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype) -> None:
@@ -228,12 +230,12 @@ def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder:
     config.bos_token_id = config.eos_token_id = eos
     config.save_pretrained(folder)
     path = folder / "config.json"
-    written = json.loads(path.read_text())
+    written = json.loads(path.read_text(encoding="utf-8"))
     rope = written.get("rope_parameters") or {}
     written |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if "rope_theta" in rope and rope.get("rope_type", "default") != "default":
         written["rope_scaling"] = rope
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
 
 
@@ -246,7 +248,7 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
     path, backend = folder / TOKENIZER_CONFIG, folder / TOKENIZER_FILE
-    settings = {**json.loads(path.read_text()), "split_special_tokens": True}
+    settings = {**json.loads(path.read_text(encoding="utf-8")), "split_special_tokens": True}
     # transformers 4 knows neither this class, which 5 finds by its older name, too, nor lists under this key.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -263,10 +265,10 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
     if tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]:
         settings |= {"add_bos_token": False, "add_eos_token": False}
         if backend.exists():
-            content = json.loads(backend.read_text())
+            content = json.loads(backend.read_text(encoding="utf-8"))
             content["post_processor"] = _without_templates(content.get("post_processor"))
-            backend.write_text(json.dumps(content, ensure_ascii=False) + "\n")
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+            backend.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _without_templates(processor: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -108,8 +108,8 @@ def export_tokens(prepared: TokenDataset, data: DataSection, kind: Kind, final: 
             splits={NAMES[split]: _write_split(prepared, split, kind, folder) for split in SPLITS},
         )
         shutil.copytree(prepared.directory / TOKENIZER, folder / TOKENIZER)
-        (folder / CARD).write_text(_card(manifest, final, prepared.index.ready_made is not None))
-        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+        (folder / CARD).write_text(_card(manifest, final, prepared.index.ready_made is not None), encoding="utf-8")
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest
 
 

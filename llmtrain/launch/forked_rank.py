@@ -26,7 +26,7 @@ def become_a_program() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these signals
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    Path("/proc/self/comm").write_text(f"llmtrain-{os.environ['RANK']}")  # for ps and top
+    Path("/proc/self/comm").write_text(f"llmtrain-{os.environ['RANK']}", encoding="utf-8")  # for ps and top
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # like python -u
     outlive_readers()

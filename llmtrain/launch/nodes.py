@@ -10,6 +10,7 @@ from llmtrain.config import ParallelSection
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.world import (
     MAX_PORT,
+    check_is_alone,
     environment_number,
     is_slurm_task,
     master_endpoint,
@@ -35,7 +36,7 @@ class Nodes:
     def from_environment(cls) -> Nodes:
         """Return the nodes from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT if NNODES is set, else from the
         Slurm step if it has one task per node, else this node alone. Raises RecipeError if the variables are
-        incomplete or contradict each other."""
+        incomplete or contradict each other, or if an unknown launcher has started several processes."""
         if "NNODES" in os.environ:
             return cls._from_variables(environment_number("NNODES", 1, minimum=1))
         if is_slurm_task():
@@ -47,10 +48,17 @@ class Nodes:
                 f"this Slurm job has {os.environ['SLURM_JOB_NUM_NODES']} nodes, but srun did not start launch/train.sh, "
                 "so the others would idle; write srun --ntasks-per-node=1 before it, or set NNODES=1 to use one node"
             )
+        check_is_alone("set NNODES, NODE_RANK and MASTER_ADDR on each node (NNODES=1 for a node alone)")
         return cls()
 
     @classmethod
     def _from_variables(cls, count: int) -> Nodes:
+        tasks = environment_number("SLURM_STEP_NUM_TASKS", 1) if is_slurm_task() else 1
+        if tasks not in (1, count):
+            raise RecipeError(
+                f"NNODES={count} in the environment, but srun started launch/train.sh {tasks} times; unset NNODES, which srun makes "
+                f"needless, or set NNODES={tasks}; for a run per task, unset SLURM_STEP_NUM_TASKS in each"
+            )
         if count == 1:
             return cls()
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name, "").strip()]

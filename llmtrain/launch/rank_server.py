@@ -14,9 +14,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from multiprocessing import forkserver, resource_tracker
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
@@ -52,11 +51,20 @@ def rank_server() -> Iterator[Sequence[str]]:
 
 
 def _can_fork() -> bool:
-    """Return whether this process has neither a GPU nor a second thread. False where Linux's /proc is missing."""
+    """Return whether this process has neither a GPU nor a second thread, and can have what the server needs: a semaphore, for
+    which /dev/shm must be writable, and a socket in the temporary folder, whose path must be short. False where Linux's /proc is
+    missing."""
     import torch
 
     threads = Path("/proc/self/task")
-    return not torch.cuda.is_available() and threads.is_dir() and len(list(threads.iterdir())) == 1
+    if torch.cuda.is_available() or not threads.is_dir() or len(list(threads.iterdir())) > 1:
+        return False
+    try:
+        multiprocessing.get_context("fork").Lock()  # as torchrun's, but gone at once
+        connection.Listener(family="AF_UNIX").close()
+    except OSError:
+        return False
+    return True
 
 
 def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -78,9 +86,9 @@ def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]
 def _become(program: str, descriptors: Sequence[int]) -> NoReturn:
     """Run a program, and never return to the launcher's code."""
     try:
-        kept = sorted({0, 1, 2, *descriptors})
-        for last, following in pairwise([*kept, os.sysconf("SC_OPEN_MAX")]):
-            os.closerange(last + 1, following)
+        for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}:
+            with suppress(OSError):  # that of the list itself
+                os.close(number)
         exec(program, {})
     finally:  # SystemExit, once the launcher and the ranks are gone
         os._exit(0)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from llmtrain.config import Recipe
 from llmtrain.errors import (
@@ -41,6 +42,7 @@ from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
+from llmtrain.parallel.world import environment_without_rank
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
@@ -279,7 +281,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     from llmtrain.train.devices import use_expandable_segments
 
     use_expandable_segments()
-    command = parse_args([*arguments])
+    with patch.dict(os.environ, environment_without_rank(), clear=True):  # PET_ variables replace torchrun's defaults
+        command = parse_args([*arguments])
     cores = usable_cores() // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. torch
@@ -290,17 +293,18 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     for logger in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_is_news)
     try:
-        with stop_on_signals():
+        with stop_on_signals() as are_killed:
             run(command)
     except ChildFailedError as error:
-        # Ranks that were stopped because another rank failed have negative codes.
-        return NodeExit(max(FAILED, *(failure.exitcode for failure in error.failures.values())))
+        # Ranks that a signal has ended have negative codes, such as those of a node of which one rank has failed. Python and
+        # libraries have codes of their own.
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
     except SignalException as error:  # forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
-        return NodeExit(
-            _exit_code_after_signal(directory, patience=0 if nodes.rank == 0 else SUMMARY_SECONDS), by_signal=True
-        )
+        patience = 0 if nodes.rank == 0 or are_killed() else SUMMARY_SECONDS
+        return NodeExit(_exit_code_after_signal(directory, patience), by_signal=True)
     return NodeExit(DONE)
 
 

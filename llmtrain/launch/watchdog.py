@@ -63,14 +63,15 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[None]:
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Raise torchrun's SignalException on the first signal within the `with` block, and on the same signal again, so that torchrun
     forwards it to the ranks. Ignore signals of other kinds after that. A second Ctrl-C (SIGINT) kills this node's ranks, a third
-    also ends this process."""
+    also ends this process. Yields a function that returns whether Ctrl-C has killed the ranks."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     others, interrupts = set(psutil.Process().children()), itertools.count(1)
     first: list[int] = []
+    are_killed = False
 
     def stop(number: int, frame: FrameType | None) -> None:
         if first and number != first[0]:
@@ -80,12 +81,14 @@ def stop_on_signals() -> Iterator[None]:
         raise SignalException(f"got {signal.Signals(number).name}", sent)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal are_killed
         count = next(interrupts)
         if count == 1:
             _say("stopping within two log lines, with a checkpoint; Ctrl-C again ends all ranks at once")
             stop(number, frame)
             return
         _say("all ranks of this node are ended at once; the last complete checkpoint stays")
+        are_killed = True
         for rank in _ranks_below(psutil.Process(), others):
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
@@ -93,7 +96,7 @@ def stop_on_signals() -> Iterator[None]:
             os._exit(FAILED)
 
     with handled(FORWARDED, stop), handled([signal.SIGINT], interrupt):
-        yield
+        yield lambda: are_killed
 
 
 def _say(text: str) -> None:

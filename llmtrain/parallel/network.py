@@ -130,7 +130,7 @@ def port_range() -> tuple[int, int] | None:
     """Return the first and the last port that this host gives to listeners that ask for none, or None if the system does not
     report them."""
     try:
-        first, last = PORT_RANGE.read_text().split()
+        first, last = PORT_RANGE.read_text(encoding="utf-8").split()
     except OSError:
         return None
     return int(first), int(last)
@@ -174,7 +174,7 @@ def unused_port() -> int:
 def network_stack() -> str:
     """Return an identifier that is equal for two processes if they have the same network interfaces, and only then."""
     try:
-        return f"{BOOT_ID.read_text().strip()} {os.stat(NETWORK_NAMESPACE).st_ino}"
+        return f"{BOOT_ID.read_text(encoding='utf-8').strip()} {os.stat(NETWORK_NAMESPACE).st_ino}"
     except OSError:
         return socket.gethostname()
 

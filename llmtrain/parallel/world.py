@@ -33,8 +33,22 @@ synchronization on one GPU, not for speed."""
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "CROSS_RANK")
 """Variables in which torchrun, Slurm and DeepSpeed's launcher pass a node's number to its processes."""
 RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "CROSS_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
+RANK_PREFIXES = (
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "CROSS_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MV2_",
+    "PET_",
+)
 """Names and name prefixes of the environment variables with which launchers mark a process as one rank of many."""
+OTHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")
+"""Variables in which mpirun and Kubeflow, which do not number ranks as torch or Slurm do, pass the number of processes or nodes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,8 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read the launcher's variables. Raises RecipeError if they contradict one another."""
+        """Read the launcher's variables. Raises RecipeError if they contradict one another, or if an unknown launcher has started
+        several processes."""
         env = os.environ
         if "RANK" in env or "WORLD_SIZE" in env:
             of_node = env.get("LOCAL_SIZE") or env.get("WORLD_SIZE")  # the first is what DeepSpeed's launcher calls it
@@ -59,6 +74,9 @@ class World:
             given = {name: env.get(name) or "nothing" for name in SLURM}
             given[SLURM[-1]] = _entry_of_node(given[SLURM[-1]])
         else:
+            check_is_alone(
+                "start with llmtrain launch, torchrun or srun, or give each process RANK, WORLD_SIZE and LOCAL_RANK"
+            )
             return cls(0, 1, 0, 1)
         try:
             rank, size, local_rank, local_size = map(int, given.values())
@@ -70,6 +88,17 @@ class World:
                 f"environment: {told} are not a rank among others; start with llmtrain launch, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
+
+
+def check_is_alone(advice: str) -> None:
+    """Raise RecipeError, which ends with `advice`, if an unknown launcher started this process as one of several. Each of them
+    would train by itself."""
+    for name in OTHER_SIZES:
+        size = os.environ.get(name, "").strip()
+        if size not in ("", "0", "1"):
+            raise RecipeError(
+                f"{name}={size} in the environment says that this process is one of several; {advice}, or unset {name}"
+            )
 
 
 def environment_without_rank() -> dict[str, str]:
@@ -169,7 +198,9 @@ def _first_host(nodes: str) -> str:
     try:
         command = ["scontrol", "show", "hostnames", nodes]
         with announced("Slurm's controller to list the job's nodes", SCONTROL_SECONDS):
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SCONTROL_SECONDS)
+            answer = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=True, timeout=SCONTROL_SECONDS
+            )
         return answer.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise RecipeError(

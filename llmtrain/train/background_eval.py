@@ -38,7 +38,7 @@ def start_in_background(command: Sequence[str], environment: Mapping[str, str], 
     """Start a process at the lowest priority, with its output in `log`, and in its own session, so that Ctrl-C reaches only the
     run. Raises OSError if it can't be started."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -132,7 +132,7 @@ class BackgroundEval:
         """Print one line: the scores, or the reason for the failure."""
         result = self.run / EVALUATIONS / f"{self._name}-{step_name(step)}.json"
         try:
-            scores = json.loads(result.read_text())["headline"] if code == 0 else ""
+            scores = json.loads(result.read_text(encoding="utf-8"))["headline"] if code == 0 else ""
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._say(step, f"the evaluation left no result ({error}); see {log}")
             return
@@ -199,7 +199,7 @@ def last_log_line(log: Path) -> str:
     """Return the line of a log that best explains a failure, cut to 300 characters: the last `error:` line, or else the
     last line that is not a progress bar."""
     try:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         lines = []
     lines = [line for line in lines if line and "%|" not in line]

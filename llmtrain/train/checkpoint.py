@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from llmtrain.checkpoint_retention import CheckpointLoss, expired, read_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
+from llmtrain.files import holder_text
 from llmtrain.parallel.engine import Engine, Keep, as_is
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import stored_recipe
@@ -79,6 +81,7 @@ class Checkpointer:
         """Seconds for which checkpoints have blocked training."""
         self.followers: list[BackgroundEval | Mirror] = []
         """Readers of completed checkpoints. Those that they have yet to read are not deleted."""
+        self._holder = holder_text(directory.parent)  # this process, if it has locked the run directory
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
 
@@ -121,7 +124,8 @@ class Checkpointer:
         mine = {"method": self.method.state_dict(), **progress()}
         # With two sites, the first one has the disk (launch/two_sites.md), so what both have need not cross the link.
         spans_hosts = self.mesh.world.local_size < self.mesh.world.size
-        self._writing = CheckpointWriter(final, tensors, state, mine, comms, lambda: self._prune(step), spans_hosts)
+        prune = partial(self._prune, step)
+        self._writing = CheckpointWriter(final, tensors, state, mine, comms, prune, spans_hosts, self._holder)
         self._writing.start(in_thread=self.section.background)
         self.seconds += own_time() - started
 

@@ -30,8 +30,8 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
-from llmtrain.errors import CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, is_bare_file_name, revalidate
+from llmtrain.errors import NO_ANSWER, CheckpointError, NewerFormatError, TrainingError, one_line, reason
+from llmtrain.files import atomic_write, holder_text, is_bare_file_name, lock_holder, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
@@ -48,10 +48,12 @@ ANCHOR = "anchor"
 CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
 """Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
-TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EHOSTDOWN}
-TRANSIENT |= {errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTUNREACH}
+TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
 """Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
 lack of memory or handles."""
+READ_AGAIN_SECONDS = (1.0, 3.0, 6.0)
+"""Pauses after which a file is read again that had an I/O error. A network file system reports one for seconds while its server is
+replaced, a broken disk for good."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
@@ -70,7 +72,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
     where = path / STATE_FILE
     try:
-        state = json.loads(where.read_text())
+        state = json.loads(_read_again(lambda: where.read_text(encoding="utf-8")))
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):
@@ -106,7 +108,7 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
             found = path.stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
-            if _xxh3(path) != digest:
+            if _read_again(lambda path=path: _xxh3(path)) != digest:
                 return f"{name} is not what was written: its digest differs"
         except FileNotFoundError:
             return f"{name} is gone"
@@ -114,6 +116,18 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
             raise_if_transient(path, error)
             return f"{name} can't be read ({error.strerror})"
     return None
+
+
+def _read_again(read: Callable[[], str]) -> str:
+    """Return what `read` returns. After an I/O error, call it again up to len(READ_AGAIN_SECONDS) times."""
+    for pause in READ_AGAIN_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            time.sleep(pause)
+    return read()
 
 
 def raise_if_transient(path: Path, error: OSError) -> None:
@@ -211,8 +225,10 @@ class CheckpointWriter:
     writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
-    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete.
+    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all
+    ranks know it, because they would wait for slow work.
     Ranks share the work of writing what several of them have, unless the first of these is to write it (`shared_by_first`).
+    With a `holder`, the checkpoint fails if the run directory has another one by now (`holder_text`), and nothing is deleted.
     """
 
     def __init__(
@@ -224,11 +240,13 @@ class CheckpointWriter:
         comms: Comms,
         on_complete: Callable[[], None],
         shared_by_first: bool = False,
+        holder: str = "",
     ):
         self._planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=shared_by_first)
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
         self._size = sum(tensor.nbytes for tensor in tensors.values())
+        self._holder = holder
         self.seconds = 0.0
         """Seconds that writing took, set when the writer is done."""
         self.error: str | None = None
@@ -286,7 +304,7 @@ class CheckpointWriter:
                 free = shutil.disk_usage(self.final.parent).free
                 if free < self._size:  # torch's writer may report only a position in its archive
                     self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
-        if self.error is not None and self._comms.rank == 0:
+        if self.error is not None and self._comms.rank == 0 and self._taken_over() is None:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full
         self.seconds = time.monotonic() - began
 
@@ -317,13 +335,16 @@ class CheckpointWriter:
         problem = self._from_main(self._publish(of_ranks) if self._comms.rank == 0 else None)
         if problem is not None:
             raise OSError(problem)
+        if self._comms.rank == 0:
+            with suppress(OSError):  # older checkpoints that can't be deleted now are deleted after the next one
+                self._on_complete()
 
     def _publish(self, of_ranks: list[tuple[str, str, dict | str]]) -> str | None:
         """Write state.json, rename the folder and name it in `latest`. Return None, or the error in one line, for all ranks to
         raise. Main rank only."""
         progress, folders, found = zip(*of_ranks, strict=True)
         problem = next((one for one in found if isinstance(one, str)), None)
-        if problem := problem or self._written_elsewhere(folders, found):
+        if problem := self._taken_over() or problem or self._written_elsewhere(folders, found):
             return problem
         self._state["ranks"] = [json.loads(one) for one in progress]
         self._state["files"] = {name: digest for one in found for name, digest in one.items()}
@@ -335,10 +356,15 @@ class CheckpointWriter:
             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
         except OSError as error:
             return one_line(error)
-        # The checkpoint is complete. Older ones that can't be deleted now are deleted after the next one.
-        with suppress(OSError):
-            self._on_complete()
         return None
+
+    def _taken_over(self) -> str | None:
+        """Return a line about a process that has locked the run directory although this one still trains in it, or None. A file
+        server may drop the lock of a host that it does not hear from."""
+        run = self.final.parent.parent
+        if not self._holder or holder_text(run) in ("", self._holder):
+            return None
+        return f"{lock_holder(run)} works in {run} now"
 
     def _written_elsewhere(self, folders: Sequence[str], found: Sequence[Collection[str]]) -> str | None:
         """Return a line about the ranks whose files the main rank does not have, or None. Each rank writes at least the state of

@@ -196,7 +196,7 @@ def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iter
         path = folder / f"rank-{rank:05}.txt"
         with suppress(OSError):  # the disk may be full too
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(torch.cuda.memory_summary(device))
+            path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
             snapshot = {"segments": torch.cuda.memory_snapshot(), "device_traces": []}
             path.with_suffix(".pickle").write_bytes(pickle.dumps(snapshot))
         raise TrainingError(

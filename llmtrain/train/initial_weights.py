@@ -128,7 +128,7 @@ def _of_export(folder: Path) -> dict[str, Digest] | None:
     """Return the digests in the manifest of an export, or None for a folder that `export` has not written. Raises
     ModelError if the manifest is damaged."""
     try:
-        files = json.loads((folder / EXPORT_MANIFEST).read_text())["files"]
+        files = json.loads((folder / EXPORT_MANIFEST).read_text(encoding="utf-8"))["files"]
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
     except FileNotFoundError:
         return None

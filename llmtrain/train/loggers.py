@@ -50,7 +50,7 @@ class JsonlLogger(Logger):
         self.last_step = max((line["step"] for line in kept), default=0)
         """Step of the last line that was kept; 0 if none was."""
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         values = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
@@ -75,7 +75,7 @@ class SampleLogger(Logger):
             return
         kept = []
         is_kept = resumed_step > 0
-        for line in path.read_text(errors="replace").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if (found := SAMPLE_STEP.fullmatch(line)) is not None:
                 is_kept = 0 < int(found[1]) <= resumed_step
             if is_kept:
@@ -83,7 +83,7 @@ class SampleLogger(Logger):
         atomic_write(path, "".join(kept))
 
     def log_sample(self, step: int, tokens: int, text: str) -> None:
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{SAMPLE.format(step=step)}\n{text}\n\n")
 
 

@@ -75,7 +75,7 @@ class RemoteRun:
         """Write the recipe, so that the mirror belongs to it."""
         with tempfile.TemporaryDirectory() as folder:
             here = Path(folder) / RECIPE
-            here.write_text(resolved_yaml(recipe))
+            here.write_text(resolved_yaml(recipe), encoding="utf-8")
             self._put_file(here, f"{self._root}/{RECIPE}")
 
     def complete(self) -> list[int]:

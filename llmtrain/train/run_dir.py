@@ -6,6 +6,7 @@ import filecmp
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
-from llmtrain.errors import CheckpointError, RecipeError, TrainingError
+from llmtrain.errors import NO_ANSWER, CheckpointError, RecipeError, TrainingError, raise_if_no_answer
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
@@ -95,17 +96,20 @@ class RunDirectory:
         self._lock: FileLock | None = None
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the content of summary.json, or None if the run has not ended. Raises RecipeError if it is damaged."""
+        """Return the content of summary.json, or None if the run has not ended. Raises RecipeError if it is damaged,
+        UnavailableError if its disk does not answer."""
         path = self.path / SUMMARY
-        if not path.exists():
-            return None
         try:
-            summary = json.loads(path.read_text())
+            summary = json.loads(path.read_text(encoding="utf-8"))
             steps, loss = summary.get("steps", 0), summary.get("final_eval_loss")
             is_valid = (
                 isinstance(summary["stopped"], str) and isinstance(steps, int) and isinstance(loss, float | int | None)
             )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if isinstance(error, OSError):
+                raise_if_no_answer(path, error)
             is_valid = False
         if not is_valid:
             raise RecipeError(f"{path} is damaged; delete it, and the run continues from its newest checkpoint")
@@ -185,8 +189,8 @@ class RunDirectory:
     def lock(self) -> None:
         """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `claim` writes
         the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
-        it, TrainingError if that process is on another host."""
-        with self._os_errors_as_recipe_errors():
+        it, TrainingError if that process is on another host, UnavailableError if the disk does not answer."""
+        with self._os_errors_as_user_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
             shutil.rmtree(half_written, ignore_errors=True)
@@ -195,7 +199,7 @@ class RunDirectory:
         """Lock the directory, write the resolved recipe and delete an earlier summary. Main rank only. Raises errors as
         `lock` does."""
         self.lock()
-        with self._os_errors_as_recipe_errors():
+        with self._os_errors_as_user_errors():
             atomic_write(self.path / RECIPE, resolved_yaml(self.recipe))
             (self.path / SUMMARY).unlink(missing_ok=True)
 
@@ -213,17 +217,19 @@ class RunDirectory:
             shutil.rmtree(self.tokenizer, ignore_errors=True)
         half_copied = self.tokenizer.with_suffix(".tmp")
         shutil.rmtree(half_copied, ignore_errors=True)
-        with self._os_errors_as_recipe_errors():
+        with self._os_errors_as_user_errors():
             shutil.copytree(folder, half_copied, copy_function=shutil.copyfile)
             half_copied.rename(self.tokenizer)
 
     @contextmanager
-    def _os_errors_as_recipe_errors(self) -> Iterator[None]:
+    def _os_errors_as_user_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # shutil.Error has a list of (source, target, reason).
-            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+            # shutil.Error has no number, but a list of (source, target, reason).
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or str(error)
+            number = next((one for one in NO_ANSWER if os.strerror(one) in reason), error.errno)
+            raise_if_no_answer(self.path, OSError(number, reason))
             raise RecipeError(
                 f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"
             ) from error
@@ -248,7 +254,7 @@ def _step_of_result(path: Path) -> int:
     if named := STEP_NAME.match(path.name):
         return int(named[1])
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return int(json.loads(path.read_text())["checkpoint_step"])
+        return int(json.loads(path.read_text(encoding="utf-8"))["checkpoint_step"])
     return 0
 
 

@@ -115,7 +115,7 @@ class WandbLogger(Logger):
 def _id_of(file: Path, name: str, is_new: bool) -> str:
     """Return the id that `file` keeps for the run `name`, or a new one. A copy of a run's folder under another name has another
     run's id, whose lines would mix with its own. Earlier versions kept no name."""
-    run_id, _, owner = ("" if is_new or not file.exists() else file.read_text().strip()).partition(" ")
+    run_id, _, owner = ("" if is_new or not file.exists() else file.read_text(encoding="utf-8").strip()).partition(" ")
     if not run_id or owner not in ("", name):
         run_id = uuid.uuid4().hex[:8]
     atomic_write(file, f"{run_id} {name}\n")

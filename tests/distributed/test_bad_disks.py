@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, DataError, TrainingError
+from llmtrain.files import LOCK_HOLDER, write_lock_holder
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.run_files import complete_checkpoints
@@ -126,6 +127,20 @@ def test_a_full_disk_ends_all_ranks_with_the_reason_and_loses_nothing(
         (disk / "others").unlink()
         assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
         assert steps_of(disk / "full") == [3, 6, 9, 12] and lines_of(disk / "full") == whole
+
+
+def take_over(trainer: Trainer, recipe: Recipe) -> None:
+    """After step 7, as another process that has got the lock."""
+    after_step(trainer, 7, lambda: (Path(recipe.run.out_dir) / "taken" / LOCK_HOLDER).write_text("process 7 on other"))
+
+
+def test_a_run_that_another_process_has_taken_over_ends(ranks: RankPool, folder: Path) -> None:
+    recipe, run = recipe_of(folder, "taken", *KEYS), folder / "runs/taken"
+    run.mkdir(parents=True)
+    write_lock_holder(run)
+    first, second = ranks.run(train, recipe, take_over, world_size=2)
+    assert first == second and "step-00000009 could not be written: process 7 on other works in" in first
+    assert steps_of(run) == [3, 6]
 
 
 def write_unevenly(folder: Path, step: int, numbers: int) -> str:

@@ -64,6 +64,12 @@ TABLES = {
         prepare: the separator that was given is named again
           - "" if data.separator != DataSection().separator else
           + "" if False else
+    seen by unit/test_data_damage.py
+        prepare: a lock on a disk that does not answer is a wrong folder
+          -         raise data_error(problem, error) from None
+          -     with lock:
+          +         raise DataError(problem) from None
+          +     with lock:
     seen by unit/test_data_prepare.py
         prepare: two bytes for every vocabulary
           - "<u2" if vocabulary <= 1 << 16 else "<u4"
@@ -80,8 +86,8 @@ TABLES = {
           + directory.parent.glob(f"{directory.name}-tmp")
     seen by unit/test_python_files.py
         python: nothing on record
-          - (new / PACKAGES).write_text(python_text().record)
-          + (new / PACKAGES).write_text("")
+          - (new / PACKAGES).write_text(python_text().record,
+          + (new / PACKAGES).write_text("",
     seen by unit/test_data_sentencepiece.py
         tokenizer: a larger sample is the same tokenizer
           - identity["tokenizer_sample_bytes"] = sample

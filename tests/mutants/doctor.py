@@ -6,6 +6,9 @@ TABLES = {
         doctor: warns where there is room on the disk
           - if free < needed:
           + if free > needed:
+        doctor: a space before an interface is a part of its name
+          - set(map(str.strip, gloo.split(",")))
+          + set(gloo.split(","))
         doctor: NCCL's ^ is ignored
           - name.startswith(wanted)) != excluded for name
           + name.startswith(wanted)) for name

@@ -46,10 +46,10 @@ TABLES = {
           -     source.check_recipe()
           -
         export: the card is written when the folder has its name
-          -                 (folder / CARD).write_text(model_card(source, manifest))
+          -                 (folder / CARD).write_text(model_card(source, manifest), encoding="utf-8")
           -                 keep_others(final, folder)
           +                 keep_others(final, folder)
-          +             (final / CARD).write_text(model_card(source, manifest))
+          +             (final / CARD).write_text(model_card(source, manifest), encoding="utf-8")
     """,
     "llmtrain/export/folder.py": r"""
     seen by unit/test_export.py, distributed/test_export.py

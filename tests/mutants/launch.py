@@ -82,7 +82,14 @@ TABLES = {
           + if False:
     """,
     "llmtrain/launch/nodes.py": r"""
+    seen by unit/test_wrong_variables.py
+        nodes: each node that mpirun starts trains alone
+          -         check_is_alone("set
+          +         str("set
     seen by unit/test_nodes.py
+        nodes: each task of a Slurm step trains alone because of a variable that was left
+          - if tasks not in (1, count):
+          + if False:
         nodes: accepts a rank one too high
           - if rank >= count:
           + if rank > count:
@@ -149,11 +156,17 @@ TABLES = {
     "llmtrain/launch/rank_server.py": r"""
     seen by unit/test_rank_server.py
         rank server: a launcher with threads is forked
-          - len(list(threads.iterdir())) == 1
-          + len(list(threads.iterdir())) >= 1
+          - len(list(threads.iterdir())) > 1:
+          + False:
         rank server: keeps the launcher's files open
-          - os.closerange(last + 1, following)
-          + os.closerange(following, following)
+          - os.close(number)
+          + pass
+        rank server: a long path of the temporary folder ends the launch
+          - connection.Listener(family="AF_UNIX").close()
+          + pass
+        rank server: a machine without shared memory can't launch
+          - multiprocessing.get_context("fork").Lock()  # as
+          + pass  # as
         rank server: ends by a scheduler's signal
           - signal.signal(number, signal.SIG_IGN)
           + signal.signal(number, signal.SIG_DFL)
@@ -166,6 +179,15 @@ TABLES = {
         launch: ranks on GPUs have torch's own allocator settings
           -     use_expandable_segments()
           -
+        torchrun: ranks that end with a library's code are not started again
+          - max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED)
+          + max(codes)
+        torchrun: after a second Ctrl-C, the summary of ranks that are killed is awaited
+          - if nodes.rank == 0 or are_killed() else
+          + if nodes.rank == 0 else
+        torchrun: Kubeflow's variables change its rendezvous
+          - environment_without_rank(), clear=True
+          + environment_without_rank()
         launch: a node that refuses the recipe does not meet the others
           - if nodes.count == 1 or error.exit_code != BAD_USAGE:
           + if True:

@@ -87,6 +87,10 @@ TABLES = {
         errors: a disk that fails for a moment is a fault of the text
           - return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
           + return DataError(problem)
+    seen by unit/test_encodings.py
+        errors: a character that the terminal lacks ends the run
+          - sys.stdout.reconfigure(errors="backslashreplace")
+          + pass
     seen by unit/test_errors.py
         errors: a wrong recipe ends with exit code 1
           - _leave(error.exit_code if isinstance(error, UserError) else FAILED)

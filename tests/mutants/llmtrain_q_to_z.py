@@ -75,6 +75,9 @@ TABLES = {
     """,
     "llmtrain/recipe_loader.py": r"""
     seen by unit/test_run_dir.py
+        resume: a recipe on a disk that does not answer is a wrong one
+          -             raise_if_no_answer(path, error)
+          +             pass
         resume: a renamed folder is left for another run
           - if run.name != folder.name and "name"
           + if False and "name"

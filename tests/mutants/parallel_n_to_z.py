@@ -244,6 +244,15 @@ TABLES = {
           + quads | (quads << 6) | (quads << 18)
     """,
     "llmtrain/parallel/world.py": r"""
+    seen by unit/test_wrong_variables.py
+        world: each process that mpirun starts trains alone
+          -             check_is_alone(
+          -                 "start
+          +             str(
+          +                 "start
+        world: a process that mpirun starts alone is one of several
+          - if size not in ("", "0", "1"):
+          + if size:
     seen by unit/test_network.py
         mesh: each rank that shares a GPU may use all of its memory
           - -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1

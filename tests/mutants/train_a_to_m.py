@@ -46,8 +46,8 @@ TABLES = {
           + keep = as_is
     seen by distributed/test_bad_disks.py
         writing: the other site writes what all have
-          - self._prune(step), spans_hosts)
-          + self._prune(step))
+          - prune, spans_hosts, self._holder)
+          + prune, holder=self._holder)
     seen by distributed/test_initial_weights.py
         weights: a resumed run forgets where it started
           -         self.from_weights = state.get("from_weights")
@@ -58,15 +58,35 @@ TABLES = {
         writing: latest is not written
           -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
+        writing: ranks wait until old checkpoints are deleted
+          -             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
+          +             self._on_complete()
+          +             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
+        writing: a run that another process has taken over deletes what that one writes
+          - rank == 0 and self._taken_over() is None:
+          + rank == 0:
+        writing: a run that another process has taken over goes on
+          - self._taken_over() or problem or
+          + problem or
+        writing: a run whose lock's record is gone ends
+          - in ("", self._holder):
+          + == self._holder:
         integrity: a mount that is gone is damage
-          - {errno.ENOTCONN, errno.ESHUTDOWN,
-          + {errno.ESHUTDOWN,
+          - {*NO_ANSWER, errno.EACCES,
+          + {errno.EACCES,
         writing: a rank reads back what another has written
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
         integrity: digests are not compared
-          - if _xxh3(path) != digest:
+          - if _read_again(lambda path=path: _xxh3(path)) != digest:
           + if False:
+        integrity: a file is read again after every error
+          -             if error.errno != errno.EIO:
+          -                 raise
+          -
+        integrity: a checkpoint whose disk fails for a second is damaged
+          - for pause in READ_AGAIN_SECONDS:
+          + for pause in ():
         integrity: the digest of state.json is not compared
           - if seal != _digest_of(state):
           + if False:

@@ -105,6 +105,15 @@ TABLES = {
           -             (self.path / SUMMARY).unlink(missing_ok=True)
           -
     seen by unit/test_run_dir.py
+        run directory: a summary on a disk that does not answer is damaged
+          -                 raise_if_no_answer(path, error)
+          +                 pass
+        run directory: a disk that does not answer can't be written
+          -             raise_if_no_answer(self.path, OSError(number, reason))
+          -
+        run directory: a disk that does not answer while a file is copied can't be written
+          - (one for one in NO_ANSWER if os.strerror(one) in reason)
+          + iter(())
         run directory: summary.json may hold NaN
           - None if isinstance(value, float) and not math.isfinite(value) else value
           + value

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from llmtrain.errors import CheckpointError, TrainingError
+from llmtrain.files import LOCK_HOLDER
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.world import World
 from llmtrain.run_files import STATE_FILE, complete_checkpoints
@@ -114,10 +116,32 @@ def test_a_file_that_can_not_be_read_now_is_not_damaged(
             raise OSError(number, "no answer")
 
     read, digest = Path.read_text, checkpoint_files._xxh3
-    monkeypatch.setattr(Path, "read_text", lambda path, *given: fail(path) or read(path, *given))
+    monkeypatch.setattr(Path, "read_text", lambda path, **given: fail(path) or read(path, **given))
     monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
+    monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=pytest.fail))
     with pytest.raises(TrainingError, match=rf"step-00000020/{name} can't be read now \(no answer\); start the same"):
         newest(folder)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", STATE_FILE])
+@pytest.mark.parametrize(("errors", "step"), [(1, 20), (3, 20), (4, 10)])
+def test_a_file_with_an_io_error_is_read_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, errors: int, step: int
+) -> None:
+    """A checkpoint that counts as damaged is set aside for good."""
+    left, slept = [OSError(errno.EIO, "Input/output error")] * errors, []
+
+    def fail(path: Path) -> None:
+        if path.name == name and path.parent.name == "step-00000020" and left:
+            raise left.pop()
+
+    read, digest = Path.read_text, checkpoint_files._xxh3
+    monkeypatch.setattr(Path, "read_text", lambda path, **given: fail(path) or read(path, **given))
+    monkeypatch.setattr(checkpoint_files, "_xxh3", lambda path: fail(path) or digest(path))
+    monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=slept.append))
+    path, said = newest(folder)
+    assert path == folder / f"step-{step:08d}" and len(said) == (step == 10)
+    assert slept == list(checkpoint_files.READ_AGAIN_SECONDS[:errors])
 
 
 def test_a_checkpoints_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -157,6 +181,38 @@ def test_old_checkpoints_that_can_not_be_deleted_do_not_make_the_new_one_fail(tm
     writing.start(in_thread=True)
     writing.wait(30)
     assert writing.error is None and newest(tmp_path) == (final, [])
+
+
+def test_ranks_do_not_wait_until_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may take longer than their timeout, and the new checkpoint is complete."""
+    events: list[str] = []
+    monkeypatch.setattr(Comms, "broadcast_object", lambda comms, value, what: events.append(what) or value)
+    final = tmp_path / "step-00000010"
+    state = {"format": FORMAT, "step": 10}
+    CheckpointWriter(final, {}, state, {}, Comms(None), lambda: events.append("deleted")).start(in_thread=False)
+    assert events[-2:] == ["writing step-00000010", "deleted"] and events.count("deleted") == 1
+
+
+def test_a_run_that_another_process_has_taken_over_changes_nothing(tmp_path: Path) -> None:
+    """It has lost its lock, and both would write and delete checkpoints of one folder."""
+    folder, state, deleted = tmp_path / "checkpoints", {"format": FORMAT, "step": 20}, []
+    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nboot")
+    write(folder, 10)
+
+    def writing(step: int) -> CheckpointWriter:
+        delete = partial(deleted.append, step)
+        return CheckpointWriter(
+            folder / f"step-{step:08d}", {}, state, {}, Comms(None), delete, holder="process 1 on here\nboot"
+        )
+
+    writing(20).start(in_thread=False)
+    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nlater")  # the pod that replaces another has its name
+    with pytest.raises(TrainingError, match=rf"30 could not be written: process 1 on here works in {tmp_path} now"):
+        writing(30).start(in_thread=False)
+    assert deleted == [20] and list(complete_checkpoints(folder)) == [10, 20]
+    assert (folder / "step-00000030.tmp").exists(), "the other process may be writing it"
+    (tmp_path / LOCK_HOLDER).unlink()
+    writing(30).start(in_thread=False)
 
 
 def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:

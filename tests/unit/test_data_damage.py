@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from llmtrain.config import DataSection
+from llmtrain.data import prepare as preparing
 from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.data.dataset import INDEX, TokenDataset, open_dataset
@@ -162,7 +163,15 @@ def test_a_disk_that_fails_for_a_moment_is_no_fault_of_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, kind in ((errno.ESTALE, UnavailableError), (errno.EACCES, DataError)):
-        monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(number, "said")))
+        fail = Mock(side_effect=OSError(number, "said"))
+        monkeypatch.setattr(Path, "open", fail)
         with pytest.raises(DataError, match="said") as caught:
             list(documents_of_file(tmp_path / "a.txt", DataSection(), BytesRead()))
+        assert type(caught.value) is kind
+        monkeypatch.setattr(preparing, "acquire", fail)
+        with (
+            pytest.raises(DataError, match=rf"^data\.cache_dir: {tmp_path}: said") as caught,
+            preparing._lock(tmp_path / "a", False),
+        ):
+            pass
         assert type(caught.value) is kind

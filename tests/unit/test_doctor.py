@@ -91,7 +91,7 @@ def test_gpus_are_listed_and_those_in_use_warned_of(monkeypatch):
 def test_little_shared_memory_matters_between_gpus(monkeypatch, tmp_path, gpus, size, level):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(total=size))
     assert levels(machine.shared_memory(tmp_path, gpus)) == [level]
-    assert machine.shared_memory(tmp_path / "none", gpus) == []
+    assert levels(machine.shared_memory(tmp_path / "none", gpus)) == ["warning"]
 
 
 @pytest.mark.parametrize(("soft", "level"), [(1024, "warning"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])
@@ -153,6 +153,7 @@ def test_cards_are_listed_with_address_and_speed():
     ("variable", "value", "level"),
     [
         ("GLOO_SOCKET_IFNAME", "eth0", None),
+        ("GLOO_SOCKET_IFNAME", "docker0, eth0", None),
         ("GLOO_SOCKET_IFNAME", "eth7", "problem"),
         ("NCCL_SOCKET_IFNAME", "eth", None),
         ("NCCL_SOCKET_IFNAME", "=eth", "problem"),

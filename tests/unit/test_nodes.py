@@ -69,6 +69,12 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
     [
         ({}, Nodes()),
         ({"NNODES": "1", **JOB}, Nodes()),
+        ({"NNODES": "1", **STEP, **JOB, "SLURM_STEP_ID": "4294967290"}, Nodes()),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "alpha", **STEP, **JOB}, Nodes(2, 0, "alpha", 29400)),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "alpha", **STEP, "SLURM_STEP_NUM_TASKS": "1"},
+            Nodes(2, 0, "alpha", 29400),
+        ),
         ({"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "alpha"}, Nodes(3, 2, "alpha", 29400)),
         ({"NNODES": "3", "NODE_RANK": "0", "MASTER_ADDR": "alpha", "MASTER_PORT": "5"}, Nodes(3, 0, "alpha", 5)),
         ({**STEP, **JOB}, Nodes(2, 1, "alpha", 22007)),
@@ -79,6 +85,9 @@ def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Node
     ids=[
         "alone",
         "one of a job",
+        "one in the shell of a job",
+        "as many as tasks",
+        "a step per node",
         "by hand",
         "by hand with a port",
         "slurm",
@@ -108,6 +117,14 @@ def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, 
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 needs MASTER_ADDR in"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not one of the 2 nodes"),
         ({**STEP, **JOB, "SLURM_STEP_NUM_TASKS": "8"}, "started launch/train.sh 8 times on 2 nodes"),
+        (
+            {**STEP, **JOB, "NNODES": "1"},
+            "NNODES=1 in the environment, but srun started launch/train.sh 2 times; unset",
+        ),
+        (
+            {**STEP, **JOB, "NNODES": "3"},
+            "NNODES=3 in the environment, but srun started launch/train.sh 2 times; unset",
+        ),
         (JOB, "this Slurm job has 2 nodes, but srun did not start"),
         ({**STEP, **JOB, "SLURM_STEP_ID": "4294967290"}, "this Slurm job has 2 nodes, but srun did not start"),
     ],

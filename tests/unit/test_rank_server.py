@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, synchronize
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import psutil
+import pytest
 
 from llmtrain.launch.rank_server import FORKED, IGNORED, SPAWNED, rank_server
 from tests.mother import session
@@ -73,6 +77,26 @@ def use_server_with_a_thread() -> None:
     with rank_server() as program:
         assert program == SPAWNED and not psutil.Process().children()
     over.set()
+
+
+def use_server_without(what: str, folder: str) -> None:
+    """Be a launcher on a machine without shared memory, with a long path of its temporary folder, or without one."""
+    if what == "shared memory":
+        synchronize.Lock = Mock(side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
+    else:
+        tempfile.tempdir = folder
+    with rank_server() as program:
+        assert program == SPAWNED and not psutil.Process().children()
+
+
+@pytest.mark.parametrize("what", ["shared memory", "a short path", "a temporary folder"])
+def test_ranks_are_spawned_where_there_can_be_no_server(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / ("none" if what == "a temporary folder" else 80 * "a")
+    if what == "a short path":
+        folder.mkdir()
+    process = session().fork(use_server_without, what, str(folder), capture=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
 
 
 def test_it_shares_the_launchers_modules_but_not_its_files_signals_and_output(tmp_path: Path) -> None:

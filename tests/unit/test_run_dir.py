@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from llmtrain import files, waiting
 from llmtrain.cli import main
-from llmtrain.errors import RecipeError, TrainingError
+from llmtrain.errors import RecipeError, TrainingError, UnavailableError, UserError
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.train import run_dir
@@ -275,3 +278,53 @@ def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: 
     keys = [f"run.out_dir={tmp_path}", "run.name=a"]
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).claim()
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, key])).check_recipe()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ESTALE, UnavailableError),
+        (errno.EIO, UnavailableError),
+        (errno.ETIMEDOUT, UnavailableError),
+        (errno.EACCES, RecipeError),
+    ],
+    ids=lambda value: errno.errorcode.get(value),
+)
+@pytest.mark.parametrize(
+    ("fails", "work"),
+    [
+        ("pathlib.Path.read_text", RunDirectory.summary),
+        ("pathlib.Path.read_text", RunDirectory.finished),
+        ("llmtrain.recipe_loader.OmegaConf.load", RunDirectory.check_recipe),
+        ("llmtrain.train.run_dir.write_lock_holder", RunDirectory.lock),
+        ("llmtrain.train.run_dir.atomic_write", RunDirectory.claim),
+        ("shutil.copyfile", lambda directory: directory.copy_tokenizer(directory.path / "cache")),
+    ],
+    ids=["summary", "finished", "check_recipe", "lock", "claim", "copy_tokenizer"],
+)
+def test_a_disk_that_does_not_answer_is_no_fault_of_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+    work: Callable[[RunDirectory], object],
+    number: int,
+    kind: type[UserError],
+) -> None:
+    """Launchers try again after the former alone, and its message must not ask to delete a file that may be intact."""
+    recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}"])
+    before, directory = RunDirectory(recipe), RunDirectory(recipe)
+    before.claim()
+    before.close()
+    before.write_summary({"stopped": "signal"})
+    (directory.path / "cache").mkdir()
+    (directory.path / "cache/tokenizer.json").touch()
+    monkeypatch.setattr(fails, Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(UserError, match=os.strerror(number) if kind is UnavailableError else None) as caught:
+        work(directory)
+    assert type(caught.value) is kind and ("delete" in str(caught.value)) <= (kind is RecipeError)
+
+
+def test_a_summary_that_a_start_has_just_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}"]))
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert directory.summary() is None

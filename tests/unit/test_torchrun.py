@@ -10,14 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError, UnavailableError, UserError
 from llmtrain.launch import node_rendezvous, torchrun
@@ -43,6 +46,29 @@ def test_torchrun_is_told_the_place_of_this_node():
     assert words.endswith(
         "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
+
+
+def test_torchruns_own_variables_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow sets them. Another rendezvous would wait for ranks elsewhere, and torchrun's restarts would undo a stop."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    given = {
+        "RDZV_BACKEND": "c10d",
+        "RDZV_ENDPOINT": "other:29400",
+        "MAX_RESTARTS": "3",
+        "STANDALONE": "1",
+        "NO_PYTHON": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    found: list[Namespace] = []
+    monkeypatch.setattr("torch.distributed.run.run", found.append)
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
+    [command] = found
+    assert (command.rdzv_backend, command.rdzv_endpoint, command.max_restarts) == ("static", "", 0)
+    assert not command.standalone and not command.no_python and os.environ["PET_RDZV_BACKEND"] == "c10d"
 
 
 def test_a_stop_before_training_ends_with_3_in_one_line():
@@ -170,6 +196,23 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
     assert asked == [directory.path] * 2, "NFS remembers for a minute that there was no recipe"
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [((120,), 1), ((255, -9), 1), ((-15, 1), 1), ((1, 2), 2), ((120, 3), 3), ((2,), 2)],
+)
+def test_a_code_that_is_none_of_ours_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], code: int
+) -> None:
+    """Failures alone are started again. Python ends with 120 if it can't write what it has printed."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    failures = {rank: ProcessFailure(rank, 1, exit_code, "none") for rank, exit_code in enumerate(codes)}
+    monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=ChildFailedError("train", failures)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code)
+
+
 def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +235,27 @@ def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line
         torchrun._stop_requests_raise("between two attempts"),
     ):
         torchrun._run([*arguments, "train.py"], directory, replace(THREE, rank=1))
+
+
+def test_no_summary_is_awaited_after_a_second_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are killed write none, and only then do the other nodes hear that this one has failed."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+
+    def run(command: object) -> None:
+        directory.path.mkdir()
+        (directory.path / "recipe.yaml").touch()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pytest.fail))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    exited = torchrun._run([*arguments, "train.py"], directory, replace(THREE, rank=1))
+    assert exited == NodeExit(FAILED, by_signal=True)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ WRONG_VARIABLES: list[Row] = [
     (World.from_environment, {"RANK": "0"}, f"WORLD_SIZE=nothing.* {NO_RANK}"),
     *((World.from_environment, SLURM | {name: "x"}, f"x.* {NO_RANK}") for name in world.SLURM[:3]),
     (World.from_environment, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "x"}, f"SLURM_STEP_TASKS_PER_NODE=x.* {NO_RANK}"),
+    *((read, {name: "4"}, f"{name}=4 in the environment says that this process is one of several; .*or unset {name}")
+      for name in world.OTHER_SIZES for read in (World.from_environment, Nodes.from_environment)),
     (world.master_endpoint, {}, "MASTER_ADDR=None, MASTER_PORT=None; give both"),
     (world.master_endpoint, {"MASTER_ADDR": "a"}, "MASTER_ADDR=a, MASTER_PORT=None; give both"),
     (world.master_endpoint, {"MASTER_ADDR": "", "MASTER_PORT": "1"}, "MASTER_ADDR is empty in the environment"),
@@ -163,3 +165,14 @@ def test_a_right_environment_is_accepted(environment: pytest.MonkeyPatch) -> Non
     for name, value in {**RANK, "LLMTRAIN_SHARE_GPU": "1", "OMP_NUM_THREADS": "4,2", "LLMTRAIN_STARTED": "1.5"}.items():
         environment.setenv(name, value)
     assert World.from_environment() == World(1, 2, 1, 2) and may_share_gpu() and seconds_since_command() > 0
+
+
+def test_variables_of_other_launchers_are_right_beside_ours_and_for_one_process(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    for name in world.OTHER_SIZES:
+        environment.setenv(name, "1")
+    assert World.from_environment() == World(0, 1, 0, 1) and Nodes.from_environment() == Nodes()
+    for name, value in {**RANK, **NODE, **dict.fromkeys(world.OTHER_SIZES, "2")}.items():
+        environment.setenv(name, value)
+    assert World.from_environment() == World(1, 2, 1, 2) and Nodes.from_environment() == Nodes(2, 1, "a", 29400)

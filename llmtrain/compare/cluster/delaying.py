@@ -70,7 +70,7 @@ def delay_switch(
         ["ip", "netns", "exec", namespace, *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,  # Ctrl-C is for this process, which ends the switch
     )
     try:

@@ -290,7 +290,7 @@ def _virtual_host(cluster: str, switch: str, number: int, limits: Sequence[HostL
     names = FOLDERS / cluster / name
     names.parent.mkdir(parents=True, exist_ok=True)
     others = [f"10.77.0.{other + 1} host{other}\n" for other in range(len(limits)) if other != number]
-    names.write_text("".join(["127.0.0.1 localhost\n", f"127.0.1.1 {name}\n", *others]))
+    names.write_text("".join(["127.0.0.1 localhost\n", f"127.0.1.1 {name}\n", *others]), encoding="utf-8")
     group = None
     if cpus is not None:
         if (found := controller()) is None:

@@ -148,14 +148,14 @@ class Controller:
             if self.version == 2:
                 for parent in (self.top, group.parent):
                     control = parent / "cgroup.subtree_control"
-                    if "cpu" not in control.read_text().split():
-                        control.write_text("+cpu")
+                    if "cpu" not in control.read_text(encoding="utf-8").split():
+                        control.write_text("+cpu", encoding="utf-8")
             group.mkdir()
             if self.version == 2:
-                (group / "cpu.max").write_text(f"{quota} {period}")
+                (group / "cpu.max").write_text(f"{quota} {period}", encoding="utf-8")
             else:
-                (group / "cpu.cfs_period_us").write_text(str(period))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
+                (group / "cpu.cfs_period_us").write_text(str(period), encoding="utf-8")
+                (group / "cpu.cfs_quota_us").write_text(str(quota), encoding="utf-8")
         except OSError as error:
             raise ClusterError(
                 f"cpus={cpus:g} of {host}: limits of CPU time can't be set below {self.top} "
@@ -195,13 +195,16 @@ def controller() -> Controller | None:
             if mount.fstype == "cgroup" and "cpu" in mount.opts.split(","):
                 return Controller(top, 1)
             with suppress(OSError):
-                if mount.fstype == "cgroup2" and "cpu" in (top / "cgroup.controllers").read_text().split():
+                if (
+                    mount.fstype == "cgroup2"
+                    and "cpu" in (top / "cgroup.controllers").read_text(encoding="utf-8").split()
+                ):
                     return Controller(top, 2)
     return None
 
 
 def _processes(group: Path) -> list[int]:
     try:
-        return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+        return [int(pid) for pid in (group / "cgroup.procs").read_text(encoding="utf-8").split()]
     except OSError:  # the group is gone
         return []

@@ -51,7 +51,7 @@ def run(*command: str) -> str:
     Raises CommandError with its error output if it fails, and also if it does not end in time.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
         raise CommandError(f"{' '.join(command)}: did not end within {COMMAND_SECONDS:.0f} s") from None
     if done.returncode:
@@ -85,7 +85,7 @@ def start_of(pid: int) -> int | None:
 def stat_of(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)), or only X if it does not exist."""
     try:
-        line = Path(f"/proc/{pid}/stat").read_text()
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return ["X"]
     return line.rpartition(")")[2].split()  # the name before it may contain anything
