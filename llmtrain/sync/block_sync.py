@@ -120,8 +120,10 @@ class BlockSync:
         """Return, on all ranks alike, whether the anchors of any two replicas differ."""
         if self.replica_comms.size == 1:
             return False
-        sums = self.replica_comms.all_gather_object(int(self.anchors.fingerprint()), COMPARING)
-        return any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
+        replicas, shards = self.replica_comms.with_own_traffic(), self.shard_comms.with_own_traffic()
+        sums = replicas.all_gather(self.anchors.fingerprint().to(replicas.device), COMPARING)
+        differ = (sums != sums[0]).any().long()
+        return bool(shards.all_gather(differ.to(shards.device), COMPARING).any())
 
     def _copy_first_replica(self) -> None:
         """Give all replicas the parameters of the first one."""

@@ -40,11 +40,11 @@ TABLES = {
           + self.outer.in_round(self.stats.count)
     seen by distributed/test_bad_numbers.py
         anchor: replicas that differ keep their first anchors
-          - any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
+          - bool(shards.all_gather(differ.to(shards.device), COMPARING).any())
           + False
         anchor: shards decide on their own whether replicas differ
-          - any(self.shard_comms.all_gather_object(len(set(sums)) > 1, COMPARING))
-          + len(set(sums)) > 1
+          - bool(shards.all_gather(differ.to(shards.device), COMPARING).any())
+          + bool(differ)
         anchor: the first replica's parameters are added to the others'
           -             if self.replica_comms.rank > 0:
           -                 flat.zero_()
