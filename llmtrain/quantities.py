@@ -27,10 +27,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """Return a measured duration to the second, or from an hour on to the minute: `1 min 56 s`, `2 h 5 min`."""
+    """Return a measured duration to the second, or from an hour on to the minute: `8 s`, `1 min 56 s`, `2 h 5 min`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _rounded(number: float) -> str:

@@ -12,5 +12,5 @@ def test_numbers_for_people():
 
 
 def test_durations_to_the_second():
-    durations = {0.4: "0 min 0 s", 59.6: "1 min 0 s", 116: "1 min 56 s", 3599.6: "1 h 0 min", 7530: "2 h 5 min"}
+    durations = {0.4: "0 s", 9: "9 s", 59.6: "1 min 0 s", 116: "1 min 56 s", 3599.6: "1 h 0 min", 7530: "2 h 5 min"}
     assert {seconds: format_elapsed(seconds) for seconds in durations} == durations
