@@ -38,7 +38,7 @@ WAITING = ("synchronous", "edit", "local_sgd")
 
 def timed_cells(done: Records) -> list[Cell]:
     """Return the complete cells of several replicas and full batch whose `equal_loss_share` is known."""
-    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
+    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"], *STAGES["long"]]
     losses = {cell: mean_loss(cell, done) for cell in cells if cell != synchronous_beside(cell)}
     return [cell for cell, loss in losses.items() if loss is not None and equal_loss_share(loss, cell, done)]
 

@@ -106,10 +106,19 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
-    thread, because Python allows handlers only there. Without handlers, a stop is never requested."""
+    thread, because Python allows handlers only there. Without handlers, a stop is never requested.
+
+    After an error, a rank of torchrun keeps its handlers until it ends: torchrun sends SIGTERM as soon as another rank has failed, and
+    this one has yet to say why it fails itself."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    with handled(REQUESTS, request.handle):
-        yield request
+    try:
+        with handled(REQUESTS, request.handle):
+            yield request
+    except BaseException:
+        for number in REQUESTS if TORCHRUN in os.environ else ():
+            if not is_ignored(number):
+                signal.signal(number, request.handle)
+        raise

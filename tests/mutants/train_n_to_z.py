@@ -238,6 +238,10 @@ TABLES = {
         signals: a repeated signal ends the run at once
           - SAME_REQUEST_SECONDS = 2.0
           + SAME_REQUEST_SECONDS = -1.0
+        signals: a rank that has failed can be ended before it says why
+          - if not is_ignored(number):
+          -                 signal.signal(number, request.handle)
+          + pass
     """,
     "llmtrain/train/state.py": r"""
     seen by distributed/test_bad_numbers.py

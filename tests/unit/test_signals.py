@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from llmtrain.errors import FAILED
+from llmtrain.errors import FAILED, TrainingError
 from llmtrain.train import signals
 from llmtrain.train.signals import stop_requests
 
@@ -19,6 +19,22 @@ def test_a_signal_sets_a_flag_and_handlers_come_back():
         signal.raise_signal(signal.SIGUSR1)
         assert stop.requested
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_torchrun_does_not_end_a_rank_that_is_about_to_say_why_it_fails(monkeypatch, by_torchrun: bool):
+    before = {number: signal.getsignal(number) for number in signals.REQUESTS}
+    monkeypatch.delenv(signals.TORCHRUN, raising=False)
+    if by_torchrun:
+        monkeypatch.setenv(signals.TORCHRUN, "a run")
+    try:
+        with pytest.raises(TrainingError), stop_requests() as stop:
+            raise TrainingError("lost a peer")
+        expected = stop.handle if by_torchrun else before[signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == expected
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("under_nohup", [True, False])
