@@ -138,8 +138,8 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
 seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the stages
-`main`, `gradients` and `together` have a row if their `tokens to equal loss` is known and not below the smallest measured share. All
-have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts."""
+`main`, `gradients`, `together` and `long` have a row if their `tokens to equal loss` is known and not below the smallest measured
+share. All have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts."""
 UNEVEN_TEXT = """\
 `half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of
@@ -147,7 +147,8 @@ synchronous training; `speed to its loss` is `tokens to equal loss` divided by i
 EVEN_TEXT = """\
 How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous training
 with gradients in this format; above that, the method is faster. Methods have the wires of their runs: fp32, but for Streaming DiLoCo
-(int4), SparseLoCo (topk) and synchronous training. In the last column, they would be in int8, at the same loss, which was not measured."""
+(int4), SparseLoCo (topk) and synchronous training. In the last column, they would be in int8, at the same loss, which was not measured.
+Nor were int8 gradients with four times the tokens (`x4`): the row assumes that they raise the loss as little there."""
 TRAINED_TEXT = """\
 The last training loss is the mean of the last log interval, on text that is read once, with each replica's own parameters. Losses of all
 other tables are of the replicas' mean, on packages that are not in the training text."""
@@ -192,9 +193,10 @@ def seed_rows(done: Records) -> list[Row]:
 
 
 def trained_rows(done: Records) -> list[Row]:
-    """Return the last training losses of the complete cells of the main stage, beside their validation losses."""
+    """Return the last training losses of the complete cells of the main stage and of the longer runs, beside their validation
+    losses."""
     rows = []
-    for cell in STAGES["main"]:
+    for cell in (*STAGES["main"], *STAGES["long"]):
         beside = synchronous_beside(cell)
         if mean_loss(cell, done) is not None and mean_loss(beside, done) is not None:
             loss, gap = mean_of(cell, "train_loss", done), figures_of(cell, done)[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from statistics import mean
 
@@ -74,16 +75,18 @@ def speed_rows(done: Records) -> list[Row]:
 
 def break_even_rows(done: Records) -> list[Row]:
     """Return, for each cell that is local from the first step, the time of a message at which it reaches its loss as fast as
-    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too."""
+    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too. Synchronous
+    training with int8 gradients was run with TOKENS only; for longer runs, the rows assume that these gradients cost as little."""
     rounded = {synchronous_beside(cell): cell for cell in STAGES["gradients"] if mean_loss(cell, done) is not None}
     rows = []
     for cell in timed_cells(done):
         if cell.method in ("synchronous", "post_local_sgd") or cell.together:
             continue
         beside = synchronous_beside(cell)
-        found = [break_even(cell, other, done) if other else None for other in (beside, rounded.get(beside))]
-        is_rounded = cell.method in ROUNDED or beside not in rounded
-        found.append(None if is_rounded else break_even(cell, rounded[beside], done, "sync.wire=int8"))
+        int8 = rounded.get(replace(beside, length=1))
+        found = [break_even(cell, other, done) if other else None for other in (beside, int8)]
+        is_rounded = cell.method in ROUNDED or int8 is None
+        found.append(None if is_rounded else break_even(cell, int8, done, "sync.wire=int8"))
         rows.append((cell.label, *("" if steps is None else f"{steps:.2g}" for steps in found)))
     return rows
 
@@ -92,7 +95,7 @@ def break_even(cell: Cell, other: Cell, done: Records, *changed: str) -> float |
     """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time; None
     if there is none up to the longest message of the tables. `other` is the synchronous cell, which needs the tokens of
     `equal_loss_share`. `changed` keys change the cell's times, not its loss."""
-    share = equal_loss_share(mean_loss(cell, done), cell, done)
+    share = equal_loss_share(mean_loss(cell, done), cell, done) * cell.length / other.length
 
     def is_faster(steps: float) -> bool:
         return share * time_of(other, done, steps).run > time_of(cell, done, steps, *changed).run

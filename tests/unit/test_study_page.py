@@ -165,6 +165,18 @@ def test_a_method_pays_where_messages_are_long() -> None:
     assert page.seed_rows(done)[1] == ("diloco", "+0.0000", "+0.0000", "+0.0000", "+0.0000")
 
 
+def test_longer_runs_break_even_with_int8_gradients_where_equal_shorter_ones_do() -> None:
+    """Int8 gradients were run with the usual number of tokens only. All runs here have the same losses."""
+    long, done = plan.STAGES["long"], {}
+    for baseline in (MAIN[0], long[0], *plan.STAGES["gradients"]):
+        done |= finished(baseline, likes(0.006))[1]
+    lowest = page.mean_loss(MAIN[0], done)
+    for cell in (MAIN[1], long[1]):
+        done |= finished(cell, lambda run: lowest + math.log(1.3) + 0.01 * (run.number - 12))[1]
+    rows = {label: [float(steps) for steps in row] for label, *row in page.break_even_rows(done)}
+    assert rows["diloco-x4"] == pytest.approx(rows["diloco"], rel=0.05) and len(rows["diloco"]) == 3
+
+
 def test_muloco_is_compared_with_synchronous_muon() -> None:
     muon = plan.Cell("synchronous", 4, 30, 64, inner="muon")
     assert muon in MAIN and page.synchronous_beside(plan.Cell("muloco", 4, 30, 64)) == muon
