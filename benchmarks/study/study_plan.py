@@ -298,10 +298,12 @@ URGENT = (
     STAGES["together"][1],
     *(cell for cell in STAGES["rounds"] if cell.method == "diloco"),
     *STAGES["long"][:2],
+    *STAGES["together"],
+    *STAGES["long"],
 )
 """Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
-what synchronous training with fewer bytes loses; then the main table, numbers of replicas, uneven replicas, and DiLoCo with other
-rounds and more tokens."""
+what synchronous training with fewer bytes loses; then the main table, numbers of replicas, uneven replicas, DiLoCo with other
+rounds, a synchronous start, and four times the tokens."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
