@@ -225,8 +225,8 @@ def bare_loop(
     for block in blocks:
         models.initialize(model, block, 0, mesh.device, torch.float32)
         unit = block.modules if len(block.modules) > 1 else block.modules[0]
-        fully_shard(unit, mesh=mesh.devices["shard"], mp_policy=policy, **kept)
-    fully_shard(model, mesh=mesh.devices["shard"], mp_policy=policy)
+        fully_shard(unit, mesh=mesh.shard_mesh["shard"], mp_policy=policy, **kept)
+    fully_shard(model, mesh=mesh.shard_mesh["shard"], mp_policy=policy)
 
     def mean_loss(batch: torch.Tensor) -> torch.Tensor:
         return model(batch[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()

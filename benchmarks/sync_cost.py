@@ -240,7 +240,7 @@ def _copied(trainer: Trainer) -> float:
 
     blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors
     state = [flat_view(block) for block in blocks] + (list(itertools.chain(*anchors.kept.values())) if anchors else [])
-    state += trainer.method.block_sync.errors
+    state += trainer.method.block_sync.rounding_errors
     room = [torch.zeros_like(tensor) for tensor in state]
     if state[0].is_cuda:
         torch.cuda.synchronize()

@@ -72,7 +72,7 @@ def titan_model_loop(
         mean_loss_of = torch.compile(mean_loss_of)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.parallel.precision]
     shard = {
-        "mesh": mesh.devices["shard"],
+        "mesh": mesh.shard_mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
     fully_shard(built.tok_embeddings, **shard)

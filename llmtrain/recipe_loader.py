@@ -32,8 +32,8 @@ from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.run_files import CHECKPOINTS, RECIPE
 from llmtrain.step_counts import local_steps, round_count
+from llmtrain.sync.auto_outer import outer_for
 from llmtrain.sync.methods import METHODS, inner_preset
-from llmtrain.sync.outer_rule import outer_for
 
 COMMAND_LINE = "command line"
 UNUSUAL_NUMBER = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)")

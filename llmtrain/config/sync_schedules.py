@@ -23,6 +23,9 @@ class SyncScheduleSection(Section):
     """True if this choice needs an anchor: the parameters of the last synchronization."""
     syncs_in_forward: ClassVar[bool] = False
     """True if blocks synchronize inside the forward pass, which then changes parameters."""
+    syncs_all_blocks: ClassVar[bool] = False
+    """True if all blocks synchronize one after another when a round has ended, before any parameter is used again. Replicas then
+    also take the mean of their local steps."""
     needs_threads: ClassVar[bool] = False
     """True if a thread of each rank exchanges messages for a replica that is late."""
     models_in_cpu_memory: ClassVar[int] = 0
@@ -57,6 +60,7 @@ class BlockingSection(SyncScheduleSection):
     kind: Literal["blocking"] = "blocking"
     """`blocking`: training waits while all blocks synchronize."""
     needs_anchor: ClassVar[bool] = False
+    syncs_all_blocks: ClassVar[bool] = True
 
 
 class LayerwiseSection(SyncScheduleSection):
@@ -68,6 +72,7 @@ class LayerwiseSection(SyncScheduleSection):
     """Number of following blocks whose reductions are in flight while one block computes."""
     needs_anchor: ClassVar[bool] = False
     syncs_in_forward: ClassVar[bool] = True
+    syncs_all_blocks: ClassVar[bool] = True
 
     @property
     def blocks_in_flight(self) -> int:

@@ -62,7 +62,7 @@ def changes(
     if sync.period.kind == "steps":
         every = 2 * sync.period.every
         yield from _changed(recipe, f"sync.period.every={every}", {"period": {"every": every}}, replicas * shards)
-    if sync.schedule.kind in ("blocking", "layerwise"):
+    if sync.schedule.syncs_all_blocks:
         delayed: list[tuple[float, str, Recipe]] = []
         for steps in DELAYS:
             schedule = {"schedule": {"kind": "overlapped", "steps": steps}}

@@ -36,7 +36,7 @@ class PendingCollective:
         return self._work is None or self._work.is_completed()
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if the collective has one. All ranks must call this between the same two collectives."""
+        """Start the second phase, if the collective has one. All ranks must call this between the same two collectives."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
@@ -79,7 +79,7 @@ class SplitAllReduce(PendingCollective):
 
 
 class QuantizedAllReduce(PendingCollective):
-    """All-reduce (sum) of rounded values in two exchanges. In the first, each rank receives its chunk of every rank's
+    """All-reduce (sum) of rounded values in two phases, each an exchange. In the first, each rank receives its chunk of every rank's
     message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
     same bits, because they decode the same messages. While it is in flight, its memory is that of the encoded bytes."""
 
@@ -159,10 +159,10 @@ class SparseAllReduce(PendingCollective):
 
 
 class PendingResult(Protocol):
-    """A result in flight, of one or two exchanges."""
+    """A result in flight, of one or two phases."""
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if there are two."""
+        """Start the second phase, if there is one."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it."""
@@ -170,7 +170,7 @@ class PendingResult(Protocol):
 
 def results_in_order(started: Iterator[tuple[T, PendingResult]]) -> Iterator[tuple[T, torch.Tensor]]:
     """Yield each (item, result) of the collectives that `started` starts when it is asked for the next one. While one is waited
-    for, the next PREFETCH are in flight, and the next one's second exchange has started, too."""
+    for, the next PREFETCH are in flight, and the next one's second phase has started, too."""
     in_flight = deque(islice(started, PREFETCH + 1))
     while in_flight:
         for _, near in islice(in_flight, 2):

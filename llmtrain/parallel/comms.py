@@ -267,19 +267,23 @@ class Comms:
 
 
 def make_replica_groups(
-    replica: Comms, shard: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
+    replica_comms: Comms, shard_comms: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
 ) -> Comms:
     """Create a process group for each shard of each group of replicas, and return this rank's. A collective of all ranks.
 
     `partition` lists disjoint groups of replica numbers that together cover all replicas.
     """
-    lists = [[r * shard.size + s for r in group] for s in range(shard.size) for group in partition]
-    with using_interface(replica.interface):
-        return replica.among(lists, replica.rank * shard.size + shard.rank, "group", timeout_seconds)
+    lists = [[r * shard_comms.size + s for r in group] for s in range(shard_comms.size) for group in partition]
+    with using_interface(replica_comms.interface):
+        return replica_comms.among(
+            lists, replica_comms.rank * shard_comms.size + shard_comms.rank, "group", timeout_seconds
+        )
 
 
-def shard_group(replica: Comms, shard: Comms, timeout_seconds: float) -> Comms:
+def shard_group(replica_comms: Comms, shard_comms: Comms, timeout_seconds: float) -> Comms:
     """Create a second group per replica, over CPU tensors, and return this rank's. A collective of all ranks."""
-    lists = [[r * shard.size + s for s in range(shard.size)] for r in range(replica.size)]
-    with using_interface(shard.interface):
-        return shard.among(lists, replica.rank * shard.size + shard.rank, "shard", timeout_seconds)
+    lists = [[r * shard_comms.size + s for s in range(shard_comms.size)] for r in range(replica_comms.size)]
+    with using_interface(shard_comms.interface):
+        return shard_comms.among(
+            lists, replica_comms.rank * shard_comms.size + shard_comms.rank, "shard", timeout_seconds
+        )

@@ -31,11 +31,10 @@ class Fsdp2Engine(TorchEngine):
         self._parameters: dict[str, DTensor] = {}
         """FSDP's parameters by name. The masters are this rank's parts of them, so that the optimizer works
         without DTensor's dispatch."""
-        self._reshards = bool(
-            parts.parallel.reshard_after_forward
-        )  # an undecided `auto` is true, which needs less memory
+        # An undecided `auto` is true, which needs less memory.
+        self._reshard_after_forward = bool(parts.parallel.reshard_after_forward)
         super().__init__(parts)
-        fully_shard(self.model, mesh=self.mesh.devices["shard"], mp_policy=self._precision())
+        fully_shard(self.model, mesh=self.mesh.shard_mesh["shard"], mp_policy=self._precision())
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -71,8 +70,8 @@ class Fsdp2Engine(TorchEngine):
         modules = block.modules if len(block.modules) > 1 else block.modules[0]
         # The head stays gathered after forward, because backward begins with it and would gather it again at once.
         has_head = any(isinstance(module, LossHead) for module in block.modules)
-        reshards = self._reshards and not has_head
-        shard = self.mesh.devices["shard"]
+        reshards = self._reshard_after_forward and not has_head
+        shard = self.mesh.shard_mesh["shard"]
         fully_shard(modules, mesh=shard, mp_policy=self._precision(), reshard_after_forward=reshards)
         unit = cast(FSDPModule, block.modules[0])
         if self.mesh.shard_comms.size > 1:  # on a single rank, FSDP would divide the gradients by 1 in a separate pass

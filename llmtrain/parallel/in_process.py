@@ -52,8 +52,8 @@ class InProcess(Ranks):
         self.turns = Turns(replicas, timeout_seconds)
         self.device = local_device(ALONE)
         self._groups = {axis: MemoryGroup(self.turns) for axis in AXES}
-        self.devices: DeviceMesh | None = None
-        """`Mesh.devices` of every replica, with this process as the only rank; None until `run`."""
+        self.shard_mesh: DeviceMesh | None = None
+        """`Mesh.shard_mesh` of every replica, with this process as the only rank; None until `run`."""
 
     def run(self, train: Callable[[World], T]) -> T:
         """Call `train` with each replica's rank on its own thread, and return the first one's result. Raises the first error
@@ -62,7 +62,7 @@ class InProcess(Ranks):
         with using_interface(self.networks.replica):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
         try:
-            self.devices = DeviceMesh.from_group(dist.group.WORLD, self.device.type, mesh_dim_names=("shard",))
+            self.shard_mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type, mesh_dim_names=("shard",))
             return self.turns.run(lambda rank: train(World(rank, size, rank, size)))[0]
         finally:
             dist.destroy_process_group()
@@ -87,7 +87,7 @@ class InProcess(Ranks):
         yield Mesh(
             world=world,
             device=self.device,
-            devices=self.devices,
+            shard_mesh=self.shard_mesh,
             replica_comms=replica,
             shard_comms=Comms(None, self.device, "shard"),
             all_ranks=all_ranks,

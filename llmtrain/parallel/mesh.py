@@ -35,7 +35,7 @@ class Mesh:
 
     world: World
     device: torch.device
-    devices: DeviceMesh
+    shard_mesh: DeviceMesh
     """The ranks of this replica as a one-dimensional DeviceMesh, `shard`, for DTensor and FSDP."""
     replica_comms: Comms
     """The ranks that hold the same shard, one per replica, on the slow network."""
@@ -203,15 +203,15 @@ def build_mesh(
     with using_interface(networks.replica):
         # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's.
         across = [[r * shards + s for r in range(replicas)] for s in range(shards)]
-        replica = _my_group(world, across, backend, timeout) if replicas > 1 else None
+        replica_group = _my_group(world, across, backend, timeout) if replicas > 1 else None
         several = world.size > 1
         all_ranks = dist.new_group(backend="gloo", timeout=timeout) if several else None
         checkpoint_group = dist.new_group(backend="gloo", timeout=timeout) if several else None
     mesh = Mesh(
         world=world,
         device=device,
-        devices=DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",)),
-        replica_comms=Comms(replica, device, "replica", networks.replica),
+        shard_mesh=DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",)),
+        replica_comms=Comms(replica_group, device, "replica", networks.replica),
         shard_comms=Comms(shard_group if shards > 1 else None, device, "shard", networks.shard),
         all_ranks=Comms(all_ranks, axis="world", interface=networks.replica),
         checkpoint_group=Comms(checkpoint_group, axis="world", interface=networks.replica),

@@ -90,4 +90,4 @@ class SingleDeviceEngine(TorchEngine):
         return gradients
 
     def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:
-        return DTensor.from_local(part, self.mesh.devices["shard"], [Shard(0)], run_check=False)
+        return DTensor.from_local(part, self.mesh.shard_mesh["shard"], [Shard(0)], run_check=False)

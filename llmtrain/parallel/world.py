@@ -53,7 +53,7 @@ OTHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PET_NNODES")
 
 @dataclass(frozen=True)
 class World:
-    """Rank and number of ranks, from the launcher. `local_rank` and `local_size` count this node's ranks only."""
+    """One rank among all ranks, as the launcher numbers it. `local_rank` and `local_size` count this node's ranks only."""
 
     rank: int
     size: int

@@ -256,7 +256,7 @@ class ZeroEngine(Engine):
             for module in block.modules:
                 deepspeed.zero.Init(
                     module=module,
-                    data_parallel_group=self.mesh.devices.get_group("shard"),
+                    data_parallel_group=self.mesh.shard_mesh.get_group("shard"),
                     mem_efficient_linear=False,
                     config_dict_or_path=config,
                     dtype=dtype,
@@ -340,7 +340,7 @@ class ZeroEngine(Engine):
 
     def _dtensors_of(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return DTensors sharded by rows, by name, of this rank's flat tensor of a group. A collective of the shard group."""
-        ranks, rank, mesh = self.mesh.shard_comms.size, self.mesh.shard_comms.rank, self.mesh.devices["shard"]
+        ranks, rank, mesh = self.mesh.shard_comms.size, self.mesh.shard_comms.rank, self.mesh.shard_mesh["shard"]
         named = {}
         for name, whole in group.full_tensors(self._gathered(part)).items():
             chunks = whole.chunk(ranks)

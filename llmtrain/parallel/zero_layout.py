@@ -80,7 +80,7 @@ class ShardAxis:
     parallelism."""
 
     def __init__(self, mesh: Mesh):
-        self._group = mesh.devices.get_group("shard")
+        self._group = mesh.shard_mesh.get_group("shard")
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._group

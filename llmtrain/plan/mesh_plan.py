@@ -147,7 +147,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
     return replicas, shards, reason
 
 
-def with_resharding_decided(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> ParallelSection:
+def with_reshard_after_forward_decided(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> ParallelSection:
     """Return the recipe's `parallel` section. If `reshard_after_forward` is `auto` and has an effect, it is replaced by the
     decision, true or false."""
     parallel = recipe.parallel

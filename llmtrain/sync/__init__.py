@@ -1,6 +1,7 @@
 """Synchronization of replicas: periods, reductions, outer steps and schedules. It works on tensors and process groups alone.
 
-`LocalUpdates` adds it to your own training loop (docs/library.md).
+`LocalUpdates` adds it to your own training loop (docs/library.md), with `loop_checks`, `equal_replicas` and `module_replica`, which
+nothing else uses. Of WAGMA alone are `group_averager`, `memory_averager` and `butterfly`.
 """
 
 from __future__ import annotations

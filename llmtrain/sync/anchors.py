@@ -13,6 +13,8 @@ from llmtrain.sync.offload import StreamedCopy, StreamOffload
 
 ANCHOR = "anchor"
 """Name of the anchors among what is kept, and in checkpoints."""
+BlockTensors = list[torch.Tensor | None]
+"""A flat tensor per block; None for a block that has none."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes per element, to read the bits of a float tensor."""
 
@@ -20,16 +22,16 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Anchors:
     """Anchors (the parameters that the last synchronization gave) and the outer optimizer's state, sharded like the parameters.
 
-    With `copies`, the offload, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay
+    With `offload`, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay
     there until `release`; `prefetch` starts these copies earlier. `write_back` copies changed values back to the CPU.
     """
 
-    def __init__(self, blocks: list[Block], state: Sequence[str] = (), copies: StreamOffload | None = None):
+    def __init__(self, blocks: list[Block], state: Sequence[str] = (), offload: StreamOffload | None = None):
         """`state` has the names of the optimizer's tensors per block (`OuterSection.state`)."""
         self.blocks = blocks
         self.kept: dict[str, list[torch.Tensor]] = {ANCHOR: [], **{name: [] for name in state}}
         """The anchors, then the optimizer's state, each by block."""
-        self._offload = copies
+        self._offload = offload
         self._device_copies: dict[tuple[str, int], StreamedCopy] = {}  # by name and block
 
     @property

@@ -11,8 +11,8 @@ from llmtrain.parallel.comms import AnyFormat, Comms
 from llmtrain.parallel.engine import Replica
 from llmtrain.pieces import exact_norms
 from llmtrain.sync.anchors import Anchors, flat_view, flatten, parameter_parts, parts_of, unflatten_into
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.outer import Outer
-from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.sync_stats import SyncStats
 
 COMPARING = "comparing the first anchors"
@@ -30,7 +30,7 @@ class PendingReduction:
         self._pending, self._error = pending, error
 
     def start_second_phase(self) -> None:
-        """Start the second exchange, if the format has two. All replicas must call this between the same two collectives."""
+        """Start the second phase, if the format has two. All replicas must call this between the same two collectives."""
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
@@ -86,7 +86,7 @@ class BlockSync:
     ):
         self.replica, self.replica_comms, self.shard_comms = replica, replica_comms, shard_comms
         self.outer, self.anchors, self.wire, self.feedback_decay = outer, anchors, wire, feedback_decay
-        self.errors: list[torch.Tensor] = []
+        self.rounding_errors: list[torch.Tensor] = []
         """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
         self.rounds_done = 0
         """Completed rounds. The outer learning rate and momentum of the next round depend on it."""
@@ -113,8 +113,8 @@ class BlockSync:
                 self._copy_first_replica()
                 self.anchors.snapshot()
                 self.warnings.append(FIRST_ANCHORS_DIFFER)
-        if self.feedback_decay is not None and not self.errors:
-            self.errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
+        if self.feedback_decay is not None and not self.rounding_errors:
+            self.rounding_errors = [torch.zeros_like(flat_view(block)) for block in self.replica.blocks]
 
     def _anchors_differ(self) -> bool:
         """Return, on all ranks alike, whether the anchors of any two replicas differ."""
@@ -148,8 +148,8 @@ class BlockSync:
             return flatten(block).mul_(weight)
         anchor = self.anchors.load_anchor(index)
         message = torch.empty_like(anchor)
-        for parameters, anchored, part in parts_of(parameter_parts(block), anchor, message):
-            torch.sub(anchored, parameters, out=part).mul_(weight)
+        for parameters, anchor_part, message_part in parts_of(parameter_parts(block), anchor, message):
+            torch.sub(anchor_part, parameters, out=message_part).mul_(weight)
         return message
 
     def squared_norm(self, index: int, payload: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,13 +160,13 @@ class BlockSync:
         shards = self.replica.blocks[index].shards
         if payload is not None:
             return _sum(_dot(part) for _, part in parts_of(shards, payload))
-        return _sum(_dot(anchored - own) for own, anchored in parts_of(shards, self.anchors.load_anchor(index)))
+        return _sum(_dot(anchor_part - own) for own, anchor_part in parts_of(shards, self.anchors.load_anchor(index)))
 
     def squared_spread(self, index: int, mean: torch.Tensor) -> torch.Tensor:
         """Return the squared distance of this rank's part of a block from the replicas' mean, a float64 scalar. For methods
         without anchors; the others measure it in `outer_step`."""
         parts = parts_of(parameter_parts(self.replica.blocks[index]), mean)
-        return _sum(_dot(parameters - part) for parameters, part in parts)
+        return _sum(_dot(parameters - mean_part) for parameters, mean_part in parts)
 
     def start_reduce(
         self, index: int, weight: float | None = None, payload: torch.Tensor | None = None
@@ -178,12 +178,12 @@ class BlockSync:
         # A replica of weight 0 sends zeros. 0 x its pseudo-gradient would not do, because it may contain NaN.
         if weight == 0:
             message.zero_()
-        if self.errors and weight > 0:
-            message.add_(self.errors[index], alpha=self.feedback_decay)
-            self.errors[index].zero_()
+        if self.rounding_errors and weight > 0:
+            message.add_(self.rounding_errors[index], alpha=self.feedback_decay)
+            self.rounding_errors[index].zero_()
         what = f"synchronizing {self.replica.blocks[index].name}"
-        pending = self.replica_comms.start_all_reduce(message, what, self.wire, bool(self.errors))
-        return PendingReduction(pending, self.errors[index] if self.errors else None)
+        pending = self.replica_comms.start_all_reduce(message, what, self.wire, bool(self.rounding_errors))
+        return PendingReduction(pending, self.rounding_errors[index] if self.rounding_errors else None)
 
     def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
         """Return a complete reduction of a block, whose `wait` returns a copy of `mean`. For means loaded from a
@@ -195,7 +195,7 @@ class BlockSync:
         self,
         index: int,
         mean: torch.Tensor,
-        local_steps: RoundStats,
+        local_steps: LocalSteps,
         factor: torch.Tensor | float | None = None,
         alpha: float = 0.0,
         squares: BlockSquares | None = None,
@@ -207,18 +207,19 @@ class BlockSync:
         `Outer.start` says otherwise. `squares` measures the block before the step.
         """
         block = self.replica.blocks[index]
-        kept = self.anchors.load(index)
+        anchor, *state = self.anchors.load(index)
         # At the end of a run, the number may be one too low for a fragment that takes its step early.
         outer = self.outer.in_round(self.rounds_done)
-        for parameters, part, anchored, *state in parts_of(parameter_parts(block), mean, *kept):
+        parts = parts_of(parameter_parts(block), anchor, mean, *state)
+        for parameters, anchor_part, mean_part, *state_parts in parts:
             if squares is not None:
-                squares.add(anchored - parameters, part)
+                squares.add(anchor_part - parameters, mean_part)
             if factor is not None:
-                part.mul_(factor)
-            outer.step(anchored, part, state, local_steps)
-            start = outer.start(anchored, state)
+                mean_part.mul_(factor)
+            outer.step(anchor_part, mean_part, state_parts, local_steps)
+            start = outer.start(anchor_part, state_parts)
             parameters.copy_(torch.lerp(start, parameters.to(start.dtype), alpha) if alpha else start)
-        self.anchors.write_back(index, kept)
+        self.anchors.write_back(index, [anchor, *state])
         self.replica.parameters_changed(block)
 
     def write_parameters(self, index: int, parameters: torch.Tensor) -> None:
@@ -244,7 +245,7 @@ class BlockSync:
             self.anchors.write_back(index, [anchor, *(tensor.zero_() for tensor in state)])
             self.write_parameters(index, anchor)
 
-    def sync_blocks(self, blocks: Sequence[int], local_steps: RoundStats) -> None:
+    def sync_blocks(self, blocks: Sequence[int], local_steps: LocalSteps) -> None:
         """Synchronize these blocks one after another, with equal weights. Afterwards replicas are equal in them. Requires
         anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all
         replicas between those of groups."""

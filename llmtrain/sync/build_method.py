@@ -115,8 +115,8 @@ def build_method(
     `offload_of` returns the anchor offload for a device, or None.
     """
     outer = OUTERS[type(sync.outer)](sync.outer)
-    copies = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
-    anchors = Anchors(replica.blocks, sync.outer.state, copies) if sync.needs_anchor else None
+    offload = offload_of(replica.blocks[0].shards[0].device) if sync.offload else None
+    anchors = Anchors(replica.blocks, sync.outer.state, offload) if sync.needs_anchor else None
     wire = build_wire(sync.wire, compiled)
     feedback = sync.wire.feedback_decay if sync.wire.error_feedback else None
     block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, feedback)

@@ -75,6 +75,7 @@ class Rule:
 ROUNDED = tuple(kind for kind in CHOICES["wire"] if kind != "fp32")
 WEIGHED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
 """Kinds of reductions with weights, on which the replicas agree before they send: all but the mean."""
+NOT_BLOCKING = tuple(kind for kind in CHOICES["schedule"] if kind != "blocking")
 RULES = (
     Rule(
         *("wire", "topk"),
@@ -89,7 +90,7 @@ RULES = (
     Rule(
         *("period", "every_step"),
         {
-            "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
+            "schedule": NOT_BLOCKING,
             "reduction": WEIGHED,
             "outer": tuple(kind for kind in CHOICES["outer"] if kind != "average"),
             "pull": ("pull",),
@@ -125,7 +126,7 @@ RULES = (
     Rule(
         *("outer", "gpa"),
         {
-            "schedule": ("layerwise", "overlapped", "delayed", "wait_avoiding"),
+            "schedule": NOT_BLOCKING,
             "reduction": ("radial", "median_norm", "edit_penalty"),
             "pull": ("pull",),
             "wire": ROUNDED,

@@ -130,7 +130,7 @@ def find_other_rate(rates: LRSchedule, step: int, optimizer: torch.optim.Optimiz
 def needs_equal_rates(sync: SyncSection) -> bool:
     """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own."""
     follows_rates = getattr(sync.outer, "normalize", "none") != "none" or getattr(sync.schedule, "gap_penalty", False)
-    return follows_rates and sync.schedule.kind in ("overlapped", "delayed", "wait_avoiding")
+    return follows_rates and not sync.schedule.syncs_all_blocks
 
 
 def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:

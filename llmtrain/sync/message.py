@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from llmtrain.parallel.collectives import PendingCollective
+from llmtrain.sync.anchors import BlockTensors
 from llmtrain.sync.block_sync import BlockSync, PendingReduction, squared_norm
-from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.weighing import Weighing
-
-ByBlock = Sequence[torch.Tensor | None]
-"""A flat tensor per block; None for a block that has none."""
 
 
 class Message:
@@ -25,7 +23,7 @@ class Message:
     SENT_AFTER = 0
     """Steps between `take` and sending."""
 
-    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: RoundStats):
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: LocalSteps):
         self.block_sync, self.blocks = block_sync, blocks
         self.local_steps = local_steps
         """Local steps that led to the pseudo-gradients."""
@@ -42,7 +40,7 @@ class Message:
 
     def advance(self, age: int, due: int) -> None:
         """Carry out the work that is due at the end of a step, `age` steps after `take`, for a message that is applied `due`
-        steps after `take`: start the second exchange, if the format has two, halfway between sending and applying."""
+        steps after `take`: start the second phase, if the format has two, halfway between sending and applying."""
         if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
             self._start_second_phase()
 
@@ -66,8 +64,8 @@ class Message:
                 continue
             mean = self._pending.pop(index).wait()
             squares.append(squared_norm(mean))
-            kept = 0.0 if index in self.restarts else alpha
-            block_sync.outer_step(index, mean, self.local_steps, self._factor(index, mean, squares[-1], gap), kept)
+            own = 0.0 if index in self.restarts else alpha
+            block_sync.outer_step(index, mean, self.local_steps, self._factor(index, mean, squares[-1], gap), own)
         block_sync.stats.mean_squared = torch.stack(squares).sum() if squares else 0.0
         self._record_weights()
 
@@ -84,7 +82,11 @@ class Message:
         return {}
 
     def load(
-        self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int] = (), lengths: Mapping[int, float] | None = None
+        self,
+        means: BlockTensors,
+        unsent: BlockTensors,
+        restarts: Sequence[int] = (),
+        lengths: Mapping[int, float] | None = None,
     ) -> None:
         """Restore the message from the `means()`, `unsent()`, `restarts` and `lengths` that a checkpoint has stored."""
         self.restarts, self.lengths = frozenset(restarts), lengths or {}
@@ -108,24 +110,24 @@ class Message:
 class WeighedMessage(Message):
     """Message whose mean is weighted, with weights that follow from all replicas' norms, tokens or steps.
 
-    `take` keeps the pseudo-gradients and starts a small exchange. One step later, every replica reads the weights from it and
+    `take` keeps the pseudo-gradients and starts the weighing. One step later, every replica reads the weights from it and
     sends. A replica that is excluded from a block sends zeros, and continues from the anchor alone when the mean is applied,
     because its own parameters may be NaN. A block from which all replicas are excluded is not sent.
     """
 
     SENT_AFTER = 1
 
-    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: RoundStats, weighing: Weighing):
+    def __init__(self, block_sync: BlockSync, blocks: Sequence[int], local_steps: LocalSteps, weighing: Weighing):
         super().__init__(block_sync, blocks, local_steps)
         self.weighing = weighing
         self._unsent: dict[int, torch.Tensor] = {}
         self._gathering: PendingCollective | None = None
 
     def take(self) -> None:
-        """Keep the present pseudo-gradients and start the exchange."""
+        """Keep the present pseudo-gradients and start the weighing."""
         visited = self.block_sync.anchors.iter_prefetched(self.blocks)
         self._unsent = {index: self.block_sync.payload(index) for index in visited}
-        self._start_exchange()
+        self._start_weighing()
 
     def advance(self, age: int, due: int) -> None:
         """Send one step after `take`; otherwise do what every message does at the end of a step."""
@@ -134,7 +136,7 @@ class WeighedMessage(Message):
         super().advance(age, due)
 
     def send(self) -> None:
-        """Wait for the exchange, compute the weights, and start the reductions. Do nothing if they have been started."""
+        """Wait for the weighing, compute the weights, and start the reductions. Do nothing if they have been started."""
         if self._gathering is None:
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
@@ -159,7 +161,11 @@ class WeighedMessage(Message):
         return self._unsent
 
     def load(
-        self, means: ByBlock, unsent: ByBlock, restarts: Sequence[int] = (), lengths: Mapping[int, float] | None = None
+        self,
+        means: BlockTensors,
+        unsent: BlockTensors,
+        restarts: Sequence[int] = (),
+        lengths: Mapping[int, float] | None = None,
     ) -> None:
         super().load(means, unsent, restarts, lengths)
         for index in self.blocks:
@@ -167,9 +173,9 @@ class WeighedMessage(Message):
                 device = self.block_sync.replica.blocks[index].shards[0].device
                 self._unsent[index] = unsent[index].to(device, copy=True)  # it is overwritten when it is sent
         if self._unsent:
-            self._start_exchange()
+            self._start_weighing()
 
-    def _start_exchange(self) -> None:
+    def _start_weighing(self) -> None:
         measured = self._unsent.items() if self.weighing.uses_norms else ()
         squares = [self.block_sync.squared_norm(index, payload) for index, payload in measured]
         self._gathering = self.weighing.start(self.local_steps, squares)
@@ -180,4 +186,4 @@ class WeighedMessage(Message):
         return (self.weighing.factor(squared, self.lengths[index]) / gap).to(mean.dtype)
 
     def _record_weights(self) -> None:
-        """Do nothing, because the exchange has recorded the weights."""
+        """Do nothing, because the weighing has recorded the weights."""

@@ -10,12 +10,12 @@ import torch
 
 from llmtrain.parallel.engine import Replica
 from llmtrain.reshard import MeshChange, Rules, by_replica, require_equal
-from llmtrain.sync.anchors import ANCHOR
-from llmtrain.sync.merge_tokens import merge_tokens
+from llmtrain.sync.anchors import ANCHOR, BlockTensors
+from llmtrain.sync.local_steps import merge_tokens
 from llmtrain.sync.moments import MomentAverages
 from llmtrain.sync.period import Period
 from llmtrain.sync.pull import Pull
-from llmtrain.sync.schedules.base import BlockTensors, Schedule
+from llmtrain.sync.schedules.base import Schedule
 from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats
 
 
@@ -93,7 +93,7 @@ class Method:
     def agreed_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get a
         number at the same moments, and it is the same number."""
-        return self.period.global_step(step)
+        return self.period.agreed_step(step)
 
     def wait_for_messages(self) -> None:
         """Wait for the messages in flight. They are used at the steps at which they would be without this call."""
@@ -151,7 +151,7 @@ class Method:
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
         """Return state that differs between replicas, by block."""
-        return {"error": self.block_sync.errors, **self.schedule.per_replica_state()}
+        return {"error": self.block_sync.rounding_errors, **self.schedule.per_replica_state()}
 
     def total_steps_changed(self, step: int) -> None:
         """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's."""
@@ -181,7 +181,7 @@ class Method:
         """Load what `state_dict` returned, between steps. `tensors` holds the shared and per-replica state by name."""
         if self.block_sync.anchors is not None:
             self.block_sync.anchors.load_state_dict(tensors)
-        self.block_sync.errors = [
+        self.block_sync.rounding_errors = [
             error.to(block.shards[0].device, copy=True)
             for error, block in zip(tensors["error"], self.replica.blocks, strict=False)
         ]

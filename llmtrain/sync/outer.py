@@ -9,7 +9,7 @@ from copy import copy
 import torch
 
 from llmtrain.config import OuterLrSection, OuterRoundsSection
-from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.local_steps import LocalSteps
 
 
 class Outer(ABC):
@@ -17,7 +17,7 @@ class Outer(ABC):
     0 at first."""
 
     normalize = "none"
-    """Unit of pseudo-gradients in the momentum; see `RoundStats.scale`."""
+    """Unit of pseudo-gradients in the momentum; see `LocalSteps.scale`."""
     lr = 1.0
     momentum = 0.0
     rounds: OuterLrSection | None = None
@@ -41,7 +41,7 @@ class Outer(ABC):
 
     @abstractmethod
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         """Update `anchor` and `state` in place. `mean` is D; `local_steps` describes the local steps that led to it. The
         tensors may be any part of a block, because the step is elementwise."""
@@ -58,7 +58,7 @@ class Sgd(Outer):
         self.lr, self.rounds = lr, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         anchor.add_(mean, alpha=-self.lr)
 
@@ -72,7 +72,7 @@ class Nesterov(Outer):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         (momentum,) = state
         anchor.add_(mean, alpha=-self.lr)
@@ -98,7 +98,7 @@ class Momentum(Outer):
         self.lr, self.momentum, self.clip, self.normalize, self.rounds = lr, momentum, clip, normalize, rounds
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         (momentum,) = state
         if (unit := local_steps.scale(self.normalize)) == 0:
@@ -125,7 +125,7 @@ class PrimalAverage(Outer):
         self.decay, self.share = decay, share
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         (momentum,) = state
         momentum.mul_(self.share).sub_(mean)

@@ -53,7 +53,7 @@ class Period(ABC):
         counted when they end."""
         return 0
 
-    def global_step(self, step: int) -> int | None:
+    def agreed_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`; None if not all ranks know it."""
         return step
 

@@ -81,7 +81,7 @@ class TimedPeriod(Period):
     def round_number(self, step: int) -> int | None:
         return None if step > self.warmup else 0
 
-    def global_step(self, step: int) -> int | None:
+    def agreed_step(self, step: int) -> int | None:
         if step <= self.warmup:
             return step
         return self._summed_steps // self.replica_comms.size if self._last_exchange_step == step else None

@@ -1,4 +1,4 @@
-"""Exchange in which replicas agree on their weights in the means of some blocks, before they send these blocks.
+"""Weighing: replicas agree on their weights in the means of some blocks, before they send these blocks.
 
 Every replica contributes one row of numbers: its seconds, its local steps and the norms of its pseudo-gradients. All ranks
 compute the weights of all replicas from the same rows.
@@ -14,18 +14,18 @@ import torch
 
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.sync.block_sync import BlockSync
+from llmtrain.sync.local_steps import LocalSteps, mean_local_steps
 from llmtrain.sync.reductions.reduction import Reduction
-from llmtrain.sync.round_stats import RoundStats, average_stats
 
-ROUND_VALUES = tuple(entry.name for entry in fields(RoundStats))
+ROUND_VALUES = tuple(entry.name for entry in fields(LocalSteps))
 """Names of the numbers in a row that describe the local steps. They follow the seconds."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of an exchange. It is the same on all replicas, except for `weights` and `excluded`."""
+    """Result of a weighing. It is the same on all replicas, except for `weights` and `excluded`."""
 
-    local_steps: RoundStats
+    local_steps: LocalSteps
     """Mean of all replicas' local steps."""
     slowest: int
     """Replica that took longest to compute. Meaningful only if `start` was given the seconds."""
@@ -40,8 +40,8 @@ class Agreement:
 
 
 class Weighing:
-    """Exchange of the replicas' local steps and, if the reduction needs them, of norms. Without a reduction, all replicas have
-    the same weight."""
+    """All-gather of the replicas' local steps and, if the reduction needs them, of norms, from which weights follow. Without a
+    reduction, all replicas have the same weight; they still take the mean of their local steps."""
 
     def __init__(self, block_sync: BlockSync, reduction: Reduction | None):
         assert block_sync.anchors is not None or reduction is None, "pseudo-gradients are weighed: needs an anchor"
@@ -49,21 +49,21 @@ class Weighing:
 
     @property
     def uses_norms(self) -> bool:
-        """Return whether replicas exchange the norms of their pseudo-gradients."""
+        """Return whether replicas gather the norms of their pseudo-gradients."""
         return self.reduction is not None and self.reduction.uses_norms
 
     def start(
-        self, done: RoundStats, squares: Sequence[torch.Tensor], computed_seconds: float = 0.0
+        self, local_steps: LocalSteps, squares: Sequence[torch.Tensor], computed_seconds: float = 0.0
     ) -> PendingCollective:
-        """Start gathering every replica's row. `done` describes this rank's local steps. `squares` has the squared norm of this
+        """Start gathering every replica's row. `local_steps` are this rank's. `squares` has the squared norm of this
         rank's part of each block's pseudo-gradient, and is empty without `uses_norms`. `computed_seconds` is the time that this
         replica took to compute. The result has shape [replicas, 1 + len(ROUND_VALUES) + blocks], float64. A collective of the shard
         group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
-        row = torch.tensor([computed_seconds, *done.state().values()], dtype=torch.float64)
+        row = torch.tensor([computed_seconds, *local_steps.state().values()], dtype=torch.float64)
         if self.reduction is not None:
             device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU
-            tokens = torch.tensor(done.tokens, dtype=torch.float64, device=device)
+            tokens = torch.tensor(local_steps.tokens, dtype=torch.float64, device=device)
             sums = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
             row = torch.cat([row.to(sums.device), sums[1:].sqrt()])
             row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # those of the replica in place of this rank's
@@ -77,14 +77,14 @@ class Weighing:
         replica_comms, stats = self.block_sync.replica_comms, self.block_sync.stats
         with stats.time_waiting():
             gathered = gathering.wait().cpu()
-        computed_seconds, of_rounds, norms = gathered.tensor_split((1, 1 + len(ROUND_VALUES)), dim=1)
-        rounds = [RoundStats(**dict(zip(ROUND_VALUES, row, strict=True))) for row in of_rounds.tolist()]
-        local_steps, slowest = average_stats(rounds), int(computed_seconds.argmax())
+        computed_seconds, counted, norms = gathered.tensor_split((1, 1 + len(ROUND_VALUES)), dim=1)
+        of_replicas = [LocalSteps(**dict(zip(ROUND_VALUES, row, strict=True))) for row in counted.tolist()]
+        local_steps, slowest = mean_local_steps(of_replicas), int(computed_seconds.argmax())
         if self.reduction is None:
             stats.weights_max = 1 / replica_comms.size
             weights = dict.fromkeys(blocks, 1 / replica_comms.size)
             return Agreement(local_steps, slowest, weights, frozenset(), frozenset())
-        found = self.reduction.weigh_blocks(blocks, norms, rounds)
+        found = self.reduction.weigh_blocks(blocks, norms, of_replicas)
         stats.anomalies += int(found.anomalous.sum())
         stats.rollbacks += int(found.anomalous.all(0).sum())
         stats.longest_exclusion = self.reduction.longest_exclusion

@@ -21,7 +21,7 @@ from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.public_network import ADVICE
 from llmtrain.parallel.virtual_clock import VirtualClock
-from llmtrain.plan.mesh_plan import with_resharding_decided
+from llmtrain.plan.mesh_plan import with_reshard_after_forward_decided
 from llmtrain.plan.recipe_warnings import MeshSize, recipe_warnings
 from llmtrain.seeding import derive_seed
 from llmtrain.sync.build_method import build_method, build_wire
@@ -174,7 +174,7 @@ def _build_engine(
     parts = EngineParts(
         model=model,
         mesh=mesh,
-        parallel=with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
+        parallel=with_reshard_after_forward_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
         optim=recipe.optim,
         seed=recipe.run.seed,
         read=read,

@@ -27,11 +27,10 @@ from llmtrain.recipe_loader import stored_recipe
 from llmtrain.reshard import MeshChange, Rules
 from llmtrain.run_files import complete_checkpoints, step_name, step_of
 from llmtrain.seeding import derive_seed
-from llmtrain.sync.anchors import flat_view
+from llmtrain.sync.anchors import BlockTensors, flat_view
 from llmtrain.sync.method import Method
-from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.train.background_eval import BackgroundEval
-from llmtrain.train.checkpoint_files import ANCHOR, FORMAT, CheckpointWriter, read_state
+from llmtrain.train.checkpoint_files import FORMAT, VALIDATED_ANCHOR, CheckpointWriter, read_state
 from llmtrain.train.checkpoint_reader import CheckpointReader
 from llmtrain.train.mirror import Mirror
 from llmtrain.train.rank_errors import raise_on_all
@@ -101,21 +100,21 @@ class Checkpointer:
         # Where an engine returns copies, they must not all be on the device at once.
         is_staged = self.section.background or (self.engine.returns_copies and self.mesh.device.type == "cuda")
         keep = _stage_to_cpu if is_staged else as_is
-        replica = f"replica{self.mesh.replica_comms.rank}"
-        tensors = {f"{replica}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
-        for prefix, kinds in (("", shared), (f"{replica}.sync.", own)):
+        prefix = f"replica{self.mesh.replica_comms.rank}"
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
+        for of_kinds, kinds in (("", shared), (f"{prefix}.sync.", own)):
             for kind, flats in kinds.items():
                 # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
                 are_offloaded = any(flat is not None and flat.device != self.mesh.device for flat in flats)
                 named = self._named_parts(flats, _stage_to_cpu if are_offloaded else keep)
-                tensors |= {f"{prefix}{kind}.{name}": tensor for name, tensor in named.items()}
+                tensors |= {f"{of_kinds}{kind}.{name}": tensor for name, tensor in named.items()}
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # for all copies at once, instead of after each
         state = {"format": FORMAT, "step": step, "mesh": [self.mesh.replicas, self.mesh.shard_comms.size]}
         state |= {"shared": _present_blocks(shared), "own": _present_blocks(own)}
         if self.method.validated_blocks() is not None:
-            state["validated"] = ANCHOR
+            state["validated"] = VALIDATED_ANCHOR
         if self.recipe is not None:
             state["recipe"] = self.recipe.model_dump(mode="json")
         if self.from_weights is not None:

@@ -43,7 +43,7 @@ from llmtrain.turns import join
 
 FORMAT = 11
 """Version of the layout. A checkpoint of another version is not read."""
-ANCHOR = "anchor"
+VALIDATED_ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"

@@ -59,7 +59,7 @@ from llmtrain.train.trainer import Trainer
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
-    """Train `recipe`, or continue its run, as this process's rank of `world`. Returns the exit code. `alter` may change the
+    """Train `recipe`, or continue its run, as the rank `world`, which this process is. Returns the exit code. `alter` may change the
     trainer before its first step; a comparison uses it to inject faults.
 
     Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
@@ -68,7 +68,7 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
     check(recipe, world.size)
     check_machine(recipe)
     ranks = _ranks_of(recipe, world)
-    return ranks.run(lambda rank: _run_rank(recipe, ranks, rank, alter))
+    return ranks.run(lambda world: _run_rank(recipe, ranks, world, alter))
 
 
 def _ranks_of(recipe: Recipe, world: World) -> Ranks:

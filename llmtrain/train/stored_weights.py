@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from llmtrain.model import PREFIX
-from llmtrain.train.checkpoint_files import ANCHOR
+from llmtrain.train.checkpoint_files import VALIDATED_ANCHOR
 from llmtrain.train.checkpoint_reader import FullTensorReader, mean_of
 
 
@@ -29,7 +29,7 @@ class StoredWeights:
 
 def validates_anchor(state: dict[str, Any]) -> bool:
     """Return whether a run validates its anchor and not the replicas' mean, given the state.json of a checkpoint."""
-    return state.get("validated") == ANCHOR
+    return state.get("validated") == VALIDATED_ANCHOR
 
 
 def validated_weights(state: dict[str, Any]) -> list[str]:

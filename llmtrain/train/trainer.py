@@ -54,8 +54,9 @@ class Trainer:
                 self.train_step()
                 self.metrics.poll()
                 self.checkpointer.poll()
-                if not state.advance(self.method.agreed_step(state.step)):
-                    continue  # in rounds of seconds, ranks agree on a global step only when they exchange their progress
+                agreed = self.method.agreed_step(state.step)
+                if not state.advance(agreed):
+                    continue  # in rounds of seconds, ranks agree on a global step only when they exchange step counts
                 if state.is_done:
                     break  # `finish` synchronizes the last round before it logs and validates
                 with self.method.period.paused():  # rounds of seconds count training alone
@@ -67,7 +68,9 @@ class Trainer:
                         self.save()
             if state.is_done:
                 self.finish()
-            with self.method.period.paused():  # a continued run's first round of seconds is not shorter for it
+            with (
+                self.method.period.paused()
+            ):  # writing is not a part of the round of seconds that a resumed run continues
                 self.save()
             self._wait_for_checkpoint()
             self.method.end_threads()
@@ -114,8 +117,8 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start a checkpoint of the global step, unless that step is saved already. If its log line is missing, log first: `wait` then
-        checks all steps, so that a run with a bad state ends before it is saved, and no interval has to be stored."""
+        """Start a checkpoint of the global step, unless that step is saved already. If its log line is missing, log first: `metrics.wait`
+        then checks all steps, so that a run with a bad state ends before it is saved, and no interval has to be stored."""
         if self.state.global_step != self.state.last_saved:
             if self.metrics.has_unlogged_steps:
                 self.metrics.log(self.state, self.lr.at(self.state.step))

@@ -17,8 +17,8 @@ from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.build_method import OUTERS, SCHEDULES
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.outer import Outer
-from llmtrain.sync.round_stats import RoundStats
 from llmtrain.sync.schedules.blocking import BlockingSchedule
 from tests.distributed.fake_engine import Scenario, choices, replay
 from tests.distributed.oracle import Oracle
@@ -43,7 +43,7 @@ class Adaptive(Outer):
         self.lr = lr
 
     def step(
-        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: RoundStats
+        self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
         first, second = state
         first.lerp_(mean, 0.1)

@@ -23,7 +23,7 @@ DROPOUT = {"attention_dropout": 0.2, "resid_dropout": 0.2, "embed_dropout": 0.2}
 def process_of(replicas: int) -> InProcess:
     """Replicas of this process, which already has a group of its own."""
     process = InProcess(replicas, timeout_seconds=60)
-    process.devices = DeviceMesh.from_group(dist.group.WORLD, process.device.type, mesh_dim_names=("shard",))
+    process.shard_mesh = DeviceMesh.from_group(dist.group.WORLD, process.device.type, mesh_dim_names=("shard",))
     return process
 
 

@@ -103,7 +103,7 @@ def test_what_a_broken_replica_sent_does_not_come_back(broken: int, kind: str) -
         first = block_sync.start_reduce(0).wait().clone()
         engine.load(start, [])
         engine.step(2)
-        return first, block_sync.errors[0].clone(), block_sync.start_reduce(0).wait()
+        return first, block_sync.rounding_errors[0].clone(), block_sync.start_reduce(0).wait()
 
     for first, error, second in threads.run(send_twice):
         assert first.isnan().any()

@@ -128,7 +128,7 @@ TABLES = {
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}
-    seen by unit/test_outer_rule.py
+    seen by unit/test_auto_outer.py
         outer: auto counts synchronous steps as rounds
           - outer_for(rounds, local_steps(recipe) / rounds)
           + outer_for(rounds, recipe.train.total_steps / rounds)

@@ -148,7 +148,7 @@ TABLES = {
           - parameter.grad = None  # FSDP would add the next step's to it
           + pass
         fsdp: always reshards after forward
-          - reshards = self._reshards and not has_head
+          - reshards = self._reshard_after_forward and not has_head
           + reshards = not has_head
     """,
     "llmtrain/parallel/in_process.py": r"""

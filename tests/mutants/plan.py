@@ -189,7 +189,7 @@ TABLES = {
           + if False and not
         warnings: a method for one replica averages with nobody, too
           - is_for_one_replica(recipe.sync.method) or
-    seen by unit/test_outer_rule.py
+    seen by unit/test_auto_outer.py
         warnings: outer momentum overshoots with a warm-up, too
           -  and not outer.rounds.momentum_warmup
         warnings: outer momentum overshoots with one replica

@@ -55,8 +55,8 @@ TABLES = {
           + message = self._new_message(fragment, self._local_steps[fragment])
     seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
         overlapped: rounds since the last turn not restored
-          - self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
-          + self._local_steps = [RoundStats()] * len(self.fragments)
+          - self._local_steps = [LocalSteps(**local_steps) for local_steps in state["local_steps"]]
+          + self._local_steps = [LocalSteps()] * len(self.fragments)
     seen by unit/test_reshard.py
         messages: other replicas restart only what the first one did
           - sorted({index for state in states for index in state["restarts"]})

@@ -10,7 +10,7 @@ TABLES = {
     "llmtrain/train/build_trainer.py": r"""
     seen by distributed/test_engine.py
         run: what is decided about resharding does not reach the engine
-          - with_resharding_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
+          - with_reshard_after_forward_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
           + recipe.parallel,
     seen by multi_node/test_two_sites.py
         run: warns of a public network although the recipe allows it

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def belongs(module: str, file: str) -> bool:
-    """Whether a source file's mutants are to be in a module: `sync_a_to_m` has those of `llmtrain/sync/method.py`."""
+    """Whether a source file's mutants are to be in a module: `sync_m_to_z` has those of `llmtrain/sync/method.py`."""
     base, first, last = re.fullmatch(r"(.+?)(?:_([a-z])_to_([a-z]))?", module).groups()
     *folders, name = Path(file).parts
     folder = "_".join(folders[1:] or folders)

@@ -149,13 +149,13 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
         clock[0] = now
         ends.append(period.ends_round(step))
     assert ends == [False, True], "10.5 seconds after step 2"
-    assert (period.round_length(4), period.step_in_round(4), period.global_step(4)) == (2, 0, 4)
+    assert (period.round_length(4), period.step_in_round(4), period.agreed_step(4)) == (2, 0, 4)
     clock[0] = 20.0
     state = period.state_dict()
     clock[0] = 1000.0
     again = timed(clock)
     again.load_state_dict(state)
-    assert not again.is_synchronous(5) and again.step_in_round(5) == 1 and again.global_step(5) is None
+    assert not again.is_synchronous(5) and again.step_in_round(5) == 1 and again.agreed_step(5) is None
     clock[0] = 1005.4
     assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left"
     clock[0] = 1005.6
@@ -185,7 +185,7 @@ def test_a_request_to_stop_ends_a_round_of_seconds():
     period.begin_local_step(1)
     assert not period.ends_round(1) and not period.stop_agreed
     asked[0] = True
-    assert period.ends_round(2) and period.stop_agreed and period.global_step(2) == 2
+    assert period.ends_round(2) and period.stop_agreed and period.agreed_step(2) == 2
 
 
 def test_a_longer_run_begins_with_a_round_of_full_length():
@@ -197,18 +197,18 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
         period.begin_local_step(step)
         clock[0] = 9.0 * step
         period.ends_round(step)
-    assert period.global_step(4) == 4
+    assert period.agreed_step(4) == 4
     clock[0] += 60.0  # its last validation and checkpoint
     longer.load_state_dict(period.state_dict())
     longer.total_steps_changed(is_synchronized=True)
     clock[0] += 5.0
     assert not longer.ends_round(5), "not 10 seconds"
     clock[0] += 6.0
-    assert not longer.ends_round(6) and longer.global_step(6) == 6, "2 steps since the run's end are too few"
+    assert not longer.ends_round(6) and longer.agreed_step(6) == 6, "2 steps since the run's end are too few"
     shorter = TimedPeriod(section, 0, 7, Comms(None), Comms(None), clock)
     shorter.load_state_dict(longer.state_dict())
     shorter.total_steps_changed(is_synchronized=False)
-    assert not shorter.ends_round(7) and shorter.global_step(7) == 7, "its last step, after no time at all"
+    assert not shorter.ends_round(7) and shorter.agreed_step(7) == 7, "its last step, after no time at all"
 
 
 def test_rounds_begin_after_the_warm_up_that_a_run_had():

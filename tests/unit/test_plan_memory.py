@@ -19,7 +19,7 @@ from llmtrain.plan.memory import (
     estimate,
     reshards,
 )
-from llmtrain.plan.mesh_plan import with_resharding_decided
+from llmtrain.plan.mesh_plan import with_reshard_after_forward_decided
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.recipe_loader import load_recipe
 
@@ -228,7 +228,7 @@ def test_parameters_stay_gathered_where_they_add_little(monkeypatch: pytest.Monk
         assert (KEPT_SHARE * freed.device_total >= 2 * 3864) is stays, "the cases are as described"
         recipe = make(tmp_path, *keys)
         assert reshards(recipe, size_of(recipe), 1, 4) is not stays
-        decided = with_resharding_decided(recipe, 100, 1, 4).reshard_after_forward
+        decided = with_reshard_after_forward_decided(recipe, 100, 1, 4).reshard_after_forward
         assert decided is not stays
         same = planned(tmp_path, *keys, f"parallel.reshard_after_forward={str(decided).lower()}", shard=4)
         assert planned(tmp_path, *keys, shard=4) == same
@@ -237,11 +237,13 @@ def test_parameters_stay_gathered_where_they_add_little(monkeypatch: pytest.Monk
 def test_a_given_policy_is_kept(tmp_path) -> None:
     for value in (True, False):
         recipe = make(tmp_path, f"parallel.reshard_after_forward={value}")
-        assert with_resharding_decided(recipe, 100, 1, 4).reshard_after_forward is value
+        assert with_reshard_after_forward_decided(recipe, 100, 1, 4).reshard_after_forward is value
     automatic = "parallel.reshard_after_forward=auto"
     alone, zero = make(tmp_path, automatic), make(tmp_path, automatic, "parallel.engine=zero")
-    assert with_resharding_decided(alone, 100, 4, 1).reshard_after_forward == "auto", "there is nothing to decide"
-    assert with_resharding_decided(zero, 100, 1, 4).reshard_after_forward == "auto"
+    assert with_reshard_after_forward_decided(alone, 100, 4, 1).reshard_after_forward == "auto", (
+        "there is nothing to decide"
+    )
+    assert with_reshard_after_forward_decided(zero, 100, 1, 4).reshard_after_forward == "auto"
 
 
 def test_compiled_layers_keep_less(tmp_path) -> None:

@@ -15,8 +15,8 @@ from llmtrain.config import EditPenaltySection
 from llmtrain.errors import CheckpointError
 from llmtrain.reshard import MeshChange, by_replica, require_equal, rules_of
 from llmtrain.running_moments import RunningMoments
+from llmtrain.sync.local_steps import LocalSteps, mean_local_steps
 from llmtrain.sync.reductions.edit_penalty import EditPenalty
-from llmtrain.sync.round_stats import RoundStats, average_stats
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 from llmtrain.sync.sync_stats import SYNC_STATS_RULES
 from llmtrain.train.checkpoint_reader import CheckpointReader
@@ -198,11 +198,11 @@ def test_statistics_of_no_round_are_none() -> None:
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:
     """The excluded replica's parameters are in the mean that all start from; in rounds of seconds that of their steps, too."""
     schedule = SimpleNamespace(weighing=SimpleNamespace(reduction=None))
-    rounds = [RoundStats(2, 0.1, 0.3), RoundStats(4, 0.3, 0.9), RoundStats(6, 0.2, 0.6)]
+    rounds = [LocalSteps(2, 0.1, 0.3), LocalSteps(4, 0.3, 0.9), LocalSteps(6, 0.2, 0.6)]
     states = [
         {
-            "local_steps": [done.state(), RoundStats().state()],
-            "sent": [None, RoundStats(2).state()],
+            "local_steps": [done.state(), LocalSteps().state()],
+            "sent": [None, LocalSteps(2).state()],
             "penalty": None,
             "restarts": blocks,
         }
@@ -210,13 +210,13 @@ def test_other_replicas_restart_what_any_was_excluded_from() -> None:
     ]
     got = FragmentSchedule.resharded(schedule, states)
     assert got | {"local_steps": None} == states[0] | {"local_steps": None, "restarts": [0, 1, 3]}
-    assert got["local_steps"][1] == RoundStats().state()
-    assert got["local_steps"][0] == pytest.approx(RoundStats(4, 0.2, 0.6).state())
+    assert got["local_steps"][1] == LocalSteps().state()
+    assert got["local_steps"][0] == pytest.approx(LocalSteps(4, 0.2, 0.6).state())
 
 
 def test_a_mean_round() -> None:
-    assert average_stats([RoundStats(3, 0.1, 0.3)] * 3) == RoundStats(3, 0.1, 0.3)
-    assert average_stats([RoundStats(3, 0.1, 0.5), RoundStats(5, 0.3, 1.0)]) == RoundStats(4, 0.2, 0.75)
+    assert mean_local_steps([LocalSteps(3, 0.1, 0.3)] * 3) == LocalSteps(3, 0.1, 0.3)
+    assert mean_local_steps([LocalSteps(3, 0.1, 0.5), LocalSteps(5, 0.3, 1.0)]) == LocalSteps(4, 0.2, 0.75)
 
 
 def test_replicas_that_should_hold_the_same_and_do_not_are_a_defect() -> None:

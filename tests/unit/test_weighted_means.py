@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from llmtrain.sync.merge_tokens import merge_tokens
+from llmtrain.sync.local_steps import LocalSteps, merge_tokens
 from llmtrain.sync.reductions.weighted_means import MedianNorm, Radial, TokenWeighted
-from llmtrain.sync.round_stats import RoundStats
 
 NOTHING = torch.zeros((0, 0))
 
@@ -18,8 +17,8 @@ def column(*norms: float) -> torch.Tensor:
     return torch.tensor(norms, dtype=torch.float64)[:, None]
 
 
-def rounds(*done: tuple[int, int]) -> list[RoundStats]:
-    return [RoundStats(steps=steps, tokens=tokens) for steps, tokens in done]
+def rounds(*done: tuple[int, int]) -> list[LocalSteps]:
+    return [LocalSteps(steps=steps, tokens=tokens) for steps, tokens in done]
 
 
 def test_twice_the_tokens_in_as_many_steps_count_four_times_and_in_twice_the_steps_twice() -> None:
@@ -85,5 +84,5 @@ def test_a_median_of_nothing_weighs_nobody() -> None:
 
 
 def test_tokens_of_a_replica_are_shared_by_its_new_ranks() -> None:
-    states = [{"local_steps": [RoundStats(3, 0.1, 0.3, tokens).state()], "sent": [None]} for tokens in (40, 20)]
-    assert merge_tokens(states, 4) == {"local_steps": [RoundStats(3, 0.1, 0.3, 15.0).state()], "sent": [None]}
+    states = [{"local_steps": [LocalSteps(3, 0.1, 0.3, tokens).state()], "sent": [None]} for tokens in (40, 20)]
+    assert merge_tokens(states, 4) == {"local_steps": [LocalSteps(3, 0.1, 0.3, 15.0).state()], "sent": [None]}

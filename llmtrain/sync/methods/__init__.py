@@ -1,6 +1,9 @@
 """Published methods by name. The docstring of each module defines the method, PRESET holds its choices, and CHOOSE_WHEN says
 when to use it.
 
+These modules have no code. `build_method.py` has the classes that PRESET names by their kinds: DiLoCo, for example, is
+`BlockingSchedule`, which calls `BlockSync.outer_step` and that `Nesterov.step`.
+
 A recipe's `sync` section overrides the PRESET of its method. Its `optim` section overrides the method's OPTIM, if the
 method has one. No other part of the package branches on the name of a method.
 """

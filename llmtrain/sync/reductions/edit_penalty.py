@@ -15,8 +15,8 @@ import torch
 from llmtrain.config import EditPenaltySection
 from llmtrain.errors import TrainingError
 from llmtrain.running_moments import RunningMoments
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
-from llmtrain.sync.round_stats import RoundStats
 
 EPSILON = 1e-6
 WARN_EXCLUSIONS = 5
@@ -59,8 +59,8 @@ class EditPenalty(Reduction):
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
         return ReplicaWeights(weights, anomalous, self._lengths(norms, weights, anomalous))
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
-        """Return the weights in these blocks, and update the statistics of these blocks only."""
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
+        """Return the weights in these blocks, and update the statistics of these blocks only, on copies of their columns."""
         part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded, self.is_mixed)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])

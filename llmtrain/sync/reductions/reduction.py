@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.sync.round_stats import RoundStats
+from llmtrain.sync.local_steps import LocalSteps
 
 STATE_KEY = "penalty"
 """Key of a reduction's state in the state of a schedule. It stays, because checkpoints have it, from a time when EDiT's penalty was
@@ -54,7 +54,7 @@ class Reduction(ABC):
     """Largest number, over replicas and blocks, of consecutive rounds up to the last one in which a block was excluded."""
 
     @abstractmethod
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
         """Return the weights in these blocks, and update the statistics. `norms` [replicas, len(blocks)] are the norms of the
         replicas' pseudo-gradients, float64; [replicas, 0] without `uses_norms`. `rounds` are the replicas' local steps."""
 

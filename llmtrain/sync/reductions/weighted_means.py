@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
-from llmtrain.sync.round_stats import RoundStats
 
 
 class TokenWeighted(Reduction):
@@ -18,7 +18,7 @@ class TokenWeighted(Reduction):
 
     uses_norms = False
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
         work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in rounds], dtype=torch.float64)
         if not work.any():  # at the end of a run that only undoes the mixing of fragments
             work = torch.ones_like(work)
@@ -39,7 +39,7 @@ class Radial(Reduction):
     def __init__(self, replicas: int):
         self.replicas = replicas
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
         counted, lengths = norms.isfinite(), _mean_of_finite(norms)
         moved = counted & (norms > 0)
         # Send directions scaled to the mean norm and not unit vectors, because wire formats are made for values of the size of
@@ -60,7 +60,7 @@ class MedianNorm(Reduction):
     them before they send. Rescaling each block by itself is our choice.
     """
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[RoundStats]) -> ReplicaWeights:
+    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
         counted = norms.isfinite()
         ordered, last = norms.masked_fill(~counted, torch.inf).sort(0).values, counted.sum(0).clamp(min=1) - 1
         middle = [ordered.gather(0, place[None])[0] for place in (last // 2, (last + 1) // 2)]

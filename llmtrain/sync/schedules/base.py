@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from llmtrain.config import SyncScheduleSection
 from llmtrain.reshard import require_equal
+from llmtrain.sync.anchors import BlockTensors
 from llmtrain.sync.block_sync import BlockSync
 from llmtrain.sync.period import Period
 from llmtrain.sync.reductions.reduction import Reduction
-
-BlockTensors = list[torch.Tensor | None]
-"""A flat tensor per block; None for a block that has none."""
 
 
 class Schedule(ABC):

@@ -16,10 +16,11 @@ import torch
 from llmtrain.config import SyncScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.reshard import require_equal
+from llmtrain.sync.anchors import BlockTensors
 from llmtrain.sync.block_sync import BlockSquares, PendingReduction, squared_norm
+from llmtrain.sync.local_steps import LocalSteps, mean_local_steps
 from llmtrain.sync.reductions.reduction import STATE_KEY
-from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
+from llmtrain.sync.schedules.base import Schedule, ScheduleParts
 from llmtrain.sync.weighing import Agreement, Weighing
 from llmtrain.turns import own_time
 
@@ -34,10 +35,10 @@ class BlockingSchedule(Schedule):
         super().__init__(section, parts)
         self.reduction, self.prefetch = parts.reduction, section.blocks_in_flight - 1
         self._weighing = Weighing(self.block_sync, self.reduction)
-        self._round = RoundStats()  # local steps since the last synchronization
+        self._round = LocalSteps()  # local steps since the last synchronization
         # Next block to synchronize, while a synchronization is armed, and None otherwise.
         self._next_block: int | None = None
-        # From `_open` to `_close`: agreed weights, reductions in flight by block, and sums over the blocks done so far.
+        # During a synchronization: agreed weights, reductions in flight by block, and sums over the blocks done so far.
         self._agreement: Agreement | None = None
         self._pending: dict[int, PendingReduction] = {}
         self._spread_squared: torch.Tensor | float = 0.0
@@ -71,17 +72,17 @@ class BlockingSchedule(Schedule):
                 "must run once, in order, in every training forward; use sync.schedule=blocking"
             )
         if index == 0:
-            self.block_sync.wait_for_device()  # for the local steps, whose time `_open` would count as exposed
+            self.block_sync.wait_for_device()  # for the local steps, whose time `_begin_synchronization` would count as exposed
         with self.block_sync.stats.time_exposed():
             if index == 0:
-                self._open()
+                self._begin_synchronization()
             self._prefetch_anchors(index)
             self._sync_block(index)
             if self.block_sync.anchors is not None:
                 self.block_sync.anchors.release(index)
             self._next_block = index + 1
             if self._next_block == len(self.block_sync.blocks):
-                self._close()
+                self._end_synchronization()
 
     def finish(self) -> None:
         if self._round.steps > 0:
@@ -100,7 +101,7 @@ class BlockingSchedule(Schedule):
         }
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        self._round = RoundStats(**state["round"])
+        self._round = LocalSteps(**state["round"])
         self._next_block = 0 if state["armed"] else None
         if self.reduction is not None:
             self.reduction.load_state_dict(state[STATE_KEY])
@@ -110,13 +111,13 @@ class BlockingSchedule(Schedule):
         seconds. A synchronization uses the same mean."""
         statistics = require_equal([state[STATE_KEY] for state in states])
         return {
-            "round": average_stats([RoundStats(**state["round"]) for state in states]).state(),
+            "round": mean_local_steps([LocalSteps(**state["round"]) for state in states]).state(),
             "armed": require_equal([state["armed"] for state in states]),
             STATE_KEY: self.reduction.resharded(statistics) if self.reduction is not None else None,
         }
 
-    def _open(self) -> None:
-        """Wait for the other replicas and exchange step counts. With a reduction, also agree on every replica's weight in every
+    def _begin_synchronization(self) -> None:
+        """Wait for the other replicas and gather their local steps. With a reduction, also agree on every replica's weight in every
         block."""
         block_sync = self.block_sync
         self._opened_at = own_time()
@@ -136,7 +137,7 @@ class BlockingSchedule(Schedule):
         if index in agreed.rolled_back:
             block_sync.reset_to_anchor([index])
             return
-        for near in (index, index + 1):  # the next block's first exchange arrives before this one's second
+        for near in (index, index + 1):  # the next block's first phase arrives before this one's second
             if near in self._pending:
                 self._pending[near].start_second_phase()
         mean = self._pending.pop(index).wait()
@@ -161,7 +162,7 @@ class BlockingSchedule(Schedule):
             for near in self.block_sync.blocks[index : index + self.prefetch + 2]:
                 anchors.prefetch(near, with_state=near <= index + 1)
 
-    def _close(self) -> None:
+    def _end_synchronization(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
         # Training stands still until the device is done. In a forward, it continues.
         if not self.section.syncs_in_forward:
@@ -171,7 +172,7 @@ class BlockingSchedule(Schedule):
         stats = self.block_sync.stats
         stats.seconds += self._closed_at - self._opened_at
         stats.mean_squared, stats.spread_squared = self._mean_squared, self._spread_squared
-        self._next_block, self._round = None, RoundStats()
+        self._next_block, self._round = None, LocalSteps()
 
     def _squared_norms(self) -> list[torch.Tensor]:
         """Return the squared norm of this rank's part of every block's pseudo-gradient; an empty list if the reduction needs

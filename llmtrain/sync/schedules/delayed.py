@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.sync.anchors import BlockTensors
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.message import Message
-from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 
 
@@ -50,7 +50,7 @@ class DelayedSchedule(FragmentSchedule):
         else:
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 
-    def _staleness_penalty(self, sent: RoundStats, now: RoundStats) -> float:
+    def _staleness_penalty(self, sent: LocalSteps, now: LocalSteps) -> float:
         """Return the divisor of a late mean: the mean learning rate of its round, `sent`, over that of the current round, `now`,
         and at least 1. Without the gap penalty it is 1.
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from llmtrain.config import FragmentsSection
 from llmtrain.reshard import require_equal
+from llmtrain.sync.anchors import BlockTensors
+from llmtrain.sync.local_steps import LocalSteps, mean_local_steps
 from llmtrain.sync.message import Message, WeighedMessage
 from llmtrain.sync.reductions.reduction import STATE_KEY
-from llmtrain.sync.round_stats import RoundStats, average_stats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
+from llmtrain.sync.schedules.base import Schedule, ScheduleParts
 from llmtrain.sync.weighing import Weighing
 
 
@@ -24,10 +25,10 @@ class FragmentSchedule(Schedule):
     def __init__(self, section: FragmentsSection, parts: ScheduleParts):
         super().__init__(section, parts)
         self.period, self.fragments = parts.period, section.blocks_of_fragments(len(self.block_sync.blocks))
-        # Messages have an exchange only if the reduction weights replicas or if replicas take different numbers of steps.
-        exchanges = parts.reduction is not None or parts.period.section.is_timed
-        self.weighing = Weighing(self.block_sync, parts.reduction) if exchanges else None
-        self._local_steps = [RoundStats()] * len(self.fragments)  # local steps since each fragment's last turn
+        # Messages are weighed only if the reduction weights replicas or if replicas take different numbers of steps.
+        weighs = parts.reduction is not None or parts.period.section.is_timed
+        self.weighing = Weighing(self.block_sync, parts.reduction) if weighs else None
+        self._local_steps = [LocalSteps()] * len(self.fragments)  # local steps since each fragment's last turn
         self._messages: list[Message | None] = [None] * len(self.fragments)
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
@@ -67,8 +68,8 @@ class FragmentSchedule(Schedule):
         return {"arriving": self._by_block([message.means() for message in self._in_flight])}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return the pseudo-gradients that are not sent yet, because their weights are not known. A resumed run starts their
-        exchange again."""
+        """Return the pseudo-gradients that are not sent yet, because their weights are not known. A resumed run weighs
+        them again."""
         return {"unsent": self._by_block([message.unsent() for message in self._in_flight])} if self.weighing else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,14 +88,14 @@ class FragmentSchedule(Schedule):
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         """Load what `state_dict` returned. A collective of all ranks if a message still waits for its weights."""
-        self._local_steps = [RoundStats(**local_steps) for local_steps in state["local_steps"]]
+        self._local_steps = [LocalSteps(**local_steps) for local_steps in state["local_steps"]]
         if self.weighing is not None and self.weighing.reduction is not None:
             self.weighing.reduction.load_state_dict(state[STATE_KEY])
         nothing: BlockTensors = [None] * len(self.block_sync.blocks)
         for fragment, sent in enumerate(state["sent"]):
             self._messages[fragment] = None
             if sent is not None:
-                message = self._messages[fragment] = self._new_message(fragment, RoundStats(**sent))
+                message = self._messages[fragment] = self._new_message(fragment, LocalSteps(**sent))
                 restarts = [index for index in state.get("restarts", []) if index in self.fragments[fragment]]
                 lengths = {
                     index: length for index, length in state.get("lengths", []) if index in self.fragments[fragment]
@@ -139,18 +140,18 @@ class FragmentSchedule(Schedule):
         within = [p for p in range(parts - 1) if place == math.ceil((p + 1) * length / parts)]
         return [*within, parts - 1] if ends_round else within
 
-    def _new_message(self, fragment: int, local_steps: RoundStats) -> Message:
+    def _new_message(self, fragment: int, local_steps: LocalSteps) -> Message:
         if self.weighing is None:
             return Message(self.block_sync, self.fragments[fragment], local_steps)
         return WeighedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
 
     def _take_message(self, fragment: int) -> Message:
         """Return a message with a fragment's present pseudo-gradients, and begin to count its local steps anew."""
-        local_steps, self._local_steps[fragment] = self._local_steps[fragment], RoundStats()
+        local_steps, self._local_steps[fragment] = self._local_steps[fragment], LocalSteps()
         message = self._new_message(fragment, local_steps)
         message.take()
         return message
 
 
 def _mean_round(of_replicas: Sequence[dict[str, float]]) -> dict[str, float]:
-    return average_stats([RoundStats(**done) for done in of_replicas]).state()
+    return mean_local_steps([LocalSteps(**done) for done in of_replicas]).state()

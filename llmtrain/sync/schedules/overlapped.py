@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.config import OverlappedSection
+from llmtrain.sync.anchors import BlockTensors
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.message import Message
-from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, ScheduleParts
+from llmtrain.sync.schedules.base import ScheduleParts
 from llmtrain.sync.schedules.fragments import FragmentSchedule
 
 
@@ -29,7 +30,7 @@ class OverlappedSchedule(FragmentSchedule):
                 if message is not None:
                     self._apply(fragment)
                     if self.section.alpha == 0:  # the steps since its turn are not kept
-                        self._local_steps[fragment] = RoundStats()
+                        self._local_steps[fragment] = LocalSteps()
             has_short_round = False
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
@@ -37,7 +38,7 @@ class OverlappedSchedule(FragmentSchedule):
                     if self.weighing is None:
                         # Few blocks are in flight at once, which takes less memory than a fragment.
                         self.block_sync.sync_blocks(self.fragments[fragment], local_steps)
-                        self._local_steps[fragment] = RoundStats()
+                        self._local_steps[fragment] = LocalSteps()
                     else:
                         self._take_message(fragment).apply()
                 elif self._is_mixed:

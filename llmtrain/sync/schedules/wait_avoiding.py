@@ -12,10 +12,11 @@ from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.parallel.in_process import MemoryComms
 from llmtrain.sync import butterfly
+from llmtrain.sync.anchors import BlockTensors
 from llmtrain.sync.group_averager import GroupAverager, Payloads, WakeSignal
+from llmtrain.sync.local_steps import LocalSteps
 from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
-from llmtrain.sync.round_stats import RoundStats
-from llmtrain.sync.schedules.base import BlockTensors, Schedule, ScheduleParts
+from llmtrain.sync.schedules.base import Schedule, ScheduleParts
 
 
 class WaitAvoidingSchedule(Schedule):
@@ -34,7 +35,7 @@ class WaitAvoidingSchedule(Schedule):
         """S, the number of replicas in a group."""
         self.worker = _averager(self.size, parts) if replicas > 1 else None
         """Averager that takes part for this replica if it is late; None for a single replica."""
-        self._round = RoundStats()
+        self._round = LocalSteps()
         self._iteration = 0  # local steps so far, which number the group averages
         self._resumed: tuple[int, Payloads] | None = None
         self._counted_bytes = 0.0
@@ -93,7 +94,7 @@ class WaitAvoidingSchedule(Schedule):
             raise RecipeError(
                 "a state of wait-avoiding groups can be loaded before the first step only; create LocalUpdates anew"
             )
-        self._round, self._iteration = RoundStats(**state["round"]), state["iteration"]
+        self._round, self._iteration = LocalSteps(**state["round"]), state["iteration"]
         if state["newest"] is not None and self.worker is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
 
@@ -118,7 +119,7 @@ class WaitAvoidingSchedule(Schedule):
         block_sync = self.block_sync
         block_sync.sync_blocks(block_sync.blocks, self._round)
         block_sync.complete_round()
-        self._round = RoundStats()
+        self._round = LocalSteps()
 
     def _publish_zeros(self) -> None:
         """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""

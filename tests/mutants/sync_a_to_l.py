@@ -1,4 +1,4 @@
-"""Mistakes in llmtrain/sync, a to m."""
+"""Mistakes in llmtrain/sync, a to l."""
 
 TABLES = {
     "llmtrain/sync/anchors.py": r"""
@@ -19,6 +19,14 @@ TABLES = {
           - total += number * flat.view(
           + total += flat.view(
     """,
+    "llmtrain/sync/auto_outer.py": r"""
+    seen by unit/test_auto_outer.py
+        outer: auto has full momentum in short rounds
+          -  * min(1.0, steps / LONG)
+        outer: auto has momentum in many short rounds
+          - max(1.0, min(MOST, rounds * SHARE) * min(1.0, steps / LONG))
+          + min(MOST, max(1.0, rounds * SHARE * min(1.0, steps / LONG)))
+    """,
     "llmtrain/sync/block_sync.py": r"""
     seen by unit/test_anchors.py
         block: norms in half precision
@@ -29,7 +37,7 @@ TABLES = {
           - self._distances.append(_dot(pseudo_gradient.sub_(mean)))
           + self._distances.append(_dot(pseudo_gradient))
         block: the spread without anchors is the mean's norm
-          - return _sum(_dot(parameters - part) for parameters, part in parts)
+          - return _sum(_dot(parameters - mean_part) for parameters, mean_part in parts)
           + return _sum(_dot(part) for parameters, part in parts)
         outer: every round is the first one
           - self.outer.in_round(self.rounds_done)
@@ -51,11 +59,11 @@ TABLES = {
           +             pass
     seen by distributed/test_rounding_errors.py, SCENARIOS
         synchronizer: a rounding error is sent twice
-          - self.errors[index].zero_()
+          - self.rounding_errors[index].zero_()
           + pass
         synchronizer: rounding errors of a replica of weight 0
-          - if self.errors and weight > 0:
-          + if self.errors:
+          - if self.rounding_errors and weight > 0:
+          + if self.rounding_errors:
         synchronizer: a NaN is kept as rounding error
           - self._error += lost.nan_to_num_(0.0, 0.0, 0.0)
           + self._error += lost
@@ -76,8 +84,8 @@ TABLES = {
           + mean.to(device)
     seen by distributed/test_sparse_wire.py
         sparse: what was left out does not decay
-          - message.add_(self.errors[index], alpha=self.feedback_decay)
-          + message.add_(self.errors[index])
+          - message.add_(self.rounding_errors[index], alpha=self.feedback_decay)
+          + message.add_(self.rounding_errors[index])
     """,
     "llmtrain/sync/butterfly.py": r"""
     seen by unit/test_butterfly.py
@@ -261,120 +269,22 @@ TABLES = {
           - if step <= rates.warmup_steps:
           + if step < 1:
     """,
-    "llmtrain/sync/memory_averager.py": r"""
-    seen by distributed/test_virtual_clock.py
-        in process: who arrives together with the first is late
-          - arrivals[1][1] <= start
-          + arrivals[1][1] < start
-        in process: the members of a group change one sum
-          - [copy_of(part, own) for part, own in zip(total, newest, strict=True)]
-          + list(total)
-        in process: the host waits for averages on their way to the GPU
-          - copy_of(part, own) for
-          + part.clone() for
-        in process: messages that nobody needs any more are kept
-          - if iteration < version]
-          + if iteration < version - 100]
-    """,
-    "llmtrain/sync/merge_tokens.py": r"""
+    "llmtrain/sync/local_steps.py": r"""
+    seen by distributed/test_methods_oracle.py
+        outer: a round without a learning rate has the unit 1
+          - "lr_sum": self.lr_sum}[normalize]
+          + "lr_sum": self.lr_sum}[normalize] or 1.0
+    seen by SCENARIOS
+        round: a learning rate of 0 is remembered
+          - lr or self.last_lr
+          + lr
+    seen by distributed/test_weighted_means.py
+        tokens: a message's round is counted again in the next
+          - self.lr_sum + lr, self.tokens + tokens)
+          + self.lr_sum + lr, tokens)
     seen by unit/test_weighted_means.py
         tokens: each new rank has the tokens of all old ones
           - sum(of) / shards if name == "tokens"
           + sum(of) if name == "tokens"
-    """,
-    "llmtrain/sync/message.py": r"""
-    seen by SCENARIOS
-        messages: an excluded replica mixes its own parameters in
-          - kept = 0.0 if index in self.restarts else alpha
-          + kept = alpha
-        messages: sends what a replica has moved by since, too
-          - self.block_sync.start_reduce(index, agreed.weights[index], payload)
-          + self.block_sync.start_reduce(index, agreed.weights[index])
-    seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
-        messages: blocks that a replica restarts are not in the checkpoint
-          - self.restarts, self.lengths = frozenset(restarts), lengths or {}
-          + self.lengths = lengths or {}
-        messages: what is not sent yet is not in the checkpoint
-          -         if self._unsent:
-          -             self._start_exchange()
-          +         self._unsent = {}
-    seen by distributed/test_message.py
-        late: the first of two exchanges has more of an odd number of steps
-          - age == (self.SENT_AFTER + due) // 2
-          + age == (self.SENT_AFTER + due + 1) // 2
-    """,
-    "llmtrain/sync/method.py": r"""
-    seen by distributed/test_sync_equivalences.py, distributed/test_methods_resume.py
-        method: rounds are numbered from 0 again after a resume
-          - self.block_sync.rounds_done = state["report"]["count"]
-          + pass
-        method: the checkpoint has the log's number of rounds
-          - {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done}
-          + self.block_sync.stats.state_dict()
-    seen by SCENARIOS
-        pull: happens before the pending synchronization
-          -         self.schedule.flush()
-          -         self.pull.pull_to_anchor(lr)
-          +         self.pull.pull_to_anchor(lr)
-    seen by distributed/test_reshard.py, distributed/test_weighted_means.py
-        tokens: counted where no choice depends on them
-          - tokens = float(tokens) if self._counts_tokens else 0
-          + pass
-    seen by distributed/test_weighted_means.py
-        tokens: of steps that were taken back
-          -             self.schedule.forget_tokens()
-          -
-    seen by distributed/test_methods_oracle.py, distributed/test_primal_average.py
-        primal average: the run ends between average and replica
-          -         self.block_sync.end_at_anchor()
-          -
-    seen by distributed/test_initial_weights.py
-        primal average: validated where gradients are computed
-          - if self.block_sync.outer.starts_at_anchor or anchors is None or not anchors.is_set:
-          + if True:
-    seen by distributed/test_run_length.py
-        length: local steps that have begun become synchronous again
-          - if "warmup" in state["period"]:
-          + if False:
-        length: local steps begin before the step that is done
-          - self.period.set_warmup(max(self.period.warmup, step))
-          + pass
-    """,
-    "llmtrain/sync/module_replica.py": r"""
-    seen by distributed/test_local_updates_state.py
-        loops: what FSDP2 has gathered stays as it was
-          - release_gathered(self._model)
-          + pass
-        loops: the root keeps what it has gathered of a layer's block
-          - release_gathered(self._model)
-          + release_gathered(dict(zip([b.name for b in self.blocks], self._modules, strict=True))[block.name])
-    """,
-    "llmtrain/sync/moments.py": r"""
-    seen by distributed/test_local_updates.py
-        a loop of one's own: moments of other parameters with as many values are averaged
-          - zlib.crc32(repr(block).encode()) if any(block) else 0
-          + sum(block)
-        moments: those of different parameters are mixed up
-          - (of_all != of_all[0]).any(0)
-          + (of_all < 0).any(0)
-        moments: an optimizer without any is not noticed
-          - if every is not None and not any(exist[order]):
-          + if False:
-    seen by distributed/test_moments.py
-        moments: a round that is not theirs does not count
-          - self._rounds % every == 0
-          + self._rounds % every == 1 % every
-        moments: the sum and not the mean
-          - torch.cat(parts).div_(self.replica_comms.size)
-          + torch.cat(parts)
-        moments: a token that was never met gets the others' first moment
-          - moment.masked_fill_(second == 0, 0.0)
-          + pass
-        moments: first moments are averaged before second ones
-          - orders = ((2, self.section.second), (1, self.section.first))
-          + orders = ((1, self.section.first), (2, self.section.second))
-        moments: a resumed run counts rounds anew
-          - self._rounds = state["rounds"]
-          + pass
     """,
 }

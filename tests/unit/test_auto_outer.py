@@ -10,7 +10,7 @@ from llmtrain.config import NesterovSection, Recipe
 from llmtrain.errors import RecipeError
 from llmtrain.plan.recipe_warnings import recipe_warnings
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
-from llmtrain.sync.outer_rule import outer_for
+from llmtrain.sync.auto_outer import outer_for
 
 RECIPE = "recipes/edit_llama_stdlib.yaml"
 SHORT = ["sync.warmup_steps=0", "sync.period=5"]
