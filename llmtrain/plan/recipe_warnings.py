@@ -65,7 +65,7 @@ def recipe_warnings(
         *_trained_on(recipe),
         *_recordings(recipe),
         *unused_keys(recipe),
-        *_early_momentum(recipe),
+        *_early_momentum(recipe, texts, mesh),
         *_ranks(recipe, mesh),
     ]
 
@@ -173,17 +173,21 @@ def _recordings(recipe: Recipe) -> Iterator[str]:
             yield f"log.{key}.first is {section.first:,}, but the run has {total:,} steps: nothing is recorded"
 
 
-def _early_momentum(recipe: Recipe) -> Iterator[str]:
+def _early_momentum(recipe: Recipe, texts: Mapping[str, TokenDataset], mesh: MeshSize | None) -> Iterator[str]:
     """Yield a line, with a better value, if the outer momentum is there from the first round of a short run."""
-    sync, outer = recipe.sync, recipe.sync.outer
-    if not isinstance(outer, NesterovSection | MomentumSection) or not sync.period.min_length:
+    period, outer = recipe.sync.period, recipe.sync.outer
+    if not isinstance(outer, NesterovSection | MomentumSection):
         return
-    rounds = round_count(recipe)
+    if period.is_timed:
+        seconds = seconds_of_step(recipe, texts, mesh)
+        rounds = 0 if seconds is None else round(local_steps(recipe) * seconds / period.every)
+    else:
+        rounds = round_count(recipe) if period.min_length else 0
     is_tested = outer.momentum >= LARGE and outer.lr >= LARGE_LR and recipe.optim.kind == "adamw"
     if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= FEW and not outer.rounds.momentum_warmup:
         yield (
-            f"sync.outer.momentum is {outer.momentum:g} from the first of {rounds} rounds: so short a run ended lower in tests with "
-            f"sync.outer.rounds.momentum_warmup={min(TESTED_WARMUP, rounds)}"
+            f"sync.outer.momentum is {outer.momentum:g} from the first of {'about ' * period.is_timed}{rounds} rounds: so short a run "
+            f"ended lower in tests with sync.outer.rounds.momentum_warmup={min(TESTED_WARMUP, rounds)}"
         )
 
 

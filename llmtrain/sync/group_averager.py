@@ -188,8 +188,9 @@ class GroupAverager:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:
                 return
-            message = [copy_of(part, part) for part in self._posted[version]]
+            # First this, so that a replica that is never late keeps two models in CPU memory, as planned, and not three.
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
+            message = [copy_of(part, part) for part in self._posted[version]]
         group = self.group_of(iteration)
         in_flight = [
             group.start_all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message

@@ -167,6 +167,10 @@ TABLES = {
           + period.every / step_seconds
     """,
     "llmtrain/plan/recipe_warnings.py": r"""
+    seen by unit/test_auto_outer.py
+        warnings: rounds of seconds are not counted
+          - rounds = 0 if seconds is None else round(local_steps(recipe) * seconds / period.every)
+          + rounds = 0
     seen by unit/test_recipe_warnings.py
         warnings: validation text that is trained on passes
           - if _is_in(text, section.source) and not is_left_out:
@@ -195,9 +199,8 @@ TABLES = {
         warnings: outer momentum overshoots with one replica
           -  and recipe.parallel.replicas != 1
         warnings: rounds are counted in synchronous steps, too
-          - rounds = round_count(recipe)
-          -
-          + rounds = recipe.train.total_steps // sync.period.min_length
+          - rounds = round_count(recipe) if period.min_length else 0
+          + rounds = recipe.train.total_steps // period.min_length if period.min_length else 0
           +
     """,
     "llmtrain/plan/show.py": r"""

@@ -53,6 +53,19 @@ def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
         assert not of_early_momentum(load_recipe(RECIPE, [*keys, *changed, advice]))
 
 
+def test_rounds_of_seconds_are_counted_if_the_time_of_a_step_is_known() -> None:
+    clock = ["parallel.in_process=true", "parallel.replicas=2", "parallel.virtual_clock.step_seconds=[1.0, 1.0]"]
+    keys = [
+        "sync.method=a_edit",
+        "sync.period.every=4",
+        "sync.period.min_steps=2",
+        "sync.warmup_steps=4",
+        "train.steps=24",
+    ]
+    (line,) = of_early_momentum(load_recipe(RECIPE, [*keys, *clock, "schedule.warmup_steps=1"]))
+    assert "first of about 5 rounds" in line
+
+
 def test_a_run_without_outer_momentum_or_counted_rounds_has_no_such_warning() -> None:
     for method in ("local_sgd", "slowmo", "a_edit"):
         assert not of_early_momentum(load_recipe(RECIPE, [f"sync.method={method}", "sync.period.every=9"])), method

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from llmtrain.config import WaitAvoidingSection
 from llmtrain.parallel.comms import Comms
-from llmtrain.sync.group_averager import GroupAverager
+from llmtrain.sync import group_averager
+from llmtrain.sync.group_averager import GroupAverager, copy_of
 
 GLOBAL = 2
 """The iteration in which all replicas average."""
@@ -96,6 +98,23 @@ def test_a_late_replica_answers_with_its_newest_message(worker: GroupAverager) -
         worker.wake_signal.given.put(True)
         (total,), version = worker.collect(iteration)
         assert version == 0 and total.tolist() == [1.0] * 3
+
+
+def test_a_replica_in_time_keeps_two_models(worker: GroupAverager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message and the copy of it that is sent, as `models_in_cpu_memory` says."""
+    kept = []
+
+    def counting(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            kept.append(len(worker._posted) + 1)
+        return copy_of(part, like)
+
+    monkeypatch.setattr(group_averager, "copy_of", counting)
+    for iteration in (0, 1):
+        worker.publish(iteration, [torch.ones(3)])
+        worker.wake_signal.given.put(True)
+        worker.collect(iteration)
+    assert kept == [WaitAvoidingSection.models_in_cpu_memory] * 2
 
 
 def test_a_global_average_ends_the_use_of_older_messages(worker: GroupAverager) -> None:
