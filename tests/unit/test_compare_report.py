@@ -151,6 +151,14 @@ def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path:
     )
 
 
+def test_the_headline_without_ratios_names_the_fastest_run(tmp_path: Path) -> None:
+    """It is neither the first run nor under the first condition."""
+    for condition, times in (("100mbit", (5.0, 4.0)), ("30mbit", (6.0, 3.0))):
+        runs = {run: [(seconds, 4.0)] * 3 for run, seconds in zip(("diloco", "edit"), times, strict=True)}
+        write(tmp_path, condition, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], **runs)
+    assert headline(tmp_path, target=4.0).startswith("edit under 30mbit reached 4.000 before synchronous, but")
+
+
 def test_there_is_nothing_to_compare(tmp_path: Path) -> None:
     nothing = "Nothing to compare: the baseline {} has no final loss, or no other run has results"
     write_run(tmp_path / "alone" / "mine", straight(10.0, 4.0), "edit")
