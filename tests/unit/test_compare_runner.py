@@ -203,6 +203,43 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
     )
 
 
+def test_another_suite_target_baseline_or_seed_leaves_ended_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every trial is made once, and the suite's tasks are loaded before the first one."""
+    made: list[tuple[str, int | None]] = []
+
+    def make(planned: Any, comparison: Any, *_: Any) -> Any:
+        made.append((planned.run, planned.seed))
+        planned.directory.mkdir(parents=True, exist_ok=True)
+        (planned.directory / "trial.json").write_text('{"state": "done", "wall_seconds": 1.0}')
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], missed=[], foreign_load=None)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "check_benchmarks", lambda _: None)
+    monkeypatch.setattr(runner, "fetch_tasks", lambda suite, *_: made.append((suite and suite.name, None)))
+    monkeypatch.setattr(runner, "evaluate_trials", lambda *_: True)
+    monkeypatch.setattr(runner, "write_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "_results", lambda *_: SimpleNamespace(baseline="diloco"))
+    monkeypatch.setattr(runner, "prepare_texts", lambda *_, **__: {"": SimpleNamespace(vocab_size=400)})
+
+    def made_with(keys: str, file: str = FILE) -> list[tuple[str, int | None]]:
+        made.clear()
+        assert runner.run_comparison(written(tmp_path, file + keys), shaping=False) == 0
+        return list(made)
+
+    both = [("synchronous", 1), ("diloco", 1)]
+    assert made_with("seeds: [1]\nsuite: small\n") == [("small", None), *both]
+    assert made_with("seeds: [1]\nsuite: offline\n") == []
+    assert made_with("seeds: [1]\ntarget: {loss: 3.5}\nbaseline: diloco\n") == []
+    assert made_with("seeds: [1, 2]\n") == [(None, None), ("synchronous", 2), ("diloco", 2)]
+    assert "- 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text(), "the file is that of the last start"
+    with pytest.raises(RecipeError, match=r"another version of this comparison \(count: 2 there, count: 4 here\)"):
+        made_with("seeds: [1]\n", FILE.replace("count: 2", "count: 4"))
+    assert "count: 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text()
+
+
 def test_ended_trials_of_versions_that_named_no_faults_without_limits_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
