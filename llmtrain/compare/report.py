@@ -40,7 +40,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
     title, trials = f"Comparison {folder.resolve().name}", list(results.trials["trial"].dropna())
     loader = PackageLoader("llmtrain.compare", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"literal": literal, "loss": loss, "duration": seconds}
+    environment.filters |= {"literal": literal, "loss": loss, "duration": seconds, "percent": percent}
     environment.filters["portable"] = lambda line: line.replace(f"{REPOSITORY}/", "")
     text = environment.get_template("report.md.j2").render(
         title=title,

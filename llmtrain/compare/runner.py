@@ -31,7 +31,7 @@ from llmtrain.compare.comparison import (
     trials,
 )
 from llmtrain.compare.measures import Results, gather
-from llmtrain.compare.report import seconds, write_report
+from llmtrain.compare.report import percent, seconds, write_report
 from llmtrain.compare.results import TrialRecord, TrialState, load_trials
 from llmtrain.compare.trial import TrialRun
 from llmtrain.config import Recipe
@@ -40,6 +40,7 @@ from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import COMMAND_LINE, load_recipe, load_yaml, resolved_yaml
@@ -86,6 +87,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
             for run, recipe in {one.run: recipe for one, recipe in zip(planned, recipes, strict=True)}.items():
                 for line in recipe_warnings(recipe):
                     progress.print(f"warning: runs.{run}: {line}")
+            for line in _crowding(comparison) if shaping else ():
+                progress.print(f"warning: {line}")
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 first, *_ = prepare_texts(recipe, show_progress=True).values()
                 check_vocabulary(recipe, first.vocab_size)
@@ -209,9 +212,26 @@ def _cluster(
 ) -> AbstractContextManager[list[Host]]:
     if not shaping:
         return loopback_cluster(comparison.hosts.count)
+    return virtual_cluster(_limits(comparison, condition), seed=seed)
+
+
+def _limits(comparison: Comparison, condition: ConditionSection) -> list[HostLimits]:
     limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms", "loss"}) | {"cpus": comparison.hosts.cpus}
     own = [condition.hosts.get(number, HostLimits()) for number in range(comparison.hosts.count)]
-    return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own], seed=seed)
+    return [HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own]
+
+
+def _crowding(comparison: Comparison) -> Iterator[str]:
+    """Yield a warning for each condition whose hosts together may use more CPU time than the machine has. A host without a limit
+    uses a core per rank."""
+    cores = usable_cores()
+    for name, condition in comparison.conditions.items():
+        cpus = sum(one.cpus or comparison.hosts.processes for one in _limits(comparison, condition))
+        if cpus > cores:
+            yield (
+                f"conditions.{name}: the hosts use up to {cpus:g} cores together, and this machine has {cores}, so hosts that wait make "
+                f"the others faster; give hosts.cpus={cores / comparison.hosts.count:.2g} or less"
+            )
 
 
 def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) -> float:
@@ -283,3 +303,5 @@ class ComparisonProgress(Progress):
             self.print(f"    {line}")
         for fault in record.missed:
             self.print(f"    warning: it ended before {fault}")
+        if record.is_disturbed:
+            self.print(f"    warning: other programs took {percent(record.other_load)} of the machine's CPU time")

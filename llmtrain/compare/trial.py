@@ -21,6 +21,7 @@ from llmtrain.compare.cluster.hosts import Host
 from llmtrain.compare.cluster.processes import CommandError
 from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
+from llmtrain.compare.other_load import cpu_seconds, other_load
 from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, ResultsError, one_line
@@ -89,7 +90,7 @@ class TrialRun:
                 shutil.rmtree(planned.directory)
             planned.directory.mkdir(parents=True)
         before = [_counters(host) for host in self.hosts]
-        started, trained = time.monotonic(), 0.0
+        started, trained, cpu = time.monotonic(), 0.0, cpu_seconds()
         for stage in planned.stages:
             end = self._run_stage(stage, trained)
             trained += end.seconds
@@ -109,6 +110,7 @@ class TrialRun:
             commit=_commit(),
             hosts=[_traffic(host, counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=end.last_lines,
+            other_load=other_load(cpu),
             missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
         path = planned.directory / TRIAL

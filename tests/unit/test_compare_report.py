@@ -297,6 +297,21 @@ def test_reports_of_little(tmp_path: Path) -> None:
     assert said in text and text.count("ended before") == 1
 
 
+def test_a_report_names_trials_beside_other_work(tmp_path: Path) -> None:
+    """Trials of failed runs, whose own processes may count as others, are left out."""
+    loads = {("edit", 1): 0.23, ("edit", 2): 0.04, ("diloco", 1): 0.061, ("diloco", 2): None, ("wagma", 1): 0.9}
+    for (run, seed), load in loads.items():
+        state = "failed" if run == "wagma" else "done"
+        write_trial(tmp_path, "plain", run, seed, straight(60, 4.0), other_load=load, state=state)
+    write_trial(tmp_path, "thin", "edit", 1, straight(60, 4.0), other_load=0.05)
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
+    [warning] = [line for line in text.split("\n\n") if "Warning: other" in line]
+    assert " ".join(warning.split()) == (
+        "Warning: other programs took CPU time of the machine during diloco with seed 1 (6.1 %); edit with seed 1 (23 %). "
+        "Their times may be too long."
+    )
+
+
 def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_none(tmp_path: Path) -> None:
     write_trial(tmp_path, "plain", "edit", 1, [], state="failed", exit_codes=[1, None])
     text = (write_report(results_of(tmp_path, target=6.0), tmp_path).parent / "report.md").read_text()

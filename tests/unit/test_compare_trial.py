@@ -271,6 +271,22 @@ def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., tr
     assert record.missed == ["the pause of host 0 at 12.5 s", "the death of host 1 at 20 s"]
 
 
+def test_the_load_of_other_programs_is_in_a_trials_record(
+    made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before the first process starts until the last one has ended."""
+    hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0))
+    seen: list[int] = []
+
+    def since(start: str) -> float:
+        seen.append(hosts[1].torchruns[0].returncode)
+        return {"the start": 0.25}[start]
+
+    monkeypatch.setattr(trial, "cpu_seconds", lambda: "the start" if not hosts[0].commands else "later")
+    monkeypatch.setattr(trial, "other_load", since)
+    assert made("plain", *hosts).other_load == 0.25 and seen == [0]
+
+
 def test_a_trial_is_recorded_although_its_traffic_can_not_be_read(made: Callable[..., trial.TrialRecord]) -> None:
     hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0))
     counts = iter((5, 7))
