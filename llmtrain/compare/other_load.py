@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import psutil
 
+BUSY, REST = ("user", "nice", "system", "steal"), ("idle", "iowait", "irq", "softirq")
+"""Kinds of CPU time that psutil counts; not every system has all of them."""
+
 
 class CpuSeconds(NamedTuple):
     """CPU seconds since the machine's start, summed over its cores."""
@@ -22,14 +25,14 @@ class CpuSeconds(NamedTuple):
 
 def cpu_seconds() -> CpuSeconds:
     """Return the CPU seconds so far."""
-    machine, own = psutil.cpu_times()._asdict(), 0.0
+    machine, own = psutil.cpu_times(), 0.0
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended, and its parent has its time
             times = process.cpu_times()
             own += times.user + times.system + times.children_user + times.children_system
-    total = sum(seconds for kind, seconds in machine.items() if not kind.startswith("guest"))  # user has guest's, too
-    return CpuSeconds(total, sum(machine.get(kind, 0.0) for kind in ("user", "nice", "system", "steal")), own)
+    busy, rest = (sum(getattr(machine, kind, 0.0) for kind in kinds) for kinds in (BUSY, REST))
+    return CpuSeconds(busy + rest, busy, own)
 
 
 def other_load(since: CpuSeconds) -> float | None:

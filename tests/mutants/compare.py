@@ -85,8 +85,8 @@ TABLES = {
         compare: time of children that have ended is other programs'
           -  + times.children_user + times.children_system
         compare: interrupts are other programs
-          - ("user", "nice", "system", "steal")
-          + ("user", "nice", "system", "steal", "softirq")
+          - "steal"), ("idle"
+          + "steal", "softirq"), ("idle"
     """,
     "llmtrain/compare/plots.py": r"""
     seen by unit/test_compare_plots.py

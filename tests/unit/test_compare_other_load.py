@@ -50,7 +50,7 @@ class Machine:
             "guest": 9.0,
         }
         self.child = 1.0
-        monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(_asdict=lambda: dict(self.times)))
+        monkeypatch.setattr(module.psutil, "cpu_times", lambda: SimpleNamespace(**self.times))
         monkeypatch.setattr(module.psutil, "Process", self.process)
 
     def process(self) -> Any:
