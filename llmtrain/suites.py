@@ -225,6 +225,16 @@ def check_local_files(suite: Suite, folders: list[Path], data_dir: Path | None, 
         data_file(data_dir, file, needed_by, key)
 
 
+def tasks_without_files(suite: Suite, folders: Sequence[Path]) -> list[str]:
+    """Return the tasks of a suite whose data is not all in files of the data folder, such as those from the hub."""
+    local = local_tasks(folders)
+    return [
+        task.task
+        for task in suite.tasks
+        if (found := local.get(task.task)) is None or found.elsewhere or not found.files
+    ]
+
+
 def _local_files(suite: Suite, folders: list[Path]) -> list[tuple[str, str]]:
     """Return pairs (file relative to the data folder, task or text that reads it)."""
     local = local_tasks(folders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from statistics import mean
@@ -33,6 +34,8 @@ MEASURED = 21.0
 VOCABULARY = 1024
 ROUNDED = ("streaming_diloco", "sparseloco")
 """Methods whose messages are not in fp32."""
+NO_INT8, OWN_WIRE = "no int8 run", "has its own wire"
+"""Cells of a method whose synchronous training was not run with int8 gradients, and of one of ROUNDED with int8 messages."""
 WAITING = ("synchronous", "edit", "local_sgd")
 """Methods of even replicas beside those of uneven ones: each replica waits for the slowest, after each step or each round."""
 
@@ -75,8 +78,9 @@ def speed_rows(done: Records) -> list[Row]:
 
 def break_even_rows(done: Records) -> list[Row]:
     """Return, for each cell that is local from the first step, the time of a message at which it reaches its loss as fast as
-    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too. Synchronous
-    training with int8 gradients was run with TOKENS only; for longer runs, the rows assume that these gradients cost as little."""
+    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too; or the reason
+    why there is none. Synchronous training with int8 gradients was run with TOKENS only; for longer runs, the rows assume that these
+    gradients cost as little."""
     rounded = {synchronous_beside(cell): cell for cell in STAGES["gradients"] if mean_loss(cell, done) is not None}
     rows = []
     for cell in timed_cells(done):
@@ -84,25 +88,36 @@ def break_even_rows(done: Records) -> list[Row]:
             continue
         beside = synchronous_beside(cell)
         int8 = rounded.get(replace(beside, length=1))
-        found = [break_even(cell, other, done) if other else None for other in (beside, int8)]
-        is_rounded = cell.method in ROUNDED or int8 is None
-        found.append(None if is_rounded else break_even(cell, int8, done, "sync.wire=int8"))
-        rows.append((cell.label, *("" if steps is None else f"{steps:.2g}" for steps in found)))
+        against = [break_even_text(cell, other, done) for other in (beside, int8)]
+        both = OWN_WIRE if cell.method in ROUNDED else break_even_text(cell, int8, done, "sync.wire=int8")
+        rows.append((cell.label, *against, both))
     return rows
 
 
-def break_even(cell: Cell, other: Cell, done: Records, *changed: str) -> float | None:
-    """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time; None
-    if there is none up to the longest message of the tables. `other` is the synchronous cell, which needs the tokens of
-    `equal_loss_share`. `changed` keys change the cell's times, not its loss."""
+def break_even_text(cell: Cell, other: Cell | None, done: Records, *changed: str) -> str:
+    """Return `break_even` as text. `other` is None if those runs are missing."""
+    if other is None:
+        return NO_INT8
+    steps = break_even(cell, other, done, *changed)
+    if steps == 0:
+        return f"below {MESSAGES[0]:g}"
+    return f"{steps:.2g}" if math.isfinite(steps) else f"above {MESSAGES[-1]:g}"
+
+
+def break_even(cell: Cell, other: Cell, done: Records, *changed: str) -> float:
+    """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time: 0 if
+    the cell is faster with the shortest message of the tables already, infinity if it is not with the longest. `other` is the
+    synchronous cell, which needs the tokens of `equal_loss_share`. `changed` keys change the cell's times, not its loss."""
     share = equal_loss_share(mean_loss(cell, done), cell, done) * cell.length / other.length
 
     def is_faster(steps: float) -> bool:
         return share * time_of(other, done, steps).run > time_of(cell, done, steps, *changed).run
 
     low, high = MESSAGES[0], MESSAGES[-1]
-    if is_faster(low) or not is_faster(high):
-        return None
+    if is_faster(low):
+        return 0.0
+    if not is_faster(high):
+        return math.inf
     while high / low > 1.01:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_faster(middle) else (middle, high)

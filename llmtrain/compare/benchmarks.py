@@ -15,9 +15,10 @@ import pandas as pd
 from llmtrain.compare.comparison import BenchmarkSection, TrialSpec
 from llmtrain.compare.measures import Results
 from llmtrain.compare.results import EVALUATE_AGAIN, TrialState
+from llmtrain.errors import DataError
 from llmtrain.files import read_mapping
 from llmtrain.run_files import EVALUATIONS
-from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest
+from llmtrain.suites import check_local_files, harness_version, load_suite, suite_digest, tasks_without_files
 from llmtrain.train.background_eval import last_log_line
 
 SIGNIFICANT = 0.05
@@ -36,6 +37,20 @@ def check_benchmarks(section: BenchmarkSection | None) -> None:
     if suite.tasks:
         harness_version()
     check_local_files(suite, folders, Path(section.data_dir) if section.data_dir else None, "suite.data_dir")
+
+
+def fetch_tasks(section: BenchmarkSection | None, folder: Path, say: Callable[[str], None]) -> None:
+    """Load all tasks of a suite in a process of its own, which leaves a log in `folder`, if some have no local data. Raises DataError
+    if one can't be loaded, because all evaluations would fail after the trials."""
+    if section is None or not tasks_without_files(*load_suite(section.name, "suite.name")[1:]):
+        return
+    say(f"loading the tasks of suite {section.name}")
+    command = [sys.executable, "-m", "llmtrain.eval.fetch", section.name, *filter(None, [section.data_dir])]
+    log = folder / "suite.log"
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise DataError(f"suite.name {section.name}: its tasks can't be loaded: {last_log_line(log)}; see {log}")
 
 
 def evaluate_trials(

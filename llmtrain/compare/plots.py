@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -75,8 +76,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
             if not is_done[index]:
                 axes.plot(*curve[[cost, "loss"]].iloc[-1], "x", color=look["color"], markersize=11, markeredgewidth=2.5)
         done = [curve for index, curve in curves.items() if is_done[index]] or list(curves.values())
-        shared = pd.concat([curve.set_index("step") for curve in done], axis=1, join="inner", keys=range(len(done)))
-        thick = shared.T.groupby(level=1).median().T if len(shared) else done[0]
+        thick = median_curve(done)
         axes.plot(thick[cost], thick["loss"], **look, markersize=4.5, linewidth=1.7, label=run)
         medians.append(thick)
     if not medians:
@@ -101,6 +101,24 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
     axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=condition)
     _legend_below(figure)
     return figure
+
+
+def median_curve(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Return the median of curves by step. If they share fewer than half of the steps of the longest, as with rounds of seconds,
+    all are interpolated at the steps of the one that ends first, from where all have begun. If that leaves no two points and no
+    steps are shared, return the first curve."""
+    curves = [curve.set_index("step") for curve in curves]
+    shared = pd.concat(curves, axis=1, join="inner", keys=range(len(curves)))
+    if 2 * len(shared) < max(map(len, curves)):
+        begin, steps = max(curve.index[0] for curve in curves), min(curves, key=lambda curve: curve.index[-1]).index
+        if len(steps := steps[steps >= begin]) > 1:
+            columns = {
+                (number, name): np.interp(steps, curve.index, values)
+                for number, curve in enumerate(curves)
+                for name, values in curve.items()
+            }
+            shared = pd.DataFrame(columns, steps)
+    return shared.T.groupby(level=1).median().T if len(shared) else curves[0]
 
 
 def draw_time(results: Results, condition: str) -> Figure | None:

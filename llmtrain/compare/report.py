@@ -40,7 +40,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
     title, trials = f"Comparison {folder.resolve().name}", list(results.trials["trial"].dropna())
     loader = PackageLoader("llmtrain.compare", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"literal": literal, "loss": loss, "duration": seconds}
+    environment.filters |= {"literal": literal, "loss": loss, "duration": seconds, "percent": percent}
     environment.filters["portable"] = lambda line: line.replace(f"{REPOSITORY}/", "")
     text = environment.get_template("report.md.j2").render(
         title=title,
@@ -117,7 +117,7 @@ def headline(results: Results) -> str:
         if runs["outcome"].isin(silent).all():
             reason = f"the baseline {baseline} has no final loss, or no other run has results"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
-        faster = runs.index[runs["outcome"] == Outcome.FASTER]
+        faster = runs["seconds"][runs["outcome"] == Outcome.FASTER].sort_values("median", kind="stable").index
         # There is no ratio if most of the baseline's seeds miss a given target, or if the run has it before its first step.
         if len(faster):
             condition, name = faster[0]

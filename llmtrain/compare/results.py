@@ -23,6 +23,8 @@ LINE = {"step", "tokens", "seconds"}
 """Keys of every line of metrics.jsonl."""
 EVALUATE_AGAIN = "delete it and evaluate again"
 """Remedy for a damaged result of `llmtrain eval`."""
+MOST_OTHER_LOAD = 0.05
+"""Share of the machine's CPU time that other programs may take during a trial without a warning."""
 SPAN = ["kind", "step", "start", "end"]
 
 
@@ -64,6 +66,15 @@ class TrialRecord(BaseModel, frozen=True):
     """Last output lines of the host that failed first."""
     missed: list[str] = []
     """Pauses and deaths of the condition that never happened, because training ended before them."""
+    other_load: float | None = None
+    """Share of the machine's CPU time that other programs took during the trial; None if unknown."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Return whether other programs took so much CPU time that the trial's times are in doubt. Of failed trials it is not known,
+        because the processes of a killed host are nobody's descendants."""
+        ended = self.state in (TrialState.DONE, TrialState.STOPPED)
+        return ended and self.other_load is not None and self.other_load > MOST_OTHER_LOAD
 
 
 class Trial(TrialRecord, frozen=True):

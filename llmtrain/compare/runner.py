@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import statistics
@@ -10,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials
+from llmtrain.compare.benchmarks import check_benchmarks, evaluate_trials, fetch_tasks
 from llmtrain.compare.cluster.hosts import Host, loopback_cluster, virtual_cluster, why_no_cluster
 from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.compare.comparison import (
@@ -28,7 +31,7 @@ from llmtrain.compare.comparison import (
     trials,
 )
 from llmtrain.compare.measures import Results, gather
-from llmtrain.compare.report import seconds, write_report
+from llmtrain.compare.report import percent, seconds, write_report
 from llmtrain.compare.results import TrialRecord, TrialState, load_trials
 from llmtrain.compare.trial import TrialRun
 from llmtrain.config import Recipe
@@ -37,14 +40,18 @@ from llmtrain.launch.nodes import DEFAULT_PORT
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.network import unused_port
 from llmtrain.plan.recipe_warnings import recipe_warnings
+from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_diff import differences
-from llmtrain.recipe_loader import COMMAND_LINE, load_recipe, resolved_yaml
+from llmtrain.recipe_loader import COMMAND_LINE, load_recipe, load_yaml, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import lock_folder
 from llmtrain.train.signals import handled
+
+AFTER_TRIALS = ("seeds", "baseline", "target", "suite")
+"""Keys of a comparison that change none of its trials: another seed adds some, and the others are about results."""
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
@@ -66,11 +73,12 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
         lock = lock_folder(folder, "give the other comparison another `name:`")
     repeated = (None, TrialState.FAILED) if retry else (None,)
     missing = [pair for pair in zip(planned, recipes, strict=True) if pair[0].state() in repeated]
-    with _writing(folder):
-        _open(folder, comparison)
+    _check_folder(folder, comparison)
     for one, recipe in zip(planned, recipes, strict=True):
         if one.state() not in repeated and (changed := _differences(one, recipe, comparison, shaping)):
             raise _of_another_version(folder, f"{one.condition} · {one.run} · seed {one.seed}: {changed[0]}")
+    with _writing(folder):
+        (folder / COMPARISON).write_text(resolved_yaml(comparison), encoding="utf-8")
     flags = [] if shaping else ["--no-shaping"]
     command = shlex.join(["llmtrain", "compare", str(file), *overrides, *flags])
     progress = ComparisonProgress(len(planned), len(missing))
@@ -79,12 +87,16 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
             for run, recipe in {one.run: recipe for one, recipe in zip(planned, recipes, strict=True)}.items():
                 for line in recipe_warnings(recipe):
                     progress.print(f"warning: runs.{run}: {line}")
+            for line in _crowding(comparison) if shaping else ():
+                progress.print(f"warning: {line}")
             for recipe in recipes:  # all data first, because preparing it is not part of a trial
                 first, *_ = prepare_texts(recipe, show_progress=True).values()
                 check_vocabulary(recipe, first.vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial
                 with _cluster(comparison, condition, shaping):
                     pass
+            if missing:
+                fetch_tasks(comparison.suite, folder, progress.print)
             for number, (one, recipe) in enumerate(missing, 1):
                 if signals:  # Python has dropped the exception
                     raise KeyboardInterrupt
@@ -138,11 +150,14 @@ def _writing(folder: Path) -> Iterator[None]:
         raise RecipeError(f"out_dir: {folder} can't be written ({one_line(error)}); give another folder") from error
 
 
-def _open(folder: Path, comparison: Comparison) -> None:
-    """Write the comparison into its folder. Raises RecipeError if the folder belongs to a different comparison."""
-    path, text = folder / COMPARISON, resolved_yaml(comparison)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        here, there = text.splitlines(), path.read_text(encoding="utf-8").splitlines()
+def _check_folder(folder: Path, comparison: Comparison) -> None:
+    """Raise RecipeError if the folder belongs to a comparison with other trials."""
+    path = folder / COMPARISON
+    if not path.exists():
+        return
+    data = load_yaml(path, "comparison", str), comparison.model_dump(mode="json")
+    there, here = (_lines_about_trials(one) for one in data)
+    if there != here:
         pairs = ((there, here, "there"), (here, there, "here"))
         found = [
             f"{lacking[0].lstrip(' -')} {where}"
@@ -150,7 +165,12 @@ def _open(folder: Path, comparison: Comparison) -> None:
             if (lacking := [line for line in one if line not in other])
         ]
         raise _of_another_version(folder, ", ".join(found) or "in another order")
-    path.write_text(text, encoding="utf-8")
+
+
+def _lines_about_trials(data: Any) -> list[str]:
+    """Return the lines of a comparison file without the keys that change no trial."""
+    kept = {key: value for key, value in data.items() if key not in AFTER_TRIALS} if isinstance(data, dict) else data
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=math.inf).splitlines()
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
@@ -192,9 +212,26 @@ def _cluster(
 ) -> AbstractContextManager[list[Host]]:
     if not shaping:
         return loopback_cluster(comparison.hosts.count)
+    return virtual_cluster(_limits(comparison, condition), seed=seed)
+
+
+def _limits(comparison: Comparison, condition: ConditionSection) -> list[HostLimits]:
     limits = condition.model_dump(include={"bandwidth_mbit", "latency_ms", "loss"}) | {"cpus": comparison.hosts.cpus}
     own = [condition.hosts.get(number, HostLimits()) for number in range(comparison.hosts.count)]
-    return virtual_cluster([HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own], seed=seed)
+    return [HostLimits(**limits | host.model_dump(exclude_none=True)) for host in own]
+
+
+def _crowding(comparison: Comparison) -> Iterator[str]:
+    """Yield a warning for each condition whose hosts together may use more CPU time than the machine has. A host without a limit
+    uses a core per rank."""
+    cores = usable_cores()
+    for name, condition in comparison.conditions.items():
+        cpus = sum(one.cpus or comparison.hosts.processes for one in _limits(comparison, condition))
+        if cpus > cores:
+            yield (
+                f"conditions.{name}: the hosts use up to {cpus:g} cores together, and this machine has {cores}, so hosts that wait make "
+                f"the others faster; give hosts.cpus={cores / comparison.hosts.count:.2g} or less"
+            )
 
 
 def _seconds_left(missing: Sequence[TrialSpec], planned: Sequence[TrialSpec]) -> float:
@@ -266,3 +303,5 @@ class ComparisonProgress(Progress):
             self.print(f"    {line}")
         for fault in record.missed:
             self.print(f"    warning: it ended before {fault}")
+        if record.is_disturbed:
+            self.print(f"    warning: other programs took {percent(record.other_load)} of the machine's CPU time")

@@ -21,6 +21,7 @@ from llmtrain.compare.cluster.hosts import Host
 from llmtrain.compare.cluster.processes import CommandError
 from llmtrain.compare.comparison import RUN_AGAIN, TRIAL, Comparison, ConditionSection, Stage, TrialSpec
 from llmtrain.compare.faults import Faults
+from llmtrain.compare.other_load import cpu_seconds, other_load
 from llmtrain.compare.results import TrialRecord, TrialState
 from llmtrain.config import Recipe
 from llmtrain.errors import DONE, ResultsError, one_line
@@ -89,7 +90,7 @@ class TrialRun:
                 shutil.rmtree(planned.directory)
             planned.directory.mkdir(parents=True)
         before = [_counters(host) for host in self.hosts]
-        started, trained = time.monotonic(), 0.0
+        started, trained, cpu = time.monotonic(), 0.0, cpu_seconds()
         for stage in planned.stages:
             end = self._run_stage(stage, trained)
             trained += end.seconds
@@ -109,6 +110,7 @@ class TrialRun:
             commit=_commit(),
             hosts=[_traffic(host, counters) for host, counters in zip(self.hosts, before, strict=True)],
             last_lines=end.last_lines,
+            other_load=other_load(cpu),
             missed=self.comparison.conditions[planned.condition].faults_after(trained),
         )
         path = planned.directory / TRIAL
@@ -122,20 +124,34 @@ class TrialRun:
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         earlier = last_logged_step(self.planned.directory / METRICS)
         processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
-        times = self._watch(processes, stage, earlier, trained)
+        times, failures = StageTimes(started=time.monotonic()), []
+        try:
+            self._watch(processes, stage, earlier, trained, times)
+        except (TimeoutError, CommandError) as error:
+            failures.append(one_line(error))
         seconds = 0.0 if times.began is None else time.monotonic() - times.began
-        for pause in condition.pauses:
-            self.hosts[pause.host].resume()
-        return self._end_of(stage, [process.returncode for process in processes], times, seconds)
+        ends = [self.hosts[pause.host].resume for pause in condition.pauses]
+        for end in [host.kill for host in hosts] if failures else ends:
+            try:
+                end()
+            except (TimeoutError, CommandError) as error:
+                failures.append(one_line(error))
+        codes = [process.poll() for process in processes]
+        if failures:
+            return StageEnd(TrialState.FAILED, codes, failures, seconds)
+        return self._end_of(stage, codes, times, seconds)
 
-    def _watch(self, processes: Sequence[subprocess.Popen], stage: Stage, earlier: int, trained: float) -> StageTimes:
-        """Wait until the processes have ended. Start the condition's events, stop the run after the stage's last step or at the
-        time limit, and kill hosts that hang.
+    def _watch(
+        self, processes: Sequence[subprocess.Popen], stage: Stage, earlier: int, trained: float, times: StageTimes
+    ) -> None:
+        """Wait until the processes have ended, and note the moments of the stage in `times`. Start the condition's events, stop the
+        run after the stage's last step or at the time limit, and kill hosts that hang. Raises TimeoutError or CommandError if the
+        processes of a host do not obey.
 
         Training has begun when a step after `earlier` is logged. Hosts have `patience` seconds to log it, and to end after the
         first failure or the request to stop.
         """
-        metrics, times = self.planned.directory / METRICS, StageTimes(started=time.monotonic())
+        metrics = self.planned.directory / METRICS
         events = host_events(self.comparison.conditions[self.planned.condition], self.hosts)
         patience = self.recipe.run.timeout_seconds + START_SECONDS
         time_limit, last_step = 60 * (self.comparison.stop_after_minutes or math.inf) - trained, stage.until or math.inf
@@ -158,7 +174,6 @@ class TrialRun:
             if now > times.waiting_since() + patience:
                 for host in self.hosts[: stage.replicas]:
                     host.kill()
-        return times
 
     def _end_of(self, stage: Stage, codes: list[int | None], times: StageTimes, seconds: float) -> StageEnd:
         if all(code == DONE for code in codes):

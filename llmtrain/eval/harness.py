@@ -118,6 +118,21 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
         )
 
 
+def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]:
+    """Return the tasks and groups of a name with their data, which comes from the hub unless the task `is_local`. Raises DataError if
+    the data is not available or damaged."""
+    from jinja2 import UndefinedError
+
+    try:
+        return manager.load([name])
+    except (OSError, ValueError, LookupError, UndefinedError) as error:
+        if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
+            raise DataError(f"task {name}: its data can't be read ({first_line(error)}); mend the file") from error
+        raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
+            f"task {name}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
+        ) from error
+
+
 def run_task(
     section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager, is_local: bool = False
 ) -> Entry | None:
@@ -127,19 +142,9 @@ def run_task(
     few_shot, and ModelError if an answer is longer than the model's context or has no loss.
     """
     with quiet():
-        from jinja2 import UndefinedError
         from lm_eval import simple_evaluate
 
-        try:
-            loaded = manager.load([section.task])
-        except (OSError, ValueError, LookupError, UndefinedError) as error:
-            if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
-                raise DataError(
-                    f"task {section.task}: its data can't be read ({first_line(error)}); mend the file"
-                ) from error
-            raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
-                f"task {section.task}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
-            ) from error
+        loaded = load_task(section.task, manager, is_local)
         fixed = next((name for name, task in loaded["tasks"].items() if task.get_config("num_fewshot") == 0), None)
         if section.few_shot and fixed:
             raise SuiteError(

@@ -77,8 +77,28 @@ TABLES = {
           - ends = ends if unit.is_ranked else ends * math.nan
           + ends = ends * 1.0
     """,
+    "llmtrain/compare/other_load.py": r"""
+    seen by unit/test_compare_other_load.py
+        compare: time of children that run is other programs'
+          - (this, *this.children(recursive=True))
+          + (this,)
+        compare: time of children that have ended is other programs'
+          -  + times.children_user + times.children_system
+        compare: interrupts are other programs
+          - "steal"), ("idle"
+          + "steal", "softirq"), ("idle"
+    """,
     "llmtrain/compare/plots.py": r"""
     seen by unit/test_compare_plots.py
+        loss: the median of seeds with few steps in common is at those steps
+          - if 2 * len(shared) < max(map(len, curves)):
+          + if not len(shared):
+        loss: the median goes on after the first seed has ended
+          - min(curves, key=lambda curve: curve.index[-1]).index
+          + max(curves, key=lambda curve: curve.index[-1]).index
+        loss: the median begins before all seeds have
+          - steps[steps >= begin]
+          + steps[steps >= 0]
         time: the bar is that of the fastest seed
           - .index[len(rows) // 2]
           + .index[0]
@@ -101,6 +121,9 @@ TABLES = {
         report: commits are listed without their seeds
           - if len(seeds) < 2:
           + if True:
+        headline: the first run is the fastest
+          - .sort_values("median", kind="stable").index
+          + .index
         headline: seeds that miss the target are not named
           - if side["finite"] < side["seeds"]:
           + if False:
@@ -126,6 +149,9 @@ TABLES = {
         compare: spans in order of their ends
           - sort_values(["rank", "start"],
           + sort_values(["rank", "end"],
+        compare: failed trials are beside other work
+          - return ended and
+          + return
         compare: failed trials are measured
           - return self.state in (TrialState.DONE, TrialState.STOPPED) and bool(self.lines)
           + return bool(self.lines)
@@ -141,6 +167,15 @@ TABLES = {
         compare: garbage may begin after a run's last step
           - if garbage is not None and garbage.first >
           + if False and garbage.first >
+        compare: another seed is another comparison
+          - ("seeds", "baseline", "target", "suite")
+          + ("baseline", "target", "suite")
+        compare: the tasks of a suite are not loaded before the trials
+          -                 fetch_tasks(comparison.suite, folder, progress.print)
+          +                 pass
+        compare: a host without a limit uses no CPU
+          - one.cpus or comparison.hosts.processes
+          + one.cpus or 0
         compare: the recipes' warnings are not shown
           -                     progress.print(f"warning: runs.{run}: {line}")
           -
@@ -163,6 +198,13 @@ TABLES = {
         comparison: each part of a trial has the whole limit
           - (self.comparison.stop_after_minutes or math.inf) - trained
           + (self.comparison.stop_after_minutes or math.inf)
+        compare: a fault that fails costs a trial's record
+          - except (TimeoutError, CommandError) as error:
+          -             failures.append(one_line(error))
+          -         seconds
+          + except CommandError as error:
+          +             failures.append(one_line(error))
+          +         seconds
         compare: a failing ip costs a trial's record
           - with suppress(CommandError):
           + with suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmtrain.compare import benchmarks
-from llmtrain.compare.benchmarks import benchmark_tables, check_benchmarks, evaluate_trials
+from llmtrain.compare.benchmarks import benchmark_tables, check_benchmarks, evaluate_trials, fetch_tasks
 from llmtrain.compare.comparison import BenchmarkSection, TrialSpec, load_comparison
 from llmtrain.compare.measures import gather
 from llmtrain.compare.report import write_report
@@ -257,6 +257,29 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
     begun = len(commands)
     assert evaluate_trials(everything, "a", SUITE, said.append)
     assert [name for name, _ in commands[begun:]] == ["fast-base-2"]
+
+
+def test_tasks_from_the_hub_are_loaded_once_before_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, said = [], []
+
+    def run(command: list[str], stdout: Any, **_: Any) -> SimpleNamespace:
+        commands.append(command[2:])
+        stdout.write("error: task piqa: its data can't be had\n" if "small" in command else "")
+        return SimpleNamespace(returncode=2 if "small" in command else 0)
+
+    monkeypatch.setattr(benchmarks.subprocess, "run", run)
+    (tmp_path / "mine.yaml").write_text("tasks: [{task: piqa}]\ntexts: [{name: valid, file: valid.jsonl}]\n")
+    mine = BenchmarkSection(name=str(tmp_path / "mine.yaml"), data_dir="texts")
+    for section in (None, SUITE, BenchmarkSection(name="offline", data_dir="texts")):
+        fetch_tasks(section, tmp_path, said.append)
+    assert commands == said == [], "all data is local"
+    fetch_tasks(mine, tmp_path, said.append)
+    assert commands == [["llmtrain.eval.fetch", mine.name, "texts"]]
+    with pytest.raises(
+        DataError, match=r"^suite\.name small: its tasks can't be loaded: task piqa: .*; see .*suite\.log$"
+    ):
+        fetch_tasks(BenchmarkSection(name="small"), tmp_path, said.append)
+    assert said == [f"loading the tasks of suite {mine.name}", "loading the tasks of suite small"]
 
 
 def test_a_suite_that_cannot_be_run_is_refused_before_the_first_trial(tmp_path: Path) -> None:

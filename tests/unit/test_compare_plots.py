@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -86,6 +87,27 @@ def test_the_thick_curve_is_the_median_at_the_steps_that_all_seeds_have_or_else_
     axes = losses(tmp_path)
     assert list(labeled(axes, "edit").get_ydata()) == thick
     assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[8.0, 4.0], [loss for *_, loss in second]]
+
+
+@pytest.mark.parametrize(("cost", "points"), [("seconds", 11), ("tokens", 11), ("bytes", 9)])
+def test_the_thick_curve_of_seeds_with_few_steps_in_common_follows_them_all(
+    tmp_path: Path, cost: str, points: int
+) -> None:
+    """As with rounds of seconds: only the first validation of all seeds is at the same step. Points of 0 bytes are left out, so
+    that curves over bytes begin at steps 10, 13 and 16."""
+    for seed, (shift, last) in enumerate([(0, 100), (3, 101), (6, 102)], 1):
+        lines = []
+        for step in [0, *range(10 + shift, 100, 10), last]:
+            point = validation(step, 2.0 * step, 4.0 + 40 / (step + 10) + 0.1 * (seed - 2))
+            lines += [logged(step, 2.0 * step, 1e6 * step), point]
+        write_trial(tmp_path, "plain", "edit", seed, lines)
+    axes = losses(tmp_path, cost)
+    thick, seeds = labeled(axes, "edit"), axes.lines[:3]
+    costs, values = thick.get_xdata(), thick.get_ydata()
+    assert len(values) == points and costs[-1] == seeds[0].get_xdata()[-1], "to the end of the seed that ends first"
+    of_seeds = [np.interp(costs, line.get_xdata(), line.get_ydata()) for line in seeds]
+    assert values == pytest.approx(np.median(of_seeds, axis=0))
+    assert axes.get_ylim()[1] < 6, "the axis ends at the loss after a quarter of the validations"
 
 
 def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:

@@ -151,6 +151,14 @@ def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path:
     )
 
 
+def test_the_headline_without_ratios_names_the_fastest_run(tmp_path: Path) -> None:
+    """It is neither the first run nor under the first condition."""
+    for condition, times in (("100mbit", (5.0, 4.0)), ("30mbit", (6.0, 3.0))):
+        runs = {run: [(seconds, 4.0)] * 3 for run, seconds in zip(("diloco", "edit"), times, strict=True)}
+        write(tmp_path, condition, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], **runs)
+    assert headline(tmp_path, target=4.0).startswith("edit under 30mbit reached 4.000 before synchronous, but")
+
+
 def test_there_is_nothing_to_compare(tmp_path: Path) -> None:
     nothing = "Nothing to compare: the baseline {} has no final loss, or no other run has results"
     write_run(tmp_path / "alone" / "mine", straight(10.0, 4.0), "edit")
@@ -287,6 +295,21 @@ def test_reports_of_little(tmp_path: Path) -> None:
     )
     said = "\n\nWarning: solo with seed 1 ended before the pause of host 0 at 9 s and the death of host 1 at 20 s, which did not"
     assert said in text and text.count("ended before") == 1
+
+
+def test_a_report_names_trials_beside_other_work(tmp_path: Path) -> None:
+    """Trials of failed runs, whose own processes may count as others, are left out."""
+    loads = {("edit", 1): 0.23, ("edit", 2): 0.04, ("diloco", 1): 0.061, ("diloco", 2): None, ("wagma", 1): 0.9}
+    for (run, seed), load in loads.items():
+        state = "failed" if run == "wagma" else "done"
+        write_trial(tmp_path, "plain", run, seed, straight(60, 4.0), other_load=load, state=state)
+    write_trial(tmp_path, "thin", "edit", 1, straight(60, 4.0), other_load=0.05)
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
+    [warning] = [line for line in text.split("\n\n") if "Warning: other" in line]
+    assert " ".join(warning.split()) == (
+        "Warning: other programs took CPU time of the machine during diloco with seed 1 (6.1 %); edit with seed 1 (23 %). "
+        "Their times may be too long."
+    )
 
 
 def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_none(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
 
     def make(planned: Any, *_: Any) -> Any:
         made.append(planned.run)
-        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], missed=[])
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], missed=[], is_disturbed=False)
 
     def report(*_: Any) -> Path:
         if len(made) == 1:
@@ -80,7 +80,7 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
         state, seconds = ("failed", 2.0) if (planned.run, planned.seed) in failing else ("done", 600.0)
         planned.directory.mkdir(parents=True, exist_ok=True)
         (planned.directory / "trial.json").write_text(json.dumps({"state": state, "wall_seconds": seconds}))
-        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[], missed=[])
+        return SimpleNamespace(wall_seconds=seconds, state=state, last_lines=[], missed=[], is_disturbed=False)
 
     def times_left(retry: bool) -> list[str]:
         runner.run_comparison(file, (), shaping=False, retry=retry)
@@ -203,6 +203,43 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
     )
 
 
+def test_another_suite_target_baseline_or_seed_leaves_ended_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every trial is made once, and the suite's tasks are loaded before the first one."""
+    made: list[tuple[str, int | None]] = []
+
+    def make(planned: Any, comparison: Any, *_: Any) -> Any:
+        made.append((planned.run, planned.seed))
+        planned.directory.mkdir(parents=True, exist_ok=True)
+        (planned.directory / "trial.json").write_text('{"state": "done", "wall_seconds": 1.0}')
+        return SimpleNamespace(wall_seconds=1.0, state="done", last_lines=[], missed=[], is_disturbed=False)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_make", make)
+    monkeypatch.setattr(runner, "check_benchmarks", lambda _: None)
+    monkeypatch.setattr(runner, "fetch_tasks", lambda suite, *_: made.append((suite and suite.name, None)))
+    monkeypatch.setattr(runner, "evaluate_trials", lambda *_: True)
+    monkeypatch.setattr(runner, "write_report", lambda *_: tmp_path)
+    monkeypatch.setattr(runner, "_results", lambda *_: SimpleNamespace(baseline="diloco"))
+    monkeypatch.setattr(runner, "prepare_texts", lambda *_, **__: {"": SimpleNamespace(vocab_size=400)})
+
+    def made_with(keys: str, file: str = FILE) -> list[tuple[str, int | None]]:
+        made.clear()
+        assert runner.run_comparison(written(tmp_path, file + keys), shaping=False) == 0
+        return list(made)
+
+    both = [("synchronous", 1), ("diloco", 1)]
+    assert made_with("seeds: [1]\nsuite: small\n") == [("small", None), *both]
+    assert made_with("seeds: [1]\nsuite: offline\n") == []
+    assert made_with("seeds: [1]\ntarget: {loss: 3.5}\nbaseline: diloco\n") == []
+    assert made_with("seeds: [1, 2]\n") == [(None, None), ("synchronous", 2), ("diloco", 2)]
+    assert "- 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text(), "the file is that of the last start"
+    with pytest.raises(RecipeError, match=r"another version of this comparison \(count: 2 there, count: 4 here\)"):
+        made_with("seeds: [1]\n", FILE.replace("count: 2", "count: 4"))
+    assert "count: 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text()
+
+
 def test_ended_trials_of_versions_that_named_no_faults_without_limits_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +295,42 @@ def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
     assert outcome(retry=True) == STOPPED_EARLY
 
 
+@pytest.mark.parametrize(
+    ("hosts", "shaping", "warned"),
+    [
+        ("{count: 4, cpus: 0.5}", True, {"wide": "2.5"}),
+        ("{count: 4, cpus: 0.6}", True, {"plain": "2.4", "wide": "2.8"}),
+        ("{count: 2, processes: 2}", True, {"plain": "4", "wide": "3"}),
+        ("{count: 2}", True, {}),
+        ("{count: 4}", False, {}),
+    ],
+    ids=["one condition", "all", "without limits", "enough", "loopback"],
+)
+def test_hosts_that_want_more_cores_than_there_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hosts: str,
+    shaping: bool,
+    warned: dict[str, str],
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "usable_cores", lambda: 2)
+    monkeypatch.setattr(runner, "why_no_cluster", lambda: None)
+    monkeypatch.setattr(runner, "prepare_texts", interrupted)
+    monkeypatch.chdir(tmp_path)
+    text = FILE.replace("{count: 2}", hosts) + "conditions: {plain: , wide: {hosts: {1: {cpus: 1}}}}\n"
+    assert runner.run_comparison(written(tmp_path, text), shaping=shaping) == STOPPED_EARLY
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cores together" in line]
+    assert len(lines) == len(warned)
+    for line, (name, cpus) in zip(lines, warned.items(), strict=True):
+        assert line.startswith(
+            f"warning: conditions.{name}: the hosts use up to {cpus} cores together, and this machine has 2"
+        )
+
+
 def test_a_folder_that_can_not_be_written_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     file = tmp_path / "small.yaml"
@@ -273,7 +346,12 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
 ) -> None:
     planned = SimpleNamespace(condition="thin", run="diloco", seed=7)
     record = SimpleNamespace(
-        state="failed", wall_seconds=75.0, last_lines=["the reason"], missed=["the death of host 1"]
+        state="failed",
+        wall_seconds=75.0,
+        last_lines=["the reason"],
+        missed=["the death of host 1"],
+        is_disturbed=True,
+        other_load=0.31,
     )
     with ComparisonProgress(total=3, missing=2) as bars:
         bars.begin(planned, 60)
@@ -283,3 +361,4 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     assert "2/3" in shown and "30/60" in shown
     assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown
     assert "warning: it ended before the death of host 1" in shown
+    assert "warning: other programs took 31 % of the machine's CPU time" in shown

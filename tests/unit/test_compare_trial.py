@@ -240,6 +240,26 @@ def test_hosts_stop_and_die_so_many_seconds_after_training_began(
     assert (record.state, record.exit_codes, record.missed) == ("failed", [0, -signal.SIGKILL], [])
 
 
+@pytest.mark.parametrize("also_kill", [False, True], ids=["the pause", "the kill of the hosts, too"])
+def test_a_fault_that_fails_is_a_failed_trial(made: Callable[..., trial.TrialRecord], also_kill: bool) -> None:
+    """Processes that do not stop are not waited for, and the trial has a record."""
+
+    def look(folder: Path) -> None:
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def fail() -> None:
+        raise TimeoutError("processes of host0 have not obeyed")
+
+    hosts = ScriptedHost(0, Torchrun(math.inf)), ScriptedHost(1, Torchrun(math.inf))
+    hosts[0].pause = fail
+    if also_kill:
+        hosts[0].kill = fail
+    record = made("plain", *hosts, look=look, faults="pauses: [{host: 0, at: 4, seconds: 3}]")
+    assert (record.state, record.missed) == ("failed", [])
+    assert record.last_lines == ["processes of host0 have not obeyed"] * (1 + also_kill)
+    assert record.exit_codes == [None if also_kill else -signal.SIGKILL, -signal.SIGKILL]
+
+
 def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., trial.TrialRecord]) -> None:
     def look(folder: Path) -> None:
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -249,6 +269,22 @@ def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., tr
     record = made("plain", *hosts, look=look, faults=faults)
     assert record.state == "done"
     assert record.missed == ["the pause of host 0 at 12.5 s", "the death of host 1 at 20 s"]
+
+
+def test_the_load_of_other_programs_is_in_a_trials_record(
+    made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before the first process starts until the last one has ended."""
+    hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0))
+    seen: list[int] = []
+
+    def since(start: str) -> float:
+        seen.append(hosts[1].torchruns[0].returncode)
+        return {"the start": 0.25}[start]
+
+    monkeypatch.setattr(trial, "cpu_seconds", lambda: "the start" if not hosts[0].commands else "later")
+    monkeypatch.setattr(trial, "other_load", since)
+    assert made("plain", *hosts).other_load == 0.25 and seen == [0]
 
 
 def test_a_trial_is_recorded_although_its_traffic_can_not_be_read(made: Callable[..., trial.TrialRecord]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from llmtrain.errors import DataError, ModelError
+from llmtrain.errors import DataError, ModelError, SuiteError
+from llmtrain.eval import fetch as fetching
 from llmtrain.eval import harness
 from llmtrain.eval.harness import check_answers_fit, check_tasks, entry_of, per_document, run_task
 from llmtrain.eval.scores import Entry
@@ -111,6 +112,32 @@ def test_only_a_task_with_a_local_file_has_a_file_to_mend(monkeypatch: pytest.Mo
     ):
         with pytest.raises(DataError, match=re.escape(message)):
             run_task(TaskSection(task="quiz"), None, lambda: None, SimpleNamespace(load=load), is_local)
+
+
+def test_a_suites_tasks_are_loaded_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, bool]] = []
+
+    def index(folders: tuple[Path, ...], data_dir: Path | None, with_defaults: bool) -> SimpleNamespace:
+        def load(names: list[str]) -> None:
+            loaded.append((*names, with_defaults))
+            if names == ["siqa"]:
+                raise OSError("no internet")
+
+        return SimpleNamespace(load=load, all_tasks=["offline_piqa", "piqa", "siqa"])
+
+    monkeypatch.setattr(harness, "harness_version", lambda: "0.4")
+    monkeypatch.setattr(harness, "task_manager", index)
+    monkeypatch.setattr(fetching, "task_manager", index)
+    suite = tmp_path / "mine.yaml"
+    suite.write_text("tasks: [{task: offline_piqa}, {task: piqa}]\n")
+    fetching.fetch(str(suite), tmp_path)
+    assert loaded == [("offline_piqa", False), ("piqa", True)]
+    suite.write_text("tasks: [{task: siqa}]\n")
+    with pytest.raises(DataError, match=r"task siqa: its data can't be had \(no internet\)"):
+        fetching.fetch(str(suite))
+    suite.write_text("tasks: [{task: piqq}]\n")
+    with pytest.raises(SuiteError, match=r"did you mean piqa"):
+        fetching.fetch(str(suite))
 
 
 def test_all_processes_but_the_main_one_get_nothing_from_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:

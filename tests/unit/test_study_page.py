@@ -177,6 +177,27 @@ def test_longer_runs_break_even_with_int8_gradients_where_equal_shorter_ones_do(
     assert rows["diloco-x4"] == pytest.approx(rows["diloco"], rel=0.05) and len(rows["diloco"]) == 3
 
 
+def test_a_method_without_a_break_even_point_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiLoCo's is at 0.8 steps with fp32 gradients here."""
+    times = importlib.import_module("study_times")
+    cells = {cell.label: cell for cell in MAIN if cell.label in ("diloco", "streaming_diloco", "muloco")}
+    muon = page.synchronous_beside(cells["muloco"])
+    done = finished(MAIN[0], likes(0.006))[1] | finished(muon, likes(0.006))[1]
+    lowest = page.mean_loss(MAIN[0], done)
+    for cell in cells.values():
+        done |= finished(cell, lambda run: lowest + math.log(1.3) + 0.01 * (run.number - 12))[1]
+    none = "no int8 run"
+    rows = {label: row for label, *row in page.break_even_rows(done)}
+    assert 0.7 < float(rows["diloco"][0]) < 0.9 and rows["diloco"][1:] == [none, none]
+    done |= finished(plan.STAGES["gradients"][0], likes(0.006))[1]
+    rows = {label: row for label, *row in page.break_even_rows(done)}
+    assert rows["muloco"][1:] == [none, none] and rows["streaming_diloco"][2] == "has its own wire"
+    assert all(float(steps) > 0.9 for steps in (*rows["diloco"][1:], rows["streaming_diloco"][1]))
+    for messages, text in (((0.1, 0.5), "above 0.5"), ((2.0, 100.0), "below 2")):
+        monkeypatch.setattr(times, "MESSAGES", messages)
+        assert next(row[1] for row in page.break_even_rows(done) if row[0] == "diloco") == text
+
+
 def test_muloco_is_compared_with_synchronous_muon() -> None:
     muon = plan.Cell("synchronous", 4, 30, 64, inner="muon")
     assert muon in MAIN and page.synchronous_beside(plan.Cell("muloco", 4, 30, 64)) == muon
