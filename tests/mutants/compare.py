@@ -134,6 +134,10 @@ TABLES = {
           +     by_one_seed
     """,
     "llmtrain/compare/results.py": r"""
+    seen by unit/test_compare_report.py
+        compare: failed trials are beside other work
+          - return ended and
+          + return
     seen by unit/test_compare_benchmarks.py
         compare: scores of earlier checkpoints are the last one's
           - (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
@@ -149,9 +153,6 @@ TABLES = {
         compare: spans in order of their ends
           - sort_values(["rank", "start"],
           + sort_values(["rank", "end"],
-        compare: failed trials are beside other work
-          - return ended and
-          + return
         compare: failed trials are measured
           - return self.state in (TrialState.DONE, TrialState.STOPPED) and bool(self.lines)
           + return bool(self.lines)
