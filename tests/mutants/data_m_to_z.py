@@ -313,6 +313,12 @@ TABLES = {
           - backend.encode_special_tokens = True
           + backend.encode_special_tokens = False
     seen by unit/test_data_tokenizing.py
+        tokenizing: all of a long document is tokenized at once
+          - if characters >= PIECES_AT_ONCE * PIECE_CHARACTERS:
+          + if False:
+        tokenizing: the library's objects of a long document are kept
+          - [ids if is_last else _as_array(ids) for ids,
+          + [ids for ids,
         num_proc: a process that was killed is the text's fault
           - return UnavailableError(
           + return DataError(
