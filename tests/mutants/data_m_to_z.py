@@ -59,7 +59,13 @@ TABLES = {
     "llmtrain/data/prepare.py": r"""
     seen by unit/test_data_one_document.py
         prepare: equal documents are to be more
-          - if data.validation is None and wanted > MANY:
+          - else 1 - data.validation_fraction) > MANY:
+          + else 1 - data.validation_fraction) > 10**9:
+        prepare: a text without validation documents is tokenized before it is refused
+          - if not data.source.startswith(HUB) and find_ready_made(data) is None:
+          + if False:
+        prepare: all of a text is read beforehand
+          - if len(found) == len(splits_of(data, key)):
           + if False:
         prepare: the separator that was given is named again
           - "" if data.separator != DataSection().separator else
