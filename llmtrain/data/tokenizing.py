@@ -75,7 +75,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Batch) -> dict[Split, Pa
     # tokenizers spreads a batch over the cores; setting this also silences its warning in processes that fork later
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     parts: dict[Split, Part] = {}
-    for pieces in _groups(texts):
+    for pieces in groups(texts):
         for ids, (split, piece, is_last) in zip(_encode_group(tokenizer, pieces), pieces, strict=True):
             part = parts.get(split, Part())
             part.pieces.append((ids, is_last))
@@ -88,7 +88,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Batch) -> dict[Split, Pa
     return parts
 
 
-def _groups(texts: Batch) -> Iterator[Group]:
+def groups(texts: Iterable[tuple[Split, str]]) -> Iterator[Group]:
     """Yield the pieces of all texts in order, in groups of at most PIECES_AT_ONCE full ones."""
     group: Group = []
     characters = 0

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from llmtrain.data import tokenizing
 from llmtrain.errors import DataError, ModelError, UserError
 from llmtrain.eval import harness, texts
 from llmtrain.eval.texts import (
@@ -101,6 +102,23 @@ def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: lis
     assert model.read == read
     assert tokens == [len(text) + 1 for text in texts[:-1]] + [len(texts[-1])]
     assert nll == pytest.approx([count * math.log(4) for count in tokens])
+
+
+def test_long_documents_are_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded(Letters):
+        calls: ClassVar[list[list[str]]] = []
+
+        def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
+            self.calls.append(texts)
+            return super().__call__(texts)
+
+    texts = ["abcab", "abc" * 6, "a"]
+    expected = losses(texts, Loaded(Guessing(), Letters()), window=4, batch_size=2)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 2)
+    monkeypatch.setattr(tokenizing, "PIECES_AT_ONCE", 4)
+    assert losses(texts, Loaded(Guessing(), Recorded()), window=4, batch_size=2) == expected
+    assert Recorded.calls == [["ab", "ca", "b", "ab", "ca"], ["bc", "ab", "ca", "bc"], ["ab", "ca", "bc", "a"]]
+    assert expected[1] == [6, 19, 1]
 
 
 @pytest.mark.parametrize("window", [8, 9])
