@@ -22,7 +22,8 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.data.local_files import split_text
+from llmtrain.data.bytes_read import BytesRead
+from llmtrain.data.local_files import open_text, split_text
 from llmtrain.data.tokenizer import read_tokenizer
 from llmtrain.data.tokenizing import groups
 from llmtrain.errors import DataError, ModelError, UserError, reason
@@ -139,14 +140,11 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     """Return loss (nats per token), perplexity and bits per byte of a text file.
 
     Bits per byte are summed nats / ln 2 / UTF-8 bytes of the documents. Standard errors are over documents. Raises
-    DataError if the file is not UTF-8 or has no documents, and ModelError if the window has more tokens than the model has
+    DataError if the file can't be read, is not UTF-8 or has no documents, and ModelError if the window has more tokens than the model has
     learned positions.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            texts = read_documents(file, section.separator, section.every, limit)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
+    with open_text(path, BytesRead()) as file:
+        texts = read_documents(file, section.separator, section.every, limit)
     if not texts:
         raise DataError(f"{path} has no text between its separators ({section.separator!r}); give another file")
     window = section.window or loaded.window

@@ -244,6 +244,9 @@ TABLES = {
         text: a byte order mark is text
           - encoding="utf-8-sig"
           + encoding="utf-8"
+        text: rows of a parquet file are counted anew in each batch
+          - start=rows - len(batch) + 1):
+          + start=1):
         text: a separator of Windows is never found
           - separator.replace("\r\n", "\n")
           + separator

@@ -168,6 +168,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text("[1]")
     (tmp_path / "number.jsonl").write_text('{"text": 3}')
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["a"]] * 3000}), tmp_path / "lists.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [None] * 1500 + [["a"]] * 9}), tmp_path / "late.parquet")
     write_jsonl(tmp_path / "cut.jsonl.gz", STORIES)
     (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "cut.jsonl.gz").read_bytes()[:-20])
     for name, message in {
@@ -181,6 +183,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         "list.jsonl": r"list\.jsonl:1: expected a JSON object per line, found a list",
         "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds a number, expected text",
         "bad.parquet": r"bad\.parquet: can't be read as parquet",
+        "lists.parquet": r"lists\.parquet: row 1: data\.text_key=text holds a list, expected text",
+        "late.parquet": r"late\.parquet: row 1,501: data\.text_key=text holds a list, expected text",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: damaged gzip file",
     }.items():
         with pytest.raises(DataError, match=message) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import sys
 from collections.abc import Sequence
@@ -299,10 +300,22 @@ def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"caf\xe9", "is not UTF-8 text .*; convert it first"), (b" | | ", "has no text between")]
+    ("content", "message"), [(b"caf\xe9", "not UTF-8 .*; convert it first"), (b" | | ", "has no text between")]
 )
 def test_a_text_to_be_evaluated_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         texts.evaluate_text(TextSection(name="text", file="text.txt", separator="|"), path, None, SimpleNamespace(), 1)
+
+
+def test_a_compressed_text_is_evaluated_as_what_it_contains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "learned_positions", lambda model: None)
+    (tmp_path / "text.txt").write_text("abc|ab")
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"abc|ab"))
+    loaded = Loaded(Guessing(), Letters())
+    plain, compressed = (
+        evaluate_text(TextSection(name="a", file=name, separator="|", window=2), tmp_path / name, None, loaded, 2)
+        for name in ("text.txt", "text.txt.gz")
+    )
+    assert compressed == plain and plain.scores["a"]["n"] == 2
