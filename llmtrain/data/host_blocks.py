@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llmtrain.data.order import block_of
+from llmtrain.data.same_tokens import remedy_for
 from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
 from llmtrain.data.token_digests import digest_windows, spaced_windows
 from llmtrain.errors import DataError, UnavailableError
@@ -50,8 +51,7 @@ class HostBlocks:
             if post["digest"] != posts[0]["digest"]:
                 raise DataError(
                     f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
-                    f"({posts[0]['digest']}) from token {start:,} on; let all hosts see one data.cache_dir, or copy "
-                    f"{tokens.directory} from one to all"
+                    f"({posts[0]['digest']}) from token {start:,} on; {remedy_for(tokens.source, tokens.directory)}"
                 )
 
     def _status(self) -> Mapping[str, Any]:
