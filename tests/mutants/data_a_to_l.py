@@ -170,10 +170,13 @@ TABLES = {
           + {} if True else {
         stream: a host waits for itself alone
           - for host in self._hosts]
-          -         tokens.wait_until
-          + for host in self._hosts if self._store.check([f"text/{host}/{start}"])]
-          +         tokens.wait_until
+          -             end = block_of
+          + for host in self._hosts if self._store.check([f"text/{host}/{end}"])]
+          +             end = block_of
     seen by unit/test_data_stream.py
+        stream: hosts compare only the block that is needed
+          - end = self._agreed
+          + end = last
         stream: an error of another host is never temporary
           - failed.get("is_temporary", False)
           + False
