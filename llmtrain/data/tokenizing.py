@@ -28,7 +28,7 @@ from llmtrain.errors import DataError, UnavailableError, panics_as_errors, reaso
 from llmtrain.process_limits import usable_cores
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
     Encoded = list[int] | np.ndarray | Encoding
@@ -120,15 +120,34 @@ def _as_array(encoded: Encoded) -> np.ndarray:
 
 def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[Encoded]:
     """Encode pieces of text. An eos token quoted in a document is encoded as ordinary text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = _plain_backend(tokenizer)
     if backend is None:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-        return tokenizer(pieces, verbose=False, **options)["input_ids"]
+        return _encode_slowly(tokenizer, pieces)
     # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
     return backend.encode_batch_fast(pieces, add_special_tokens=False)
+
+
+def encode_without_threads(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[list[int]]:
+    """Return the ids of short pieces of text as `encode` does, but start no threads, which a process that forks must not have."""
+    backend = _plain_backend(tokenizer)
+    if backend is None:
+        return _encode_slowly(tokenizer, pieces)
+    return [backend.encode(piece, add_special_tokens=False).ids for piece in pieces]
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """Return a tokenizer's fast part, set to encode complete texts without special tokens, or None if it has no such part."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
+
+
+def _encode_slowly(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[list[int]]:
+    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    return tokenizer(pieces, verbose=False, **options)["input_ids"]
 
 
 def processes_of(num_proc: int | None) -> int:

@@ -300,6 +300,23 @@ TABLES = {
           + for first in range(0, min(tokens, len(buffer)), len(buffer)):
     """,
     "llmtrain/data/tokenizer.py": r"""
+    seen by unit/test_data_tokenizer.py
+        tokenizer: a text that quotes eos ends there
+          - if not _finds_eos(tokenizer):
+          -         return False
+          + if True:
+          +         return False
+        tokenizer: an eos token that can't be hidden is taken
+          - if not _finds_eos(tokenizer):
+          -             return True
+          + if True:
+          +             return True
+        tokenizer: eos is hidden before words are marked
+          - pre_tokenizers.Sequence([*steps, hiding([eos])])
+          + pre_tokenizers.Sequence([hiding([eos]), *steps])
+        tokenizer: a class of its own forgets what hides eos
+          -             _record_general_class(cache)
+          +             pass
     seen by unit/test_data_sentencepiece.py
         tokenizer: the model is not kept
           - if new.model is not None:
