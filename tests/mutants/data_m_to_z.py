@@ -197,6 +197,13 @@ TABLES = {
           + if False:
     """,
     "llmtrain/data/sources.py": r"""
+    seen by unit/test_data_sources.py
+        sources: nothing is said of the tokens that a correction loses
+          - f"{error}; {ANEW}" if self.documents else
+          + f"{error}; {ANEW}" if False else
+        sources: a disk that fails is the text's fault
+          - except UnavailableError:
+          + except ZeroDivisionError:
     seen by unit/test_data_sources.py, unit/test_data_prepare.py
         sources: the splits are swapped
           - "validation" if is_held_out else "train"
