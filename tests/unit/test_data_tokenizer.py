@@ -252,14 +252,15 @@ def test_a_text_that_quotes_eos_does_not_end_there(tmp_path: Path, kind: str) ->
         assert [found.decode(ids) for ids in after[:3]] == texts[:3]
 
 
-def test_an_eos_token_that_can_t_be_hidden_is_refused(tmp_path: Path) -> None:
-    letters = Tokenizer(models.WordLevel({"?": 0, "\n": 1, "a": 2}, unk_token="?"))
+@pytest.mark.parametrize(("eos", "shown"), [("\n", r"'\\n'"), ("</s>", "'</s>'")], ids=["a character", "unknown words"])
+def test_an_eos_token_that_can_t_be_hidden_is_refused(tmp_path: Path, eos: str, shown: str) -> None:
+    letters = Tokenizer(models.WordLevel({eos: 0, "?": 1, "a": 2}, unk_token="?" if eos == "\n" else eos))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="\n").save_pretrained(tmp_path / "given")
+    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=eos).save_pretrained(tmp_path / "given")
     data = DataSection(tokenizer=str(tmp_path / "given"))
     for refuse in (lambda: check_tokenizer_exists(data), lambda: load_tokenizer(data, tmp_path / "cache")):
         with pytest.raises(
-            DataError, match=r"given finds its eos token '\\n' in ordinary text, .*; give it another eos token"
+            DataError, match=rf"given finds its eos token {shown} in ordinary text, .*; give it another eos token"
         ):
             refuse()
     assert not (tmp_path / "cache").exists()
