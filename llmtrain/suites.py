@@ -42,7 +42,7 @@ class TaskSection(Section):
 
 
 class TextSection(Section):
-    """A text file on which the loss is measured."""
+    """A text file, which may be compressed (`.gz`), on which the loss is measured."""
 
     name: Name
     """Name in the table."""

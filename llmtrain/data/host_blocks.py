@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from llmtrain.data.order import block_of
+from llmtrain.data.same_tokens import remedy_for
 from llmtrain.data.stream import POLL_SECONDS, GrowingTokens, read_status
 from llmtrain.data.token_digests import digest_windows, spaced_windows
 from llmtrain.errors import DataError, UnavailableError
@@ -37,22 +38,29 @@ class HostBlocks:
     def __init__(self, store: dist.Store, hosts: Sequence[int]) -> None:
         """Take the hosts, each named by the number of its first rank."""
         self._store, self._hosts = store.clone(), hosts
+        self._agreed = 0
+        """Number of tokens, in complete blocks, that are equal on all hosts."""
 
     def agree(self, tokens: GrowingTokens, needed: int) -> None:
-        """Wait until all hosts have the block of the last input among the first `needed` tokens, the last of which is only a
-        label. Raises DataError if the hosts' texts differ, or if one of them has failed or adds nothing within the run's
+        """Wait until all hosts have all blocks up to that of the last input among the first `needed` tokens, the last of which is
+        only a label. Raises DataError if the hosts' texts differ, or if one of them has failed or adds nothing within the run's
         timeout."""
-        start, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
-        keys = [f"text/{host}/{start}" for host in self._hosts]
-        tokens.wait_until(lambda: self._store.check(keys), needed, self._status)
-        posts = [json.loads(self._store.get(key)) for key in keys]
-        for post in posts:
-            if post["digest"] != posts[0]["digest"]:
-                raise DataError(
-                    f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
-                    f"({posts[0]['digest']}) from token {start:,} on; let all hosts see one data.cache_dir, or copy "
-                    f"{tokens.directory} from one to all"
-                )
+        last, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
+        keys: dict[int, list[str]] = {}
+        end = self._agreed
+        while end <= last:
+            keys[end] = [f"text/{host}/{end}" for host in self._hosts]
+            end = block_of(end)[1]
+        tokens.wait_until(lambda: all(map(self._store.check, keys.values())), needed, self._status)
+        for start, of_hosts in keys.items():
+            posts = [json.loads(self._store.get(key)) for key in of_hosts]
+            for post in posts:
+                if post["digest"] != posts[0]["digest"]:
+                    raise DataError(
+                        f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
+                        f"({posts[0]['digest']}) from token {start:,} on; {remedy_for(tokens.source, tokens.directory)}"
+                    )
+        self._agreed = end
 
     def _status(self) -> Mapping[str, Any]:
         """Return the progress of each host, and the error of one that has failed."""

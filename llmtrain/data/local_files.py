@@ -8,6 +8,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -95,10 +96,18 @@ def documents_of_file(path: Path, data: DataSection, read: BytesRead) -> Iterato
 
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
     """Yield the documents between separators, stripped. Not more than one document and one chunk of the file is in memory."""
+    with open_text(path, read) as file:
+        yield from split_text(file, data.separator)
+
+
+@contextmanager
+def open_text(path: Path, read: BytesRead) -> Iterator[TextIO]:
+    """Open a text file, which may be compressed, and count the bytes read. Raises DataError, also later in the `with` block, if it
+    is damaged or not UTF-8."""
     try:
         with path.open("rb") as raw, io.TextIOWrapper(_unzipped(path, raw), encoding="utf-8-sig") as file:
             read.follow(raw, path.stat().st_size)
-            yield from split_text(file, data.separator)
+            yield file
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason}); convert it first (iconv -t utf-8)") from None
     except DAMAGED_GZIP as error:
@@ -182,8 +191,8 @@ def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[st
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
                 rows += len(batch)
                 read.current = partial(int, size * rows / table.metadata.num_rows)
-                for row in batch.to_pylist():
-                    yield from text_of_row(row, data.text_key, path)
+                for number, row in enumerate(batch.to_pylist(), start=rows - len(batch) + 1):
+                    yield from text_of_row(row, data.text_key, f"{path}: row {number:,}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise data_error(f"{path}: can't be read as parquet ({first_line(error)}); copy it again", error) from None
 

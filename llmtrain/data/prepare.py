@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,11 @@ from llmtrain.data.local_files import describe_skipped
 from llmtrain.data.order import FIRST_BLOCK
 from llmtrain.data.python_files import PYTHON, python_text
 from llmtrain.data.ready_made import describe_files, find_ready_made, index_of, is_measured, measured
-from llmtrain.data.sources import SPLITS, Position, Split, fingerprint
+from llmtrain.data.sources import SPLITS, Position, Split, TextStream, fingerprint, source_keys, splits_of
 from llmtrain.data.tokenizer import load_tokenizer, tokenizer_files, trained_size, vocab_size
 from llmtrain.errors import DataError, data_error
 from llmtrain.files import atomic_write, check_path
-from llmtrain.waiting import acquire
+from llmtrain.waiting import acquire, announced
 
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that is full, over quota or read-only."""
@@ -82,6 +83,8 @@ def prepare(
         return cached
     with _lock(directory, show_progress), _full_disk_as_data_error(directory):
         if not directory.exists():
+            if not data.source.startswith(HUB) and find_ready_made(data) is None:
+                check_documents(data)
             _create(directory, data)
         if show_progress and data.source == PYTHON:
             print(python_text().line(data.validation_fraction), flush=True)
@@ -94,7 +97,7 @@ def prepare(
                 print(line, flush=True)
             extend(directory, cached.index, data, cached.load_tokenizer(), needed, show_progress, on_progress)
             cached = open_dataset(directory, limits)
-            _check_documents(cached, data)
+            _check_prepared(cached, data)
     return cached
 
 
@@ -242,37 +245,48 @@ def _create(directory: Path, data: DataSection) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _check_documents(prepared: TokenDataset, data: DataSection) -> None:
+def check_documents(data: DataSection) -> None:
+    """Raise DataError if a split of a local text has no documents, or if the text can't be read. Only what comes before the first
+    document of a split is read, so that nothing is tokenized in vain."""
+    for key in source_keys(data):
+        found: Counter[Split] = Counter()
+        with announced(f"the first documents of {data.source}"):
+            for split, _ in TextStream(data, key):
+                found[split] += 1
+                if len(found) == len(splits_of(data, key)):
+                    break
+        for split in splits_of(data, key):
+            if not found[split]:
+                raise _no_documents(data, split, found.total())
+
+
+def _check_prepared(prepared: TokenDataset, data: DataSection) -> None:
     """Delete the folder and raise DataError if the source has ended and a split has no documents."""
-    entries = prepared.index.splits
-    is_one = sum(entry.documents for entry in entries.values()) == 1 and all(
-        entry.exhausted for entry in entries.values()
-    )
-    if is_one and data.validation is None:
-        shutil.rmtree(prepared.directory)
-        raise one_document(data)
-    for split, entry in entries.items():
+    for split, entry in prepared.index.splits.items():
         if entry.exhausted and not entry.documents:
             shutil.rmtree(prepared.directory)
-            raise DataError(f"{data.source}: no {split} documents; {_remedy(data, split, entries)}")
+            raise _no_documents(data, split, entry.position.documents)
 
 
-def _remedy(data: DataSection, split: Split, entries: Mapping[Split, SplitIndex]) -> str:
-    """Return what the user of a text can do that has no documents for a split."""
-    found, fraction = sum(entry.documents for entry in entries.values()), data.validation_fraction
-    wanted = found * (fraction if split == "validation" else 1 - fraction)
-    if data.validation is None and wanted > MANY:
-        return f"the other split has all {found:,}, which therefore seem to be equal; equal documents are never divided"
-    cut = "" if data.separator != DataSection().separator else f" ({BY_PARAGRAPHS} cuts a .txt by paragraphs)"
-    return f"give more of them{cut}, change data.validation_fraction (now {fraction:g}), or give data.validation=FILE"
-
-
-def one_document(data: DataSection) -> DataError:
-    """Return the error of a source that is one document, which can't be divided into training and validation text."""
-    return DataError(
-        f"{data.source} is one document, so it leaves no text to train or to validate on; cut it with {BY_PARAGRAPHS} (a document per "
-        "paragraph), or give data.validation=FILE"
-    )
+def _no_documents(data: DataSection, split: Split, found: int) -> DataError:
+    """Return the error of a source with `found` documents, none of which is for a split."""
+    if data.validation is not None:
+        key = "data.source" if split == "train" or data.validation == data.source else "data.validation"
+        remedy = f"give another {key}, or more text"
+    elif found == 1:
+        return DataError(
+            f"{data.source} is one document, so it leaves no text to train or to validate on; cut it with {BY_PARAGRAPHS} (a document "
+            "per paragraph), or give data.validation=FILE"
+        )
+    elif found * (data.validation_fraction if split == "validation" else 1 - data.validation_fraction) > MANY:
+        remedy = (
+            f"the other split has all {found:,}, which therefore seem to be equal; equal documents are never divided"
+        )
+    else:
+        cut = "" if data.separator != DataSection().separator else f" ({BY_PARAGRAPHS} cuts a .txt by paragraphs)"
+        fraction = f"change data.validation_fraction (now {data.validation_fraction:g})"
+        remedy = f"give more of them{cut}, {fraction}, or give data.validation=FILE"
+    return DataError(f"{data.source}: no {split} documents; {remedy}")
 
 
 def _fsync(path: Path) -> None:

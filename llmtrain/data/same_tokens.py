@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
+from llmtrain.config.data import HUB
 from llmtrain.data.dataset import TokenDataset
+from llmtrain.data.python_files import PYTHON, STDLIB
+from llmtrain.data.sources import STORIES
 from llmtrain.data.token_digests import token_digest
 from llmtrain.errors import DataError, UnavailableError
 from llmtrain.parallel.mesh import Mesh
+
+COPY_TEXT = "copy this text, and data.tokenizer if it is a file or folder, from one host to all"
+"""Remedy for a local text that is not the same on all hosts."""
 
 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
@@ -28,14 +35,26 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
             first_rank, first_host, first_digest = first.setdefault(name, (rank, host, digest))
             if digest != first_digest:
                 text = texts.get(name)
-                source, folder = (name, "its tokens") if text is None else (text.index.source, text.directory)
-                remedy = f"let all hosts see one data.cache_dir, or copy {folder} from one to all"
+                source = name if text is None else text.index.source
+                remedy = COPY_TEXT if text is None else remedy_for(source, text.directory)
                 if text is not None and text.index.ready_made is not None:
                     remedy = "copy these files from one host to all"
                 raise DataError(
                     f"{source}: rank {rank} on {host} has other tokens ({digest}) than rank {first_rank} on "
                     f"{first_host} ({first_digest}); {remedy}"
                 )
+
+
+def remedy_for(source: str, folder: Path) -> str:
+    """Return what makes the tokens of a source in a prepared folder equal on all hosts. A folder's name identifies a local text and
+    its version, so a copy of the folder of another version would not be found."""
+    if source.startswith(HUB):
+        return f"let all hosts see one data.cache_dir, or delete {folder} on the others and copy it from one to all"
+    if source in (STDLIB, PYTHON):
+        return "install the same versions of Python and its packages on all hosts"
+    if source == STORIES:
+        return "install the same version of llmtrain on all hosts"
+    return COPY_TEXT
 
 
 def _digests(texts: Mapping[str, TokenDataset]) -> tuple[dict[str, str], str | None]:

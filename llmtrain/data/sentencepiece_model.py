@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.errors import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer, models, normalizers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerBase
 
 MODEL_FILE = "tokenizer.model"
@@ -90,10 +90,7 @@ def convert(model: Any) -> Tokenizer:
     tokenizer = Tokenizer(_bpe(model) if is_bpe else _unigram(model))
     tokenizer.normalizer = _normalizer(model)
     if not is_bpe:
-        # sentencepiece never finds a special piece in a text; splitting after its first character hides it here
-        rest = "|".join(re.escape(piece[1:]) for piece in special if len(piece) > 1)
-        first = "".join(sorted({re.escape(piece[0]) for piece in special if len(piece) > 1}))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{first}](?={rest})"), behavior="merged_with_previous")
+        tokenizer.pre_tokenizer = hiding(special)  # sentencepiece never finds a special piece in a text
     elif not any(re.search(f"[^{SPACE}]{SPACE}", piece.piece) for piece in model.pieces):
         # no piece has a space after another character, so splitting a text before its spaces first gives the same ids, faster
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{SPACE}*[^{SPACE}]+|{SPACE}+"), behavior="isolated")
@@ -103,6 +100,15 @@ def convert(model: Any) -> Tokenizer:
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in user_defined])
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
     return tokenizer
+
+
+def hiding(pieces: Sequence[str]) -> pre_tokenizers.PreTokenizer:
+    """Return a pre-tokenizer that splits pieces of several characters after the first one, so that no model finds them in a text."""
+    from tokenizers import Regex, pre_tokenizers
+
+    rest = "|".join(re.escape(piece[1:]) for piece in pieces if len(piece) > 1)
+    first = "".join(sorted({re.escape(piece[0]) for piece in pieces if len(piece) > 1}))
+    return pre_tokenizers.Split(Regex(f"[{first}](?={rest})"), behavior="merged_with_previous")
 
 
 def _bpe(model: Any) -> models.BPE:

@@ -25,13 +25,15 @@ from llmtrain.data.bytes_read import BytesRead
 from llmtrain.data.hub import HubDataset
 from llmtrain.data.local_files import documents_of_file, source_files, stamps
 from llmtrain.data.python_files import LIBRARY, PYTHON, STDLIB, PythonText, package_named, python_text, read_stdlib
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 from llmtrain.files import local_path
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 SKIPPED_DOCUMENTS = 1000
 """Documents between two reports on text that is skipped."""
+ANEW = "after a correction, all files of this text are tokenized anew"
+"""Consequence of a change to a file."""
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
 """Stories between separators. The part before the first separator names their source and license."""
@@ -96,12 +98,19 @@ class TextStream:
             yield ("validation" if is_held_out else "train"), text
 
     def _after_start(self, texts: Iterator[T]) -> Iterator[T]:
-        for number in range(1, self._start.documents + 1):
-            if next(texts, None) is None:
-                return
-            if number % SKIPPED_DOCUMENTS == 0:
-                self._on_skipped(number)
-        yield from texts
+        """Yield what is left of a local text. An error after its first document, when tokens may exist, says what a correction means
+        for them."""
+        try:
+            for number in range(1, self._start.documents + 1):
+                if next(texts, None) is None:
+                    return
+                if number % SKIPPED_DOCUMENTS == 0:
+                    self._on_skipped(number)
+            yield from texts
+        except UnavailableError:
+            raise
+        except DataError as error:
+            raise DataError(f"{error}; {ANEW}" if self.documents else str(error)) from None
 
     def position(self) -> Position:
         """Return the place after the last document yielded."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import DataSection
 from llmtrain.data.hub import require
-from llmtrain.data.sentencepiece_model import MODEL_FILE, load_sentencepiece
+from llmtrain.data.sentencepiece_model import MODEL_FILE, hiding, load_sentencepiece
 from llmtrain.data.sources import documents
+from llmtrain.data.tokenizing import encode_without_threads
 from llmtrain.data.trained_tokenizer import EOS, TRAIN, TrainedOn, train_tokenizer
 from llmtrain.errors import DataError, UserError, first_line, panics_as_errors, reason
 from llmtrain.files import local_path
@@ -32,8 +33,10 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
     Raises DataError if that one can't be loaded or trained, or has no eos token."""
     if not (cache / "tokenizer_config.json").exists():
         new = _new_tokenizer(data)
-        _check_eos(new.tokenizer, data)
+        is_changed = _hide_eos(new.tokenizer, data)
         new.tokenizer.save_pretrained(cache)
+        if is_changed:
+            _record_general_class(cache)
         if new.model is not None:
             (cache / MODEL_FILE).write_bytes(new.model)
         if new.trained_on is not None:
@@ -97,7 +100,7 @@ def trained_size(name: str) -> int | None:
 def check_tokenizer_exists(data: DataSection) -> None:
     """Raise DataError if `load_tokenizer` could not load `data.tokenizer`. Nothing is trained or downloaded for this check."""
     if (tokenizer := existing_tokenizer(data)) is not None:
-        _check_eos(tokenizer, data)
+        _hide_eos(tokenizer, data)
     elif trained_size(data.tokenizer) is None:
         require(data.tokenizer, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
 
@@ -111,9 +114,40 @@ def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
     return _downloaded(data.tokenizer) if path is None else _load_local(path)
 
 
-def _check_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> None:
+def _hide_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> bool:
+    """Return whether the tokenizer had to be changed so that it no longer finds its eos token in a text that quotes it, where a
+    document would seem to end. Models of pieces with scores and of words find it if it is one of their pieces. Raises DataError if there
+    is no eos token, or if it can't be hidden."""
+    from tokenizers import pre_tokenizers
+
     if tokenizer.eos_token_id is None:
         raise DataError(f"data.tokenizer: {data.tokenizer} has no eos token; it has to separate documents")
+    if not _finds_eos(tokenizer):
+        return False
+    eos, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and len(eos) > 1:
+        steps = [] if backend.pre_tokenizer is None else [backend.pre_tokenizer]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, hiding([eos])])
+        if not _finds_eos(tokenizer):
+            return True
+    raise DataError(
+        f"data.tokenizer: {data.tokenizer} finds its eos token {eos!r} in ordinary text, where documents would seem to end; give it "
+        "another eos token, which is no piece of text"
+    )
+
+
+def _finds_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    eos = tokenizer.eos_token
+    texts = [eos, f"{eos}{eos}", f"a{eos}b", f"a {eos} b", f"<{eos}>", f"\n{eos}\n"]
+    return any(tokenizer.eos_token_id in ids for ids in encode_without_threads(tokenizer, texts))
+
+
+def _record_general_class(folder: Path) -> None:
+    """Let a saved tokenizer be read as its tokenizer.json describes it. The classes of some models would build it anew from its
+    vocabulary, without what was added."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Protocol of losses: documents are tokenized without special tokens and joined, w
 (or end-of-sequence, if it has none) before each. The stream is cut into windows without overlap. Every position of
 a window predicts the next token; the last position predicts the first token of the next window. Every token but the
 very first is therefore predicted once. The loss of a document covers its own tokens and the token that follows
-them.
+them. Documents of more than a million characters are tokenized in pieces, as for training.
 
 A model that was trained on separate documents has never seen two in one context. Its documents are cut into windows one by one,
 each with the token that begins the next one at its end. Such losses have another context, so they are not tested against others.
@@ -22,8 +22,10 @@ from typing import Any, TextIO
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmtrain.data.local_files import split_text
+from llmtrain.data.bytes_read import BytesRead
+from llmtrain.data.local_files import open_text, split_text
 from llmtrain.data.tokenizer import read_tokenizer
+from llmtrain.data.tokenizing import groups
 from llmtrain.errors import DataError, ModelError, UserError, reason
 from llmtrain.eval.evaluated_checkpoint import find_checkpoints
 from llmtrain.eval.scores import SEPARATE, Entry, bits_per_byte, ratio_of_sums
@@ -33,10 +35,8 @@ from llmtrain.export.request import Step
 from llmtrain.model import learned_positions
 from llmtrain.suites import SamplesSection, TextSection
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol; increase it when losses change."""
-TOKENIZED_AT_ONCE = 1000
-"""Documents whose tokens are Python objects at the same time, which take many times the memory of their numbers."""
 LONGEST_WINDOW = 2048
 LOGITS_AT_ONCE = 2**28
 """Maximum number of logits per batch (1 GiB in fp32); a batch has at least one window."""
@@ -140,14 +140,11 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
     """Return loss (nats per token), perplexity and bits per byte of a text file.
 
     Bits per byte are summed nats / ln 2 / UTF-8 bytes of the documents. Standard errors are over documents. Raises
-    DataError if the file is not UTF-8 or has no documents, and ModelError if the window has more tokens than the model has
+    DataError if the file can't be read, is not UTF-8 or has no documents, and ModelError if the window has more tokens than the model has
     learned positions.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            texts = read_documents(file, section.separator, section.every, limit)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
+    with open_text(path, BytesRead()) as file:
+        texts = read_documents(file, section.separator, section.every, limit)
     if not texts:
         raise DataError(f"{path} has no text between its separators ({section.separator!r}); give another file")
     window = section.window or loaded.window
@@ -185,10 +182,14 @@ def evaluate_text(section: TextSection, path: Path, limit: int | None, loaded: L
 def losses(texts: Sequence[str], loaded: Loaded, window: int, batch_size: int) -> tuple[list[float], list[int]]:
     """Return the summed loss in nats and the number of predicted tokens of each document."""
     encoded: list[torch.Tensor] = []
-    for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-        batch = list(texts[start : start + TOKENIZED_AT_ONCE])
-        for ids in loaded.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            encoded.append(torch.tensor([loaded.first_token, *ids], dtype=torch.int32))
+    begun = [torch.tensor([loaded.first_token], dtype=torch.int32)]
+    for pieces in groups(("validation", text) for text in texts):
+        found = loaded.tokenizer([piece for _, piece, _ in pieces], add_special_tokens=False, verbose=False)
+        for ids, (_, _, is_last) in zip(found["input_ids"], pieces, strict=True):
+            begun.append(torch.tensor(ids, dtype=torch.int32))
+            if is_last:
+                encoded.append(torch.cat(begun))
+                del begun[1:]
     owner = torch.repeat_interleave(torch.tensor(list(map(len, encoded))))  # document of each predicting token
     if loaded.separate_documents:
         streams = [torch.cat((document, document[:1])) for document in encoded]

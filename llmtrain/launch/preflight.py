@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,10 +21,10 @@ from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.hub import require
 from llmtrain.data.loader import BatchShape
 from llmtrain.data.mixture_loader import count_samples
-from llmtrain.data.prepare import cache_path, one_document
+from llmtrain.data.prepare import cache_path, check_documents
 from llmtrain.data.ready_made import check_separators, find_ready_made
 from llmtrain.data.sites import check_site
-from llmtrain.data.sources import Split, TextStream, documents
+from llmtrain.data.sources import Split
 from llmtrain.data.text_list import check_token_files, key_of, reported_as, sets_of, texts_of, with_tokenizer_of
 from llmtrain.data.tokenizer import check_tokenizer_exists, trained_size
 from llmtrain.errors import DataError, RecipeError, one_line
@@ -241,21 +240,15 @@ def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replic
 
 
 def _check_source(data: DataSection) -> None:
-    """Raise DataError if the text can't be read, or is a single document. Of a local text, the first documents are read. Of a hub
-    dataset, only its existence is checked."""
+    """Raise DataError if the text can't be read, or has no training or no validation documents. Of a local text, the first documents
+    are read. Of a hub dataset, only its existence is checked."""
     if data.source.startswith(HUB):
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
         return
     cache_path(data)  # lists the files, and reads the headers of token files
-    if find_ready_made(data) is not None:
-        return
-    splits: tuple[Split, ...] = ("train",) if data.validation is None else ("train", "validation")
-    for split in splits:
-        if not list(islice(documents(data, split), 1)):
-            raise DataError(f"{data.source}: no {split} documents; give another data.source, or more text")
-    if data.validation is None and len(list(islice(TextStream(data, "data.source"), 2))) == 1:
-        raise one_document(data)
+    if find_ready_made(data) is None:
+        check_documents(data)
 
 
 def _check_folder(key: str, folder: Path) -> None:

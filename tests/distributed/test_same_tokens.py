@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llmtrain.config import DataSection
 from llmtrain.data.prepare import prepare
-from llmtrain.data.same_tokens import check_same_tokens
+from llmtrain.data.same_tokens import check_same_tokens, remedy_for
 from llmtrain.data.token_digests import token_digest
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import build_mesh
@@ -51,6 +51,24 @@ def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) 
         and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
     )
     assert other.startswith(f"DataError: {c.source}: rank 1 on ")
+    assert other.endswith("; copy this text, and data.tokenizer if it is a file or folder, from one host to all")
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (
+            "hf:some/text",
+            "let all hosts see one data.cache_dir, or delete cache/a on the others and copy it from one to all",
+        ),
+        ("stdlib", "install the same versions of Python and its packages on all hosts"),
+        ("python", "install the same versions of Python and its packages on all hosts"),
+        ("stories", "install the same version of llmtrain on all hosts"),
+        ("./stories", "copy this text, and data.tokenizer if it is a file or folder, from one host to all"),
+    ],
+)
+def test_the_remedy_is_one_for_the_source(source: str, remedy: str) -> None:
+    assert remedy_for(source, Path("cache/a")) == remedy
 
 
 def checked_with_a_bad_disk(section: DataSection) -> str:

@@ -170,10 +170,13 @@ TABLES = {
           + {} if True else {
         stream: a host waits for itself alone
           - for host in self._hosts]
-          -         tokens.wait_until
-          + for host in self._hosts if self._store.check([f"text/{host}/{start}"])]
-          +         tokens.wait_until
+          -             end = block_of
+          + for host in self._hosts if self._store.check([f"text/{host}/{end}"])]
+          +             end = block_of
     seen by unit/test_data_stream.py
+        stream: hosts compare only the block that is needed
+          - end = self._agreed
+          + end = last
         stream: an error of another host is never temporary
           - failed.get("is_temporary", False)
           + False
@@ -244,6 +247,9 @@ TABLES = {
         text: a byte order mark is text
           - encoding="utf-8-sig"
           + encoding="utf-8"
+        text: rows of a parquet file are counted anew in each batch
+          - start=rows - len(batch) + 1):
+          + start=1):
         text: a separator of Windows is never found
           - separator.replace("\r\n", "\n")
           + separator

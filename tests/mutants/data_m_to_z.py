@@ -59,7 +59,13 @@ TABLES = {
     "llmtrain/data/prepare.py": r"""
     seen by unit/test_data_one_document.py
         prepare: equal documents are to be more
-          - if data.validation is None and wanted > MANY:
+          - else 1 - data.validation_fraction) > MANY:
+          + else 1 - data.validation_fraction) > 10**9:
+        prepare: a text without validation documents is tokenized before it is refused
+          - if not data.source.startswith(HUB) and find_ready_made(data) is None:
+          + if False:
+        prepare: all of a text is read beforehand
+          - if len(found) == len(splits_of(data, key)):
           + if False:
         prepare: the separator that was given is named again
           - "" if data.separator != DataSection().separator else
@@ -144,6 +150,9 @@ TABLES = {
     """,
     "llmtrain/data/same_tokens.py": r"""
     seen by distributed/test_same_tokens.py
+        same: a folder is to be copied that another host does not look for
+          - if source.startswith(HUB):
+          + if True:
         same: a disk that fails is an error of its own rank alone
           - except UnavailableError as error:
           + except OSError as error:
@@ -188,6 +197,13 @@ TABLES = {
           + if False:
     """,
     "llmtrain/data/sources.py": r"""
+    seen by unit/test_data_sources.py
+        sources: nothing is said of the tokens that a correction loses
+          - f"{error}; {ANEW}" if self.documents else
+          + f"{error}; {ANEW}" if False else
+        sources: a disk that fails is the text's fault
+          - except UnavailableError:
+          + except ZeroDivisionError:
     seen by unit/test_data_sources.py, unit/test_data_prepare.py
         sources: the splits are swapped
           - "validation" if is_held_out else "train"
@@ -291,6 +307,23 @@ TABLES = {
           + for first in range(0, min(tokens, len(buffer)), len(buffer)):
     """,
     "llmtrain/data/tokenizer.py": r"""
+    seen by unit/test_data_tokenizer.py
+        tokenizer: a text that quotes eos ends there
+          - if not _finds_eos(tokenizer):
+          -         return False
+          + if True:
+          +         return False
+        tokenizer: an eos token that can't be hidden is taken
+          - if not _finds_eos(tokenizer):
+          -             return True
+          + if True:
+          +             return True
+        tokenizer: eos is hidden before words are marked
+          - pre_tokenizers.Sequence([*steps, hiding([eos])])
+          + pre_tokenizers.Sequence([hiding([eos]), *steps])
+        tokenizer: a class of its own forgets what hides eos
+          -             _record_general_class(cache)
+          +             pass
     seen by unit/test_data_sentencepiece.py
         tokenizer: the model is not kept
           - if new.model is not None:
@@ -313,6 +346,12 @@ TABLES = {
           - backend.encode_special_tokens = True
           + backend.encode_special_tokens = False
     seen by unit/test_data_tokenizing.py
+        tokenizing: all of a long document is tokenized at once
+          - if characters >= PIECES_AT_ONCE * PIECE_CHARACTERS:
+          + if False:
+        tokenizing: the library's objects of a long document are kept
+          - [ids if is_last else _as_array(ids) for ids,
+          + [ids for ids,
         num_proc: a process that was killed is the text's fault
           - return UnavailableError(
           + return DataError(

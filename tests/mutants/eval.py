@@ -110,6 +110,12 @@ TABLES = {
         generate: texts reach learned positions that are random
           - max_position_embeddings", None), self.trained_positions)
           + max_position_embeddings", None),)
+        eval: a compressed text is read as it is
+          - with open_text(path, BytesRead()) as file:
+          + with path.open(encoding="utf-8-sig") as file:
+        eval: each piece of a long document is a document
+          -             if is_last:
+          +             if True:
         eval: standard error of the loss as that of the perplexity
           - else perplexity * loss_error
           + else loss_error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -47,11 +47,43 @@ def test_with_a_validation_text_of_its_own_it_is_fine(keys: list[str], tmp_path:
 
 
 def test_documents_of_which_a_split_has_none_may_be_equal() -> None:
-    counts = {"train": SimpleNamespace(documents=4000), "validation": SimpleNamespace(documents=0)}
     of = DataSection(source="a.txt")
-    assert "has all 4,000, which therefore seem to be equal" in prepare_module._remedy(of, "validation", counts)
-    for given in ({"validation": "empty.txt"}, {"validation_fraction": 0.001}):
-        few = of.model_copy(update=given)
-        assert """more of them ('data.separator="\\n\\n"' cuts""" in prepare_module._remedy(few, "validation", counts)
-        few = few.model_copy(update={"separator": "\n\n"})
-        assert "more of them, change" in prepare_module._remedy(few, "validation", counts)
+
+    def remedy(data: DataSection) -> str:
+        return str(prepare_module._no_documents(data, "validation", 4000))
+
+    assert "has all 4,000, which therefore seem to be equal" in remedy(of)
+    few = of.model_copy(update={"validation_fraction": 0.001})
+    assert """more of them ('data.separator="\\n\\n"' cuts""" in remedy(few)
+    assert "more of them, change" in remedy(few.model_copy(update={"separator": "\n\n"}))
+    assert "give another data.validation, or more text" in remedy(of.model_copy(update={"validation": "empty.txt"}))
+
+
+def test_texts_of_which_none_is_held_out_are_refused_before_one_is_tokenized(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "books").mkdir()
+    for number in range(3):
+        (tmp_path / "books" / f"{number}.txt").write_text(f"Book {number}.")
+    recipe = load_recipe(RECIPE, [*keys, f"data.source={tmp_path}/books"])
+    monkeypatch.setattr(prepare_module, "load_tokenizer", None)  # which may be trained for long
+    monkeypatch.setattr(prepare_module, "extend", None)
+    for refuse in (lambda: check_here(recipe), lambda: prepare(recipe.data, 100, 10)):
+        with pytest.raises(DataError, match=r"books: no validation documents; give more of them"):
+            refuse()
+    assert not cache_path(recipe.data).exists()
+
+
+def test_only_the_first_documents_are_read_beforehand(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(prepare_module.TextStream):
+        read = 0
+
+        def __iter__(self) -> Iterator[tuple[str, str]]:
+            for found in super().__iter__():
+                Counted.read += 1
+                yield found
+
+    recipe = load_recipe(RECIPE, [*keys, 'data.separator="\\n\\n"', "data.validation_fraction=0.2"])
+    monkeypatch.setattr(prepare_module, "TextStream", Counted)
+    prepare_module.check_documents(recipe.data)
+    assert 2 <= Counted.read < 25

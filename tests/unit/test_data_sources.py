@@ -17,7 +17,7 @@ from llmtrain.config import DataSection
 from llmtrain.data import sources
 from llmtrain.data.sources import Position, TextStream, documents, fingerprint
 from llmtrain.data.token_files import find_token_files
-from llmtrain.errors import DataError
+from llmtrain.errors import DataError, UnavailableError
 
 STORIES = [f"Story {i}.\n\nThe {i} cats sat." for i in range(40)]
 
@@ -168,6 +168,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text("[1]")
     (tmp_path / "number.jsonl").write_text('{"text": 3}')
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [["a"]] * 3000}), tmp_path / "lists.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [None] * 1500 + [["a"]] * 9}), tmp_path / "late.parquet")
     write_jsonl(tmp_path / "cut.jsonl.gz", STORIES)
     (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "cut.jsonl.gz").read_bytes()[:-20])
     for name, message in {
@@ -181,6 +183,8 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         "list.jsonl": r"list\.jsonl:1: expected a JSON object per line, found a list",
         "number.jsonl": r"number\.jsonl:1: data\.text_key=text holds a number, expected text",
         "bad.parquet": r"bad\.parquet: can't be read as parquet",
+        "lists.parquet": r"lists\.parquet: row 1: data\.text_key=text holds a list, expected text",
+        "late.parquet": r"late\.parquet: row 1,501: data\.text_key=text holds a list, expected text",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: damaged gzip file",
     }.items():
         with pytest.raises(DataError, match=message) as caught:
@@ -190,6 +194,22 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
         DataError, match=r"data\.validation: .*nothing: no such file or folder; expected a file or folder$"
     ):
         read("stdlib", validation=str(tmp_path / "nothing"))
+
+
+def test_an_error_behind_the_first_document_says_what_a_correction_means(tmp_path: Path) -> None:
+    """It begins the tokens of all files anew, which may have taken days."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
+    anew = "holds a number, expected text; after a correction, all files of this text are tokenized anew"
+    for start in (0, 1):
+        with pytest.raises(DataError, match=rf"b\.jsonl:1: data\.text_key=text {anew}$"):
+            list(TextStream(DataSection(source=str(tmp_path)), "data.source", Position(documents=start)))
+    with pytest.raises(DataError, match=r"holds a number, expected text$"):
+        read(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "b.jsonl").symlink_to("/proc/self/mem")  # which can't be read at its beginning
+    with pytest.raises(UnavailableError, match=r"b\.jsonl: can't be read .*look at its permissions and its disk$"):
+        read(tmp_path)
 
 
 def test_text_that_is_skipped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,21 @@ def test_an_error_of_another_host_is_as_temporary_as_there(data: DataSection, is
     assert isinstance(caught.value, UnavailableError) == is_temporary
 
 
+@pytest.mark.parametrize("other", [0, FIRST, 3 * FIRST])
+def test_hosts_compare_every_block_up_to_the_one_that_is_needed(data: DataSection, other: int) -> None:
+    """A run that continues in a later epoch needs the last block first, and reads those before it, too."""
+    store, tokens = dist.HashStore(), growing(prepare(data, MANY, 100))
+    for host in (0, 1):
+        for start in (0, FIRST, 3 * FIRST):
+            digest = f"{host if start == other else 'same'}"
+            store.set(f"text/{host}/{start}", json.dumps({"host": f"node{host}", "digest": digest}))
+    blocks = HostBlocks(store, [0, 1])
+    if other > 0:
+        blocks.agree(tokens, FIRST + 1)
+    with pytest.raises(DataError, match=rf"node1 has other tokens \(1\) than node0 \(0\) from token {other:,} on"):
+        blocks.agree(tokens, 3 * FIRST + 2)
+
+
 def test_the_error_of_a_thread_that_posts_is_as_temporary_as_the_error(
     data: DataSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

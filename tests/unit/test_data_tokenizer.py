@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, T5TokenizerFast, XGLMTokenizerFast
 
 from llmtrain.config import DataSection
 from llmtrain.data import tokenizer as module
 from llmtrain.data import trained_tokenizer
 from llmtrain.data.sources import documents
-from llmtrain.data.tokenizer import load_tokenizer, vocab_size
+from llmtrain.data.tokenizer import check_tokenizer_exists, load_tokenizer, vocab_size
+from llmtrain.data.tokenizing import encode, encode_without_threads
 from llmtrain.data.trained_tokenizer import sample, train_tokenizer
 from llmtrain.errors import DataError
 
@@ -208,3 +211,56 @@ def test_a_tokenizer_of_the_hub_that_can_not_be_loaded_is_told_in_one_line(
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
     with pytest.raises(DataError, match=rf"^data.tokenizer: some/name: can't be loaded \(.*{error}\)$"):
         module._load_hub("some/name")
+
+
+PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in "abcds</>")]
+
+
+def tokenizers_that_find_eos() -> dict[str, PreTrainedTokenizerBase]:
+    """Tokenizers as their publishers convert them: of pieces with scores, with and without a class of their own, and of words."""
+    pieces = Tokenizer(models.Unigram(PIECES, 2, False))
+    words = Tokenizer(models.WordLevel({"?": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="?"))
+    pieces.pre_tokenizer, words.pre_tokenizer = pre_tokenizers.Metaspace(), pre_tokenizers.WhitespaceSplit()
+    pieces.decoder = decoders.Metaspace()
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    return {
+        "pieces": PreTrainedTokenizerFast(tokenizer_object=pieces, **special),
+        "t5": T5TokenizerFast(vocab=PIECES, **special),
+        "xglm": XGLMTokenizerFast(vocab=PIECES, **special),
+        "words": PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="?"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["pieces", "t5", "xglm", "words"])
+def test_a_text_that_quotes_eos_does_not_end_there(tmp_path: Path, kind: str) -> None:
+    given = tokenizers_that_find_eos()[kind]
+    given.save_pretrained(tmp_path / "given")
+    texts = ["a b c", "a <s>b</s> c", "</s>", "a </s> c\n</s>"]
+    before = encode_without_threads(given, texts)
+    assert given.eos_token_id in before[2], "otherwise this tests nothing"
+    data = DataSection(tokenizer=str(tmp_path / "given"))
+    check_tokenizer_exists(data)
+    found = load_tokenizer(data, tmp_path / "cache")
+    after = encode_without_threads(found, texts)
+    assert after == [one.ids for one in encode(found, texts)]
+    assert after[0] == before[0] and not any(found.eos_token_id in ids for ids in after)
+    assert vocab_size(found) == vocab_size(given) and found.eos_token == "</s>"
+    assert found("a </s>", add_special_tokens=False)["input_ids"][-1] == found.eos_token_id, (
+        "a prompt may still have it"
+    )
+    if kind != "words":
+        assert [found.decode(ids) for ids in after[:3]] == texts[:3]
+
+
+@pytest.mark.parametrize(("eos", "shown"), [("\n", r"'\\n'"), ("</s>", "'</s>'")], ids=["a character", "unknown words"])
+def test_an_eos_token_that_can_t_be_hidden_is_refused(tmp_path: Path, eos: str, shown: str) -> None:
+    letters = Tokenizer(models.WordLevel({eos: 0, "?": 1, "a": 2}, unk_token="?" if eos == "\n" else eos))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=eos).save_pretrained(tmp_path / "given")
+    data = DataSection(tokenizer=str(tmp_path / "given"))
+    for refuse in (lambda: check_tokenizer_exists(data), lambda: load_tokenizer(data, tmp_path / "cache")):
+        with pytest.raises(
+            DataError, match=rf"given finds its eos token {shown} in ordinary text, .*; give it another eos token"
+        ):
+            refuse()
+    assert not (tmp_path / "cache").exists()

@@ -11,8 +11,11 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain.config import DataSection
 from llmtrain.data import extend as extending
@@ -147,6 +150,27 @@ def test_a_tokenizer_that_panics_is_one_line(data: DataSection, monkeypatch: pyt
     monkeypatch.setattr(tokenizing, "encode", panic)
     with pytest.raises(DataError, match=r"data.tokenizer: .*no entry found for key"):
         prepare(data, MANY, MANY)
+
+
+def test_a_long_document_is_never_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the ids of its earlier pieces are kept, because the library's own objects take many times their memory."""
+    backend = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    whole = [id_ for text in ("a b " * 252, "c") for id_ in [*tokenizer(text)["input_ids"], 0]]
+    calls: list[int] = []
+
+    def encode(given: object, pieces: list[str]) -> object:
+        calls.append(sum(map(len, pieces)))
+        return real(given, pieces)
+
+    real = tokenizing.encode
+    monkeypatch.setattr(tokenizing, "encode", encode)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 10)
+    part = tokenizing.tokenize(tokenizer, [("train", "a b " * 252), ("train", "c")])["train"]
+    assert calls == [80] * 12 + [49]
+    assert [isinstance(ids, np.ndarray) for ids, _ in part.pieces] == [True] * 100 + [False] * 2
+    assert part.ids(0).tolist() == whole and (part.tokens, part.documents, part.text_bytes) == (len(whole), 2, 1009)
 
 
 def test_the_default_leaves_a_small_machine_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import sys
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from llmtrain.data import tokenizing
 from llmtrain.errors import DataError, ModelError, UserError
 from llmtrain.eval import harness, texts
 from llmtrain.eval.texts import (
@@ -101,6 +103,23 @@ def test_every_token_but_the_first_is_predicted_once(texts: list[str], read: lis
     assert model.read == read
     assert tokens == [len(text) + 1 for text in texts[:-1]] + [len(texts[-1])]
     assert nll == pytest.approx([count * math.log(4) for count in tokens])
+
+
+def test_long_documents_are_tokenized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded(Letters):
+        calls: ClassVar[list[list[str]]] = []
+
+        def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
+            self.calls.append(texts)
+            return super().__call__(texts)
+
+    texts = ["abcab", "abc" * 6, "a"]
+    expected = losses(texts, Loaded(Guessing(), Letters()), window=4, batch_size=2)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 2)
+    monkeypatch.setattr(tokenizing, "PIECES_AT_ONCE", 4)
+    assert losses(texts, Loaded(Guessing(), Recorded()), window=4, batch_size=2) == expected
+    assert Recorded.calls == [["ab", "ca", "b", "ab", "ca"], ["bc", "ab", "ca", "bc"], ["ab", "ca", "bc", "a"]]
+    assert expected[1] == [6, 19, 1]
 
 
 @pytest.mark.parametrize("window", [8, 9])
@@ -281,10 +300,22 @@ def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"caf\xe9", "is not UTF-8 text .*; convert it first"), (b" | | ", "has no text between")]
+    ("content", "message"), [(b"caf\xe9", "not UTF-8 .*; convert it first"), (b" | | ", "has no text between")]
 )
 def test_a_text_to_be_evaluated_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         texts.evaluate_text(TextSection(name="text", file="text.txt", separator="|"), path, None, SimpleNamespace(), 1)
+
+
+def test_a_compressed_text_is_evaluated_as_what_it_contains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "learned_positions", lambda model: None)
+    (tmp_path / "text.txt").write_text("abc|ab")
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"abc|ab"))
+    loaded = Loaded(Guessing(), Letters())
+    plain, compressed = (
+        evaluate_text(TextSection(name="a", file=name, separator="|", window=2), tmp_path / name, None, loaded, 2)
+        for name in ("text.txt", "text.txt.gz")
+    )
+    assert compressed == plain and plain.scores["a"]["n"] == 2
