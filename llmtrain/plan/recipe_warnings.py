@@ -58,14 +58,15 @@ def recipe_warnings(
     `texts` holds the texts that are prepared, by name; the run's own has the name "". Warnings that depend on a mesh or text that is
     not given are left out.
     """
+    seconds = seconds_of_step(recipe, texts, mesh) if recipe.sync.period.is_timed else None
     return [
-        *_period(recipe, texts, mesh),
+        *_period(recipe, mesh, seconds),
         *_average(recipe),
         *_validation(recipe, texts),
         *_trained_on(recipe),
         *_recordings(recipe),
         *unused_keys(recipe),
-        *_early_momentum(recipe, texts, mesh),
+        *_early_momentum(recipe, seconds),
         *_ranks(recipe, mesh),
     ]
 
@@ -86,11 +87,11 @@ def seconds_of_step(
     return estimate_time(recipe, size, mesh.replicas, mesh.ranks // mesh.replicas, rates).step
 
 
-def _period(recipe: Recipe, texts: Mapping[str, TokenDataset], mesh: MeshSize | None) -> Iterator[str]:
+def _period(recipe: Recipe, mesh: MeshSize | None, seconds: float | None) -> Iterator[str]:
+    """Yield a line if the run has one round. `seconds` is the duration of a step, if known."""
     period, local = recipe.sync.period, local_steps(recipe)
     once = "replicas synchronize once, after the last step"
     if period.is_timed:
-        seconds = seconds_of_step(recipe, texts, mesh)
         if seconds is not None and period.every > local * seconds:
             run = format_duration(local * seconds)
             yield f"sync.period.every is {period.every:g} s, but the run's {local:,} local steps take about {run}: {once}"
@@ -173,13 +174,13 @@ def _recordings(recipe: Recipe) -> Iterator[str]:
             yield f"log.{key}.first is {section.first:,}, but the run has {total:,} steps: nothing is recorded"
 
 
-def _early_momentum(recipe: Recipe, texts: Mapping[str, TokenDataset], mesh: MeshSize | None) -> Iterator[str]:
-    """Yield a line, with a better value, if the outer momentum is there from the first round of a short run."""
+def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
+    """Yield a line, with a better value, if the outer momentum is there from the first round of a short run. `seconds` is the duration
+    of a step, if known, by which rounds of seconds are counted."""
     period, outer = recipe.sync.period, recipe.sync.outer
     if not isinstance(outer, NesterovSection | MomentumSection):
         return
     if period.is_timed:
-        seconds = seconds_of_step(recipe, texts, mesh)
         rounds = 0 if seconds is None else round(local_steps(recipe) * seconds / period.every)
     else:
         rounds = round_count(recipe) if period.min_length else 0
