@@ -1,7 +1,6 @@
 """Synchronization of replicas: periods, reductions, outer steps and schedules. It works on tensors and process groups alone.
 
-`LocalUpdates` adds it to your own training loop (docs/library.md), with `loop_checks`, `equal_replicas` and `module_replica`, which
-nothing else uses. Of WAGMA alone are `group_averager`, `memory_averager` and `butterfly`.
+`LocalUpdates` adds it to your own training loop (docs/library.md).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmtrain.sync.local_updates import LocalUpdates
+    from llmtrain.sync.own_loop.local_updates import LocalUpdates
 
 __all__ = ["LocalUpdates"]
 
@@ -18,6 +17,6 @@ def __getattr__(name: str) -> Any:
     """Import `LocalUpdates`, and torch with it, at its first use, because recipes are read without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from llmtrain.sync.local_updates import LocalUpdates
+    from llmtrain.sync.own_loop.local_updates import LocalUpdates
 
     return LocalUpdates

@@ -16,7 +16,7 @@ from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
-from llmtrain.sync.module_replica import ModuleReplica, layers_of
+from llmtrain.sync.own_loop.module_replica import ModuleReplica, layers_of
 from tests.distributed.pool import RankPool
 
 LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9

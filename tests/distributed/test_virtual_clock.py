@@ -20,7 +20,7 @@ from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.wire_format import WireFormat
 from llmtrain.parallel.world import World
 from llmtrain.sync.build_method import build_method
-from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages, sent_bytes, summed
+from llmtrain.sync.schedules.memory_averager import MemoryAverager, SharedAverages, sent_bytes, summed
 from llmtrain.turns import Turns
 from tests.distributed.fake_engine import FakeEngine, Scenario, load, save
 from tests.distributed.oracle_wagma import Case, History, Lateness, ends_of_rounds, replay

@@ -18,8 +18,8 @@ from llmtrain.config import SyncSection
 from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.build_method import build_method
-from llmtrain.sync.group_averager import GroupAverager, Payloads, WakeSignal
 from llmtrain.sync.method import Method
+from llmtrain.sync.schedules.group_averager import GroupAverager, Payloads, WakeSignal
 from tests.distributed.fake_engine import FakeEngine, Shards, assemble, choices, load, save
 from tests.distributed.oracle_wagma import PATIENCE, Case, History, Lateness, ends_of_rounds, exchanges, replay
 from tests.distributed.threads import FreeThreads

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config import VirtualClockSection
-from llmtrain.sync.group_averager import Payloads
-from llmtrain.sync.memory_averager import MemoryAverager
+from llmtrain.sync.schedules.group_averager import Payloads
+from llmtrain.sync.schedules.memory_averager import MemoryAverager
 from tests.distributed.fake_engine import choices, edit
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, Case, Outcome, Run

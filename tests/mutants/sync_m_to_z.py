@@ -1,21 +1,6 @@
 """Mistakes in llmtrain/sync, m to z."""
 
 TABLES = {
-    "llmtrain/sync/memory_averager.py": r"""
-    seen by distributed/test_virtual_clock.py
-        in process: who arrives together with the first is late
-          - arrivals[1][1] <= start
-          + arrivals[1][1] < start
-        in process: the members of a group change one sum
-          - [copy_of(part, own) for part, own in zip(total, newest, strict=True)]
-          + list(total)
-        in process: the host waits for averages on their way to the GPU
-          - copy_of(part, own) for
-          + part.clone() for
-        in process: messages that nobody needs any more are kept
-          - if iteration < version]
-          + if iteration < version - 100]
-    """,
     "llmtrain/sync/message.py": r"""
     seen by SCENARIOS
         messages: an excluded replica mixes its own parameters in
@@ -73,15 +58,6 @@ TABLES = {
         length: local steps begin before the step that is done
           - self.period.set_warmup(max(self.period.warmup, step))
           + pass
-    """,
-    "llmtrain/sync/module_replica.py": r"""
-    seen by distributed/test_local_updates_state.py
-        loops: what FSDP2 has gathered stays as it was
-          - release_gathered(self._model)
-          + pass
-        loops: the root keeps what it has gathered of a layer's block
-          - release_gathered(self._model)
-          + release_gathered(dict(zip([b.name for b in self.blocks], self._modules, strict=True))[block.name])
     """,
     "llmtrain/sync/moments.py": r"""
     seen by distributed/test_local_updates.py

@@ -88,4 +88,49 @@ TABLES = {
           - total.add_(mine).div_(self.size + 1)
           + total.add_(mine).div_(self.size)
     """,
+    "llmtrain/sync/schedules/butterfly.py": r"""
+    seen by unit/test_butterfly.py
+        butterfly: groups shift by one bit a step
+          - (iteration * per_step + r) % total
+          + (iteration + r) % total
+    """,
+    "llmtrain/sync/schedules/group_averager.py": r"""
+    seen by unit/test_group_averager.py
+        wagma: messages before a global average are kept
+          - self._posted.clear()
+          + pass
+    seen by unit/test_group_averager.py, distributed/test_wagma.py
+        wagma: answers with parameters older than the global average
+          - lambda: max(self._posted) >= self._last_global,
+          + lambda: True,
+    seen by unit/test_group_averager.py
+        wagma: keeps three models in CPU memory
+          - for i, posted in self._posted.items() if i >= version}
+          + for i, posted in self._posted.items() if i >= version - 1}
+    seen by distributed/test_wagma.py, distributed/test_wagma_freely.py
+        wagma: sums into the message that it keeps
+          - message = [copy_of(part, part) for part in self._posted[version]]
+          + message = list(self._posted[version])
+    seen by unit/test_waiting.py
+        wagma: a last group average that never ends is ignored
+          -             if self._thread.is_alive():
+          -                 raise
+          +             if False:
+          +                 raise
+    """,
+    "llmtrain/sync/schedules/memory_averager.py": r"""
+    seen by distributed/test_virtual_clock.py
+        in process: who arrives together with the first is late
+          - arrivals[1][1] <= start
+          + arrivals[1][1] < start
+        in process: the members of a group change one sum
+          - [copy_of(part, own) for part, own in zip(total, newest, strict=True)]
+          + list(total)
+        in process: the host waits for averages on their way to the GPU
+          - copy_of(part, own) for
+          + part.clone() for
+        in process: messages that nobody needs any more are kept
+          - if iteration < version]
+          + if iteration < version - 100]
+    """,
 }

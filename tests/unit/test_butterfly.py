@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.config import WaitAvoidingSection
 from llmtrain.errors import RecipeError
-from llmtrain.sync.butterfly import groups_at
+from llmtrain.sync.schedules.butterfly import groups_at
 
 POWERS = [2**n for n in range(1, 11)]
 PAIRS = [(replicas, size) for replicas in POWERS for size in POWERS if size <= replicas]

@@ -11,8 +11,8 @@ import torch
 
 from llmtrain.config import WaitAvoidingSection
 from llmtrain.parallel.comms import Comms
-from llmtrain.sync import group_averager
-from llmtrain.sync.group_averager import GroupAverager, copy_of
+from llmtrain.sync.schedules import group_averager
+from llmtrain.sync.schedules.group_averager import GroupAverager, copy_of
 
 GLOBAL = 2
 """The iteration in which all replicas average."""

@@ -379,6 +379,6 @@ print(*sys.modules)
 def test_own_loops_import_no_transformers() -> None:
     ran = subprocess.run([sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = set(ran.stdout.split())
-    assert {"llmtrain.sync.local_updates", "llmtrain.sync.methods.edit", "torch"} <= modules
+    assert {"llmtrain.sync.own_loop.local_updates", "llmtrain.sync.methods.edit", "torch"} <= modules
     unneeded = modules & {"transformers", "datasets", "deepspeed", "accelerate", "omegaconf", "pandas", "jinja2"}
     assert not unneeded

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
-from llmtrain.sync.loop_checks import find_other_rate
+from llmtrain.sync.own_loop.loop_checks import find_other_rate
 
 LIBRARY = Path(__file__).parents[2] / "docs/library.md"
 

@@ -21,7 +21,7 @@ from llmtrain.launch import node_rendezvous
 from llmtrain.launch.node_info import NodeInfo
 from llmtrain.launch.nodes import Nodes
 from llmtrain.parallel import world
-from llmtrain.sync.group_averager import GroupAverager
+from llmtrain.sync.schedules.group_averager import GroupAverager
 from llmtrain.train import run_dir
 from llmtrain.waiting import acquire, announced
 

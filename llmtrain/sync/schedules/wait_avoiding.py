@@ -11,12 +11,12 @@ from llmtrain.config import WaitAvoidingSection
 from llmtrain.errors import RecipeError
 from llmtrain.parallel.comms import Comms, make_replica_groups, shard_group
 from llmtrain.parallel.in_process import MemoryComms
-from llmtrain.sync import butterfly
 from llmtrain.sync.anchors import BlockTensors
-from llmtrain.sync.group_averager import GroupAverager, Payloads, WakeSignal
 from llmtrain.sync.local_steps import LocalSteps
-from llmtrain.sync.memory_averager import MemoryAverager, SharedAverages
+from llmtrain.sync.schedules import butterfly
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts
+from llmtrain.sync.schedules.group_averager import GroupAverager, Payloads, WakeSignal
+from llmtrain.sync.schedules.memory_averager import MemoryAverager, SharedAverages
 
 
 class WaitAvoidingSchedule(Schedule):

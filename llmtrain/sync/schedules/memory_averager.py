@@ -14,7 +14,7 @@ import torch
 
 from llmtrain.parallel.comms import Traffic
 from llmtrain.parallel.wire_format import WireFormat
-from llmtrain.sync.group_averager import Payloads, copy_of
+from llmtrain.sync.schedules.group_averager import Payloads, copy_of
 from llmtrain.turns import Turns
 
 

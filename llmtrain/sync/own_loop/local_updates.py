@@ -25,8 +25,9 @@ from llmtrain.parallel.sharded import local, release_gathered
 from llmtrain.recipe_messages import Overlay, closest, explain, one_of
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
-from llmtrain.sync.equal_replicas import LoopStart, check_equal_end, check_equal_start, check_equal_steps
-from llmtrain.sync.loop_checks import (
+from llmtrain.sync.methods import METHODS
+from llmtrain.sync.own_loop.equal_replicas import LoopStart, check_equal_end, check_equal_start, check_equal_steps
+from llmtrain.sync.own_loop.loop_checks import (
     check_choices,
     check_current_device,
     check_equal_rates,
@@ -37,8 +38,7 @@ from llmtrain.sync.loop_checks import (
     follows_rates,
     needs_equal_rates,
 )
-from llmtrain.sync.methods import METHODS
-from llmtrain.sync.module_replica import ModuleReplica, layers_of
+from llmtrain.sync.own_loop.module_replica import ModuleReplica, layers_of
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62

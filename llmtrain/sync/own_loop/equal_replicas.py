@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.comms import Comms
-from llmtrain.sync.module_replica import ModuleReplica
+from llmtrain.sync.own_loop.module_replica import ModuleReplica
 
 LISTED = 4
 """Number of ranks that a message names at most."""

@@ -1,0 +1,1 @@
+"""Synchronization in a training loop of the user's own (docs/library.md). `LocalUpdates` is all of its interface."""

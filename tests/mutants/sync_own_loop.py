@@ -1,0 +1,158 @@
+"""Mistakes in llmtrain/sync/own_loop."""
+
+TABLES = {
+    "llmtrain/sync/own_loop/equal_replicas.py": r"""
+    seen by distributed/test_equal_replicas.py
+        library: ranks may have other choices
+          - if (choices != choices[0, 0]).any():
+          + if False:
+        library: ranks may continue from different steps
+          - if (steps != steps[0, 0]).any():
+          + if False:
+        library: states of different runs go together
+          - if (anchors != anchors[:, :1]).any():
+          + if False:
+        library: a module may be another than its state is of
+          - if others.any():
+          + if False:
+        library: different moments are accepted before a synchronous step
+          -     if synchronous.all():
+          -         raise
+          +     if False:
+          +         raise
+        library: moments are not compared
+          - (name := _block_of_other_moments(replicas, shards, replica)) is None
+          + (name := None) is None
+        library: ranks may end after different steps
+          - if (taken != taken[0, 0]).any():
+          + if False:
+        library: replicas may differ at the end
+          - if (name := _other_block(replicas, shards, replica)) is not None:
+          -         raise TrainingError(
+          + if (name := None) is not None:
+          +         raise TrainingError(
+    seen by distributed/test_local_updates.py
+        library: replicas may differ at the start
+          - if synchronized.all() and
+          + if False and
+    """,
+    "llmtrain/sync/own_loop/local_updates.py": r"""
+    seen by unit/test_house.py
+        library: a loop of one's own imports transformers
+          - from llmtrain.parallel.sharded import local, release_gathered
+          + from llmtrain.parallel.torch_engine import TorchEngine
+          + from llmtrain.parallel.sharded import local, release_gathered
+    seen by distributed/test_local_updates_state.py
+        loops: the optimizer's parameters are those that FSDP2 has gathered
+          - release_gathered(model)
+          + pass
+    seen by distributed/test_local_updates.py
+        a loop of one's own: a gradient that a replica lacks is left out
+          - if not is_used:
+          + if parameter.grad is None:
+        a loop of one's own: a second one hears the first one's end
+          - f"llmtrain/loop{next(_LOOPS)}"
+          + "llmtrain/loop"
+        library: a wrong argument is taken for a key of sync
+          - closest(name, [*keys, *arguments])
+          + closest(name, keys)
+        library: gradients are not averaged in synchronous steps
+          -             if plan.phase != "local":
+          +             if False:
+        library: a resumed loop counts its steps from the start
+          -         self.step = state["step"]
+          -
+    seen by distributed/test_local_updates_state.py
+        library: synchronous steps may become fewer than were made
+          -         self._method.keep_warmup(self.step)
+          -
+        library: what is closed still synchronizes in forward
+          -         self.replica.remove_block_hooks()
+          -
+        library: a closure's gradients are not averaged
+          - for argument in (*arguments[1:], named.get("closure"))
+          + for argument in ()
+    seen by distributed/test_loop_checks.py
+        library: parameters may move before a state is loaded
+          - if self._has_begun:
+          + if self._has_begun or self.step > 0:
+        library: a replica may be on another GPU than the process
+          -         check_current_device(device)
+          -
+        library: another learning rate is warned of in every step
+          -             self._followed = None
+          -
+        library: learning rates are compared where nothing follows them
+          - lr if follows_rates(self.sync) else None
+          + lr
+    seen by distributed/test_equal_replicas.py
+        library: replicas are not compared after a state is loaded
+          - self._has_begun, self._saved = False,
+          + self._has_begun, self._saved = True,
+        library: a layer-wise loop synchronizes before replicas are compared
+          -             self.replica.register_block_hook(lambda index: self._begin())
+          +             pass
+        library: an optimizer may have two loops
+          - and _REFUSALS[optimizer] is None:
+          + and False:
+        library: steps after the end are not refused
+          -         if was_open:
+          +         if False:
+        library: a loop after another one refuses its steps
+          -             refusal.remove()
+          +             pass
+        library: closing an ended loop opens the optimizer of the next one
+          -         if self._is_open:
+          +         if True:
+        library: a loop after another one is warned of its moments
+          - if text is not None and not self._had_loop:
+          + if text is not None:
+        library: nobody is told that all steps were synchronous
+          - and period.is_synchronous(self.step):
+          + and False:
+    """,
+    "llmtrain/sync/own_loop/loop_checks.py": r"""
+    seen by distributed/test_local_updates.py
+        library: anything may be a group
+          - if group is not None and not isinstance(group, dist.ProcessGroup):
+          + if False:
+        library: a learning rate may be a number
+          - if lr is not None and not isinstance(lr, LRSchedule):
+          + if False:
+        library: anything may be a layer
+          - and all(isinstance(one, nn.Module) for one in layers)
+          +
+        library: time may be negative
+          - and timeout_seconds > 0):
+          + ):
+    seen by distributed/test_loop_checks.py
+        a loop of one's own: replicas with learning rates of their own apply CO2's means differently
+          - if (rates != rates[0]).any():
+          + if False:
+        a loop of one's own: FSDP2 may average gradients over the replicas
+          - if placement.is_replicate()]
+          + if not placement]
+        library: every process may use all GPUs
+          - if isinstance(model, DataParallel):
+          + if False:
+        library: any GPU is the current one
+          - if device.type == "cuda" and device.index !=
+          + if device.type == "gpu" and device.index !=
+    seen by unit/test_lr.py
+        library: only the first parameter group's learning rate counts
+          - for group in groups):
+          + for group in groups[:1]):
+        library: rates of the warm-up are compared, too
+          - if step <= rates.warmup_steps:
+          + if step < 1:
+    """,
+    "llmtrain/sync/own_loop/module_replica.py": r"""
+    seen by distributed/test_local_updates_state.py
+        loops: what FSDP2 has gathered stays as it was
+          - release_gathered(self._model)
+          + pass
+        loops: the root keeps what it has gathered of a layer's block
+          - release_gathered(self._model)
+          + release_gathered(dict(zip([b.name for b in self.blocks], self._modules, strict=True))[block.name])
+    """,
+}
