@@ -10,6 +10,9 @@ import pytest
 
 from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices, replay
+from tests.distributed.pairs_reference import assert_is_reference
+from tests.distributed.pool import RankPool
+from tests.distributed.real_engine import GPT_NEO, Case, train
 from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits, assert_same_run
 
@@ -88,3 +91,10 @@ def test_moments_are_sent_as_often_as_they_are_due() -> None:
     values = sum(runs[0].size(block) for block in range(len(runs[0].shapes)))
     compared = 2 * 2 * 4 * 3 * 8 * len(runs[0].shapes)  # which moments there are, in the two rounds
     assert averaged - plain == 3 * 4 * 2 * 3 / 4 * 8 * values + compared
+
+
+def test_moments_of_an_engines_adamw_are_averaged(ranks: RankPool) -> None:
+    """With Muon, test_muon.py has such a case. Most tokens of the vocabulary do not occur."""
+    sync, optim = choices("des_loc", every=1, moments={"first": 2, "second": 3}), {"lr": 1e-2, "eps": 1e-5}
+    case = Case(sync, 2, 2, GPT_NEO, {"precision": "fp64"}, optim)
+    assert_is_reference([found for [found] in ranks.run(train, [case])], case)
