@@ -79,6 +79,8 @@ class Scenario:
     """(step, replica) -> seconds on top."""
     resume_after: int | Collection[int] | None = None
     """After this step, or these, everything is built anew and loaded from the state that was saved."""
+    switches_offload: bool = False
+    """Whenever the run resumes, anchors that were offloaded no longer are, or the reverse."""
     save_after: Collection[int] = ()
     """After these steps the state is saved, and the run goes on."""
     saves_when_agreed: bool = False
@@ -327,14 +329,12 @@ def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
     """The run of this rank of the given axes."""
-    clock = Clock()
+    clock, sync = Clock(), scenario.sync
 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
         run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
-        return engine, build_method(
-            scenario.sync, engine, replica, shard, scenario.rates, offload_of=scenario.copies, **run
-        )
+        return engine, build_method(sync, engine, replica, shard, scenario.rates, offload_of=scenario.copies, **run)
 
     engine, method = build()
     forwards, synchronous, agreed, says_synchronized = [], [], [], []
@@ -363,6 +363,8 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             saved, staleness = save(engine, method), method.schedule.staleness
             method.close()
             clock.now += 1000.0  # what passes while nothing runs does not count
+            if scenario.switches_offload:
+                sync = sync.model_copy(update={"offload": not sync.offload})
             engine, method = build()
             load(engine, method, saved)
             if not scenario.sync.period.is_timed:  # whose messages know the mean number of steps only

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
+from tests.distributed.test_offload import late
 from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits, assert_same_run
 
@@ -86,12 +88,13 @@ MOMENTS = {
     "in-second-round": 7,
     "under-way": 11,
     "turn-or-armed": 14,
+    "offload-switched": (11, 14),
     "in-last-round": 17,
     "last-step": 18,
     "every-step": range(1, STEPS + 1),
     "every-third": range(2, STEPS + 1, 3),
 }
-OFTEN = ("in-first-round", "under-way", "every-step")
+OFTEN = ("in-first-round", "offload-switched", "every-step")
 RARELY = tuple(moment for moment in MOMENTS if moment not in OFTEN)
 moments = pytest.mark.parametrize(
     "moments", [OFTEN, pytest.param(RARELY, marks=pytest.mark.deep)], ids=["often", "rarely"]
@@ -99,11 +102,12 @@ moments = pytest.mark.parametrize(
 
 
 def is_the_run_left_alone(sync: Any, replicas: int, shard: int, moments: Sequence[str], **run: Any) -> None:
-    """Whenever it is saved and resumed, or only saved."""
-    run = {"steps": STEPS, "schedule": FALLING, **run}
+    """Whenever it is saved and resumed, or only saved; also if anchors are offloaded first from one moment on, then no longer."""
+    run = {"steps": STEPS, "schedule": FALLING, "copies": late, **run}
     alone = Scenario(sync, replicas, shard, **run)
-    resumed = [Scenario(sync, replicas, shard, **run, resume_after=MOMENTS[moment]) for moment in moments]
-    saved = Scenario(sync, replicas, shard, **run, save_after=range(1, 100))
+    resumed = [replace(alone, resume_after=MOMENTS[moment]) for moment in moments]
+    resumed = [replace(one, switches_offload=one.resume_after == MOMENTS["offload-switched"]) for one in resumed]
+    saved = replace(alone, save_after=range(1, 100))
     expected, only_saved, *runs = map(simulate, [alone, saved, *resumed])
     assert_same_run(expected, replay(alone))
     for moment, got in [("saved", only_saved), *zip(moments, runs, strict=True)]:
