@@ -21,6 +21,8 @@ PULL = {"probability": 0.4, "strength": 0.3}
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5, "step_weight": 0.3}
 BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
+SOON = {"first": 1, "second": 2}
+WEIGHED = ("token_weighted", "radial")
 
 
 def of(method: str, every: int | None = 4, **changes: Any) -> Any:
@@ -28,7 +30,7 @@ def of(method: str, every: int | None = 4, **changes: Any) -> Any:
 
 
 def streaming(steps: int = 2, wire: Any = "fp32", **schedule: Any) -> Any:
-    others = {key: schedule.pop(key) for key in ("outer", "penalty") if key in schedule}
+    others = {key: schedule.pop(key) for key in ("outer", "penalty", "moments", "reduction") if key in schedule}
     schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **schedule}
     return of("streaming_diloco", schedule=schedule, wire=wire, **others)
 
@@ -38,6 +40,13 @@ def feedback(kind: str) -> dict:
 
 
 STEPPED = {
+    "diloco": of("diloco", 3),
+    "local_sgd-layerwise": of("local_sgd", 3, schedule="layerwise"),
+    "edit": edit(every=3, penalty=PENALTY, warmup_steps=WARMUP),
+    "edit-blocking": edit(every=3, penalty=PENALTY, warmup_steps=WARMUP, schedule="blocking"),
+    "des_loc": of("des_loc", 2),
+    "des_loc-layerwise": of("des_loc", 2, schedule="layerwise", moments=SOON),
+    "streaming-moments": streaming(moments=SOON),
     "slowmo": of("slowmo"),
     "diloco-accumulated-qsr": of("diloco", None, period=QSR, outer=BY_SUM),
     "post_local_sgd": of("post_local_sgd", warmup_until_lr=0.9),
@@ -64,6 +73,9 @@ STEPPED = {
     "streaming-weighed": streaming(steps=3, penalty={**PENALTY, "z": 0.5, "min_rounds": 2}),
     "streaming-weighed-soon": streaming(penalty={**PENALTY, "z": 0.5, "min_rounds": 2}, alpha=1.0),
     "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),
+    **{f"diloco-{kind}": of("diloco", 3, reduction=kind) for kind in WEIGHED},
+    **{f"co2-{kind}": of("co2", 3, reduction=kind, schedule={"kind": "delayed", "fragments": 2}) for kind in WEIGHED},
+    **{f"streaming-{kind}": streaming(steps=3, alpha=0.4, reduction=kind) for kind in WEIGHED},
 }
 ROUNDED = {
     "diloco-bf16": of("diloco", wire="bf16"),
@@ -103,7 +115,7 @@ moments = pytest.mark.parametrize(
 
 def is_the_run_left_alone(sync: Any, replicas: int, shard: int, moments: Sequence[str], **run: Any) -> None:
     """Whenever it is saved and resumed, or only saved; also if anchors are offloaded first from one moment on, then no longer."""
-    run = {"steps": STEPS, "schedule": FALLING, "copies": late, **run}
+    run = {"steps": STEPS, "schedule": FALLING, "copies": late, "adapts": sync.moments is not None, **run}
     alone = Scenario(sync, replicas, shard, **run)
     resumed = [replace(alone, resume_after=MOMENTS[moment]) for moment in moments]
     resumed = [replace(one, switches_offload=one.resume_after == MOMENTS["offload-switched"]) for one in resumed]
@@ -143,6 +155,8 @@ TIMED = {
     "co2": of("co2", None, period={**SECONDS, "every": 2.0}, outer=BY_SUM),
     "pull": of("palsgd", None, period=SECONDS, pull=PULL, schedule="layerwise"),
     "int8-feedback": of("diloco", None, period=SECONDS, wire=feedback("int8")),
+    "moments": of("diloco", None, period=SECONDS, moments=SOON),
+    **{f"delayed-{kind}": of("co2", None, period=SECONDS, outer=BY_SUM, reduction=kind) for kind in WEIGHED},
 }
 
 
