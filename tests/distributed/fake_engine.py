@@ -328,7 +328,8 @@ def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
 
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
-    """The run of this rank of the given axes."""
+    """The run of this rank of the given axes. `step` counts this replica's own steps, `global_step` those of the whole run at the
+    last step at which all ranks knew it; in rounds of seconds these differ."""
     clock, sync = Clock(), scenario.sync
 
     def build() -> tuple[FakeEngine, Method]:
@@ -338,8 +339,8 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
 
     engine, method = build()
     forwards, synchronous, agreed, says_synchronized = [], [], [], []
-    step = position = 0
-    while position < scenario.steps:
+    step = global_step = 0
+    while global_step < scenario.steps:
         step += 1
         plan = method.begin_step(step, scenario.rates.at(min(step, scenario.steps)))
         if engine.average_gradients:
@@ -352,11 +353,11 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         # A replica goes by its first shard rank's clock; those of the others run three times as fast.
         clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
         method.end_step(step, scenario.tokens_of_rank(replica.rank, shard.rank, step))
-        run_step = method.agreed_step(step)
-        if run_step is not None:
-            position = run_step
-            agreed.append((step, position))
-        moment = run_step if scenario.saves_when_agreed else step
+        agreed_step = method.agreed_step(step)
+        if agreed_step is not None:
+            global_step = agreed_step
+            agreed.append((step, global_step))
+        moment = agreed_step if scenario.saves_when_agreed else step
         if moment in scenario.save_after:
             save(engine, method)
         if scenario.resumes_after(moment):
