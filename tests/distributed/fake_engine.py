@@ -79,6 +79,8 @@ class Scenario:
     """(step, replica) -> seconds on top."""
     resume_after: int | Collection[int] | None = None
     """After this step, or these, everything is built anew and loaded from the state that was saved."""
+    switches_offload: bool = False
+    """Whenever the run resumes, anchors that were offloaded no longer are, or the reverse."""
     save_after: Collection[int] = ()
     """After these steps the state is saved, and the run goes on."""
     saves_when_agreed: bool = False
@@ -326,20 +328,19 @@ def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
 
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
-    """The run of this rank of the given axes."""
-    clock = Clock()
+    """The run of this rank of the given axes. `step` counts this replica's own steps, `global_step` those of the whole run at the
+    last step at which all ranks knew it; in rounds of seconds these differ."""
+    clock, sync = Clock(), scenario.sync
 
     def build() -> tuple[FakeEngine, Method]:
         engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
         run = {"seed": scenario.seed, "store": store, "timeout_seconds": 20, "clock": clock}
-        return engine, build_method(
-            scenario.sync, engine, replica, shard, scenario.rates, offload_of=scenario.copies, **run
-        )
+        return engine, build_method(sync, engine, replica, shard, scenario.rates, offload_of=scenario.copies, **run)
 
     engine, method = build()
     forwards, synchronous, agreed, says_synchronized = [], [], [], []
-    step = position = 0
-    while position < scenario.steps:
+    step = global_step = 0
+    while global_step < scenario.steps:
         step += 1
         plan = method.begin_step(step, scenario.rates.at(min(step, scenario.steps)))
         if engine.average_gradients:
@@ -352,17 +353,19 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         # A replica goes by its first shard rank's clock; those of the others run three times as fast.
         clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
         method.end_step(step, scenario.tokens_of_rank(replica.rank, shard.rank, step))
-        run_step = method.agreed_step(step)
-        if run_step is not None:
-            position = run_step
-            agreed.append((step, position))
-        moment = run_step if scenario.saves_when_agreed else step
+        agreed_step = method.agreed_step(step)
+        if agreed_step is not None:
+            global_step = agreed_step
+            agreed.append((step, global_step))
+        moment = agreed_step if scenario.saves_when_agreed else step
         if moment in scenario.save_after:
             save(engine, method)
         if scenario.resumes_after(moment):
             saved, staleness = save(engine, method), method.schedule.staleness
             method.close()
             clock.now += 1000.0  # what passes while nothing runs does not count
+            if scenario.switches_offload:
+                sync = sync.model_copy(update={"offload": not sync.offload})
             engine, method = build()
             load(engine, method, saved)
             if not scenario.sync.period.is_timed:  # whose messages know the mean number of steps only

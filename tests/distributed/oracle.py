@@ -65,6 +65,8 @@ class Oracle:
         self.theta = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.moments = [(np.zeros_like(theta), np.zeros_like(theta)) for theta in self.theta] if adapts else []
         """First and second moments of each replica's inner optimizer, by block, if it has any."""
+        self.averaged = self.moments
+        """Moments that `sync.moments` averages, which may also be those of an optimizer behind `direction`."""
         self.rounds_of_moments = 0
         self.anchor = [block.copy() for block in start]
         self.momentum = [np.zeros_like(block) for block in start]
@@ -114,7 +116,7 @@ class Oracle:
             order: every is not None and self.rounds_of_moments % every == 0
             for order, every in ((1, self.sync.moments.first), (2, self.sync.moments.second))
         }
-        for first, second in self.moments:
+        for first, second in self.averaged:
             if is_due[2]:
                 second[:] = second.mean(0)
             if is_due[1]:

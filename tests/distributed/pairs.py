@@ -15,7 +15,7 @@ from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
 from tests.distributed.test_offload import late
 
 TESTED_ELSEWHERE = ("muloco", "sparseloco", "des_loc", "snoo", "gpa")
-"""Methods with tests of their own, under ZeRO in test_zero; SNOO is DiLoCo, and Muon, MuLoCo's, is refused under ZeRO."""
+"""Methods with tests of their own, under ZeRO in test_zero; SNOO is DiLoCo, and MuLoCo is DiLoCo with Muon."""
 FACTORS: dict[str, tuple[str, ...]] = {
     "method": tuple(method for method in METHODS if method not in TESTED_ELSEWHERE),
     "mesh": ("2x2", "4x1", "1x3", "3x1"),
@@ -26,65 +26,67 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp64"),
     "recomputed": ("nothing", "all", "selective"),
     "offload": ("nothing", "anchors", "optimizer"),
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "muon"),
     "forwards": ("1", "2"),
 }
 TABLE = """
 synchronous       2x2  fsdp2  blocking       int8  tied     fp64  selective  anchors    adamw  2
 synchronous       4x1  zero1  blocking       int4  llama    bf16  nothing    nothing    adamw  1
+synchronous       4x1  fsdp2  blocking       int4  gpt_neo  fp64  all        anchors    muon   2
 synchronous       1x3  zero2  blocking       bf16  llama    fp32  nothing    nothing    sgd    1
 synchronous       3x1  zero3  blocking       fp32  gpt_neo  fp32  all        optimizer  adamw  1
 local_sgd         2x2  fsdp2  blocking       int8  tied     fp32  nothing    anchors    adamw  1
 local_sgd         4x1  zero1  layerwise      bf16  llama    fp32  nothing    nothing    sgd    1
 local_sgd         1x3  zero3  delayed        fp32  llama    fp32  nothing    optimizer  adamw  1
-local_sgd         3x1  fsdp2  overlapped     int4  gpt_neo  fp64  all        nothing    adamw  1
+local_sgd         3x1  fsdp2  overlapped     int4  gpt_neo  fp64  all        nothing    muon   1
 local_sgd         3x1  zero2  delayed        fp32  llama    bf16  selective  nothing    adamw  2
 post_local_sgd    2x2  zero1  blocking       int4  gpt_neo  fp32  nothing    optimizer  sgd    2
 post_local_sgd    4x1  zero3  delayed        bf16  llama    fp32  all        nothing    adamw  1
 post_local_sgd    1x3  zero2  overlapped     int8  tied     bf16  selective  nothing    adamw  1
-post_local_sgd    3x1  fsdp2  layerwise      fp32  llama    fp64  nothing    anchors    sgd    1
+post_local_sgd    3x1  fsdp2  layerwise      fp32  llama    fp64  nothing    anchors    muon   1
 qsr               2x2  zero1  overlapped     fp32  llama    bf16  selective  nothing    adamw  1
 qsr               4x1  zero2  layerwise      int8  gpt_neo  fp32  all        optimizer  adamw  1
-qsr               1x3  fsdp2  blocking       bf16  llama    fp64  nothing    anchors    adamw  1
+qsr               1x3  fsdp2  blocking       bf16  gpt_neo  fp64  all        anchors    muon   2
 qsr               3x1  zero3  delayed        int4  tied     fp32  nothing    nothing    sgd    2
-slowmo            2x2  fsdp2  delayed        int8  tied     bf16  nothing    nothing    adamw  1
+slowmo            2x2  fsdp2  delayed        int8  tied     bf16  nothing    nothing    muon   1
 slowmo            4x1  zero3  overlapped     bf16  llama    fp32  all        nothing    adamw  1
 slowmo            1x3  zero1  blocking       int4  llama    fp32  nothing    optimizer  adamw  1
-slowmo            3x1  fsdp2  delayed        fp32  gpt_neo  fp64  nothing    anchors    adamw  2
+slowmo            3x1  fsdp2  delayed        fp32  gpt_neo  fp64  nothing    anchors    muon   2
 slowmo            3x1  zero2  layerwise      fp32  llama    fp32  selective  nothing    sgd    1
-diloco            2x2  fsdp2  delayed        bf16  gpt_neo  fp64  all        nothing    adamw  1
+diloco            2x2  fsdp2  delayed        bf16  gpt_neo  fp64  all        nothing    muon   1
 diloco            4x1  zero2  overlapped     fp32  llama    fp32  nothing    nothing    adamw  1
 diloco            1x3  zero1  blocking       int4  llama    bf16  nothing    anchors    sgd    2
 diloco            3x1  zero3  layerwise      int8  tied     fp32  selective  optimizer  adamw  1
 streaming_diloco  2x2  zero3  blocking       fp32  tied     fp32  all        anchors    sgd    2
-streaming_diloco  4x1  fsdp2  delayed        int8  llama    fp64  selective  nothing    adamw  1
+streaming_diloco  4x1  fsdp2  delayed        int8  llama    fp64  selective  nothing    muon   1
 streaming_diloco  1x3  zero2  overlapped     int4  llama    fp32  nothing    optimizer  adamw  1
 streaming_diloco  3x1  zero1  layerwise      bf16  gpt_neo  bf16  nothing    nothing    adamw  1
 co2               2x2  zero3  overlapped     bf16  gpt_neo  fp32  nothing    optimizer  adamw  1
-co2               4x1  fsdp2  delayed        fp32  tied     fp32  selective  nothing    adamw  1
+co2               4x1  fsdp2  delayed        fp32  tied     fp32  selective  nothing    muon   1
 co2               1x3  zero1  layerwise      fp32  llama    fp32  nothing    anchors    sgd    2
 co2               1x3  zero2  blocking       int8  llama    bf16  all        nothing    adamw  1
-co2               3x1  fsdp2  overlapped     int4  llama    fp64  nothing    nothing    sgd    2
+co2               3x1  fsdp2  overlapped     int4  llama    fp64  nothing    nothing    muon   2
 palsgd            2x2  zero1  delayed        int8  tied     fp32  nothing    nothing    sgd    1
 palsgd            4x1  zero2  blocking       fp32  llama    bf16  nothing    optimizer  adamw  2
+palsgd            4x1  fsdp2  wait_avoiding  bf16  llama    fp64  selective  nothing    muon   2
 palsgd            1x3  zero3  overlapped     int4  llama    fp32  all        anchors    sgd    1
-palsgd            3x1  fsdp2  layerwise      bf16  gpt_neo  fp64  selective  nothing    adamw  1
-palsgd            4x1  fsdp2  wait_avoiding  bf16  llama    fp64  selective  nothing    sgd    2
+palsgd            3x1  fsdp2  layerwise      bf16  gpt_neo  fp64  selective  nothing    muon   1
 wagma             2x2  zero2  wait_avoiding  fp32  llama    fp32  nothing    anchors    sgd    2
 wagma             4x1  zero3  wait_avoiding  int4  tied     bf16  selective  optimizer  adamw  2
 wagma             1x3  zero1  wait_avoiding  int8  gpt_neo  bf16  all        optimizer  adamw  1
-wagma             3x1  fsdp2  delayed        bf16  gpt_neo  fp64  selective  nothing    sgd    1
+wagma             3x1  fsdp2  delayed        bf16  gpt_neo  fp64  selective  nothing    muon   1
 edit              2x2  zero2  layerwise      int4  gpt_neo  fp32  selective  nothing    sgd    1
 edit              4x1  zero1  overlapped     int8  llama    bf16  nothing    anchors    adamw  1
 edit              1x3  zero3  blocking       fp32  llama    fp32  nothing    optimizer  adamw  1
-edit              3x1  fsdp2  delayed        bf16  tied     fp64  all        nothing    adamw  2
+edit              3x1  fsdp2  delayed        bf16  tied     fp64  all        nothing    muon   2
 a_edit            2x2  fsdp2  delayed        bf16  tied     fp64  nothing    nothing    sgd    2
+a_edit            2x2  fsdp2  layerwise      int4  tied     fp32  nothing    anchors    muon   1
 a_edit            4x1  zero2  blocking       int4  llama    bf16  nothing    anchors    adamw  1
 a_edit            1x3  zero3  layerwise      fp32  llama    fp32  all        nothing    adamw  1
 a_edit            3x1  zero1  blocking       int8  gpt_neo  fp32  selective  optimizer  adamw  1
 """
 ROWS = [dict(zip(FACTORS, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
-STEPS, WARMUP, BATCH, PEAK = 5, 1, 12, {"adamw": 1e-2, "sgd": 0.5}
+STEPS, WARMUP, BATCH, PEAK = 5, 1, 12, {"adamw": 1e-2, "muon": 1e-2, "sgd": 0.5}
 PENALTY = {"z": 2.0, "ema": 0.3, "min_rounds": 2, "temperature": 0.3, "clip": 0.5}
 SCHEDULES = {"overlapped": {"kind": "overlapped", "steps": 1, "fragments": 2, "alpha": 0.5}}
 ONE_LAYER = {"num_hidden_layers": 1}

@@ -17,7 +17,7 @@ from llmtrain.model import blocks_of, build, initialize, model_config
 from tests.distributed.oracle import Oracle
 from tests.distributed.oracle_late import DelayedOracle, OverlappedOracle, TimedDelayedOracle
 from tests.distributed.oracle_timed import TimedOracle
-from tests.distributed.real_engine import SEED, VOCABULARY, Case, global_batch
+from tests.distributed.real_engine import SEED, VOCABULARY, Case, Outcome, global_batch
 
 
 @dataclass
@@ -33,16 +33,6 @@ class Reference:
     moved: dict[str, float]
     """Norm of the difference between the weights at the end and the initial ones, by parameter."""
     rounds: int
-
-
-@dataclass
-class Moments:
-    """State of the inner optimizer of one replica."""
-
-    mean: np.ndarray | float = 0.0
-    square: np.ndarray | float = 0.0
-    muon: np.ndarray | float = 0.0
-    steps: int = 0
 
 
 @dataclass
@@ -71,7 +61,12 @@ class Replicas:
         self.start = [_flat([weights[name].detach() for name in block]) for block in self.names]
         decay = [np.full(p.numel(), self.optim.weight_decay if p.ndim > 1 else 0.0) for p in self.parameters]
         self.decay, self.ends = np.concatenate(decay), np.cumsum([len(block) for block in self.start])[:-1]
-        self.moments = [Moments() for _ in range(self.case.replicas)]
+        self.matrices = self._matrices() if self.optim.kind == "muon" else {}
+        size = (self.case.replicas, len(self.decay))
+        self.first, self.second, self.steps = np.zeros(size), np.zeros(size), [0] * self.case.replicas
+        self.first_decay = np.full(len(self.decay), self.optim.betas[0])
+        for start, shape in self.matrices.items():
+            self.first_decay[start : start + shape.numel()] = self.optim.muon.momentum
         self.norms = [[] for _ in range(self.case.replicas)]
         self._directions: dict[int, list[np.ndarray]] = {}
 
@@ -85,6 +80,7 @@ class Replicas:
             self.oracle: Oracle = timed(*common, seconds=lambda replica, step: 1.0)
         else:
             self.oracle = kinds.get(sync.schedule.kind, Oracle)(*common)
+        self.oracle.averaged = [(self.first, self.second)]
         self.oracle.run()
         assert all((block == block[0]).all() for block in self.oracle.theta), "the oracle's replicas end equal"
         weights = []
@@ -117,34 +113,34 @@ class Replicas:
             gradient = gradient * min(1.0, self.optim.clip_norm / (norm + 1e-6))
         if self.optim.kind == "sgd":
             return -(gradient + self.decay * theta)
-        (beta, gamma), moments = self.optim.betas, self.moments[replica]
-        moments.steps += 1
-        orthogonal = self._orthogonal_steps(gradient, theta, moments) if self.optim.kind == "muon" else {}
-        moments.mean = beta * moments.mean + (1 - beta) * gradient
-        moments.square = gamma * moments.square + (1 - gamma) * gradient**2
-        mean, square = moments.mean / (1 - beta**moments.steps), moments.square / (1 - gamma**moments.steps)
+        (beta, gamma), decay = self.optim.betas, self.first_decay
+        self.steps[replica] += 1
+        self.first[replica] = first = decay * self.first[replica] + (1 - decay) * gradient
+        self.second[replica] = second = gamma * self.second[replica] + (1 - gamma) * gradient**2
+        mean, square = first / (1 - beta ** self.steps[replica]), second / (1 - gamma ** self.steps[replica])
         direction = -(mean / (np.sqrt(square) + self.optim.eps) + self.decay * theta)
         if self.optim.kind == "muon":
             direction *= self.optim.muon.adamw_lr_ratio
-        for start, step_of_matrix in orthogonal.items():
-            direction[start : start + len(step_of_matrix)] = step_of_matrix
+        for start, shape in self.matrices.items():
+            part = slice(start, start + shape.numel())
+            update = self._orthogonal_step((decay * first + (1 - decay) * gradient)[part].reshape(shape))
+            direction[part] = -(update + self.decay[part] * theta[part])
         return direction
 
-    def _orthogonal_steps(self, gradient: np.ndarray, theta: np.ndarray, moments: Moments) -> dict[int, np.ndarray]:
-        """Return what Muon adds to each matrix of a layer at learning rate 1, by its place among all values."""
-        muon, steps, start = self.optim.muon, {}, 0
-        moments.muon = muon.momentum * moments.muon + (1 - muon.momentum) * gradient
-        nesterov = muon.momentum * moments.muon + (1 - muon.momentum) * gradient
+    def _matrices(self) -> dict[int, torch.Size]:
+        """Return the shapes of the matrices of layers, which Muon updates, by their places among all values."""
+        shapes, start = {}, 0
         for name, parameter in zip((name for block in self.names for name in block), self.parameters, strict=True):
-            part = slice(start, start + parameter.numel())
             if parameter.ndim == 2 and re.search(r"\.\d+\.", name):
-                orthogonal = orthogonal_of(nesterov[part].reshape(parameter.shape), muon.iterations)
-                rows, columns = parameter.shape
-                factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5, "original": max(1, rows / columns) ** 0.5}
-                update = factor[muon.adjust_lr] * orthogonal.reshape(-1)
-                steps[start] = -(update + self.decay[part] * theta[part])
+                shapes[start] = parameter.shape
             start += parameter.numel()
-        return steps
+        return shapes
+
+    def _orthogonal_step(self, nesterov: np.ndarray) -> np.ndarray:
+        """Return what Muon subtracts from a matrix at learning rate 1, without weight decay."""
+        muon, (rows, columns) = self.optim.muon, nesterov.shape
+        factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5, "original": max(1, rows / columns) ** 0.5}
+        return factor[muon.adjust_lr] * orthogonal_of(nesterov, muon.iterations).reshape(-1)
 
     def _gradient(self, step: int, replica: int) -> tuple[np.ndarray, float]:
         """Of the mean loss of a replica's part of the batch, and that loss."""
@@ -179,3 +175,14 @@ def _flat(tensors: list[Any]) -> np.ndarray:
 def reference(case: Case) -> Reference:
     """What the case should give, whatever its mesh's shards, its engine, its precision and its wire."""
     return Replicas(case).run()
+
+
+def assert_is_reference(ranks: list[Outcome], case: Case) -> None:
+    """Compare a run in float64 with its reference, up to the norms of Llama, which are in fp32 whatever the rest is."""
+    expected = reference(case)
+    np.testing.assert_allclose(ranks[0].losses, expected.losses, rtol=1e-8)
+    for rank, outcome in enumerate(ranks):
+        np.testing.assert_allclose(outcome.norms, expected.norms[rank // case.shard], rtol=1e-6)
+    for weight, whole in expected.weights.items():
+        rows = torch.cat([outcome.weights[weight] for outcome in ranks[: case.shard]])
+        torch.testing.assert_close(rows, whole.detach(), rtol=1e-5, atol=1e-7)

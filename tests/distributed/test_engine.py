@@ -76,14 +76,6 @@ def test_layerwise_is_blocking_to_the_last_bit(ranks, model):
         assert_equal_weights(other[0], blocking[0])
 
 
-def test_edit_without_penalty_is_diloco_layer_by_layer(ranks):
-    outer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
-    without = choices("edit", every=2, warmup_steps=0, penalty=None, outer=outer)
-    a, b = outcomes(ranks, Case(without, 2, 2, steps=5), Case(choices("diloco", every=2), 2, 2, steps=5))
-    assert a[0].losses == b[0].losses
-    assert_equal_weights(a[0], b[0])
-
-
 def test_averaging_every_step_with_sgd_is_synchronous_sgd(ranks):
     common = {
         "replicas": 2,

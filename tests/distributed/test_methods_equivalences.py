@@ -26,6 +26,9 @@ def both(ours: Any, theirs: Any, replicas: int = 4, shard: int = 1, **run: Any) 
 
 
 WITH_A_PERIOD = {
+    "local_sgd": ("local_sgd", {}),
+    "diloco": ("diloco", {}),
+    "edit": ("edit", {}),
     "slowmo": ("slowmo", {}),
     "slowmo-accumulated": ("slowmo", {"outer": {**MOMENTUM, "normalize": "lr_sum"}}),
     "post_local_sgd": ("post_local_sgd", {"warmup_until_lr": None}),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from llmtrain.config import LRScheduleSection
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
+from tests.distributed.test_offload import late
 from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits, assert_same_run
 
@@ -19,6 +21,8 @@ PULL = {"probability": 0.4, "strength": 0.3}
 SECONDS = {"kind": "seconds", "every": 3.0, "min_steps": 0}
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5, "step_weight": 0.3}
 BY_SUM = {"kind": "nesterov", "lr": 0.5, "momentum": 0.7, "normalize": "lr_sum"}
+SOON = {"first": 1, "second": 2}
+WEIGHED = ("token_weighted", "radial")
 
 
 def of(method: str, every: int | None = 4, **changes: Any) -> Any:
@@ -26,7 +30,7 @@ def of(method: str, every: int | None = 4, **changes: Any) -> Any:
 
 
 def streaming(steps: int = 2, wire: Any = "fp32", **schedule: Any) -> Any:
-    others = {key: schedule.pop(key) for key in ("outer", "penalty") if key in schedule}
+    others = {key: schedule.pop(key) for key in ("outer", "penalty", "moments", "reduction") if key in schedule}
     schedule = {"kind": "overlapped", "steps": steps, "fragments": 3, **schedule}
     return of("streaming_diloco", schedule=schedule, wire=wire, **others)
 
@@ -36,6 +40,13 @@ def feedback(kind: str) -> dict:
 
 
 STEPPED = {
+    "diloco": of("diloco", 3),
+    "local_sgd-layerwise": of("local_sgd", 3, schedule="layerwise"),
+    "edit": edit(every=3, penalty=PENALTY, warmup_steps=WARMUP),
+    "edit-blocking": edit(every=3, penalty=PENALTY, warmup_steps=WARMUP, schedule="blocking"),
+    "des_loc": of("des_loc", 2),
+    "des_loc-layerwise": of("des_loc", 2, schedule="layerwise", moments=SOON),
+    "streaming-moments": streaming(moments=SOON),
     "slowmo": of("slowmo"),
     "diloco-accumulated-qsr": of("diloco", None, period=QSR, outer=BY_SUM),
     "post_local_sgd": of("post_local_sgd", warmup_until_lr=0.9),
@@ -62,6 +73,9 @@ STEPPED = {
     "streaming-weighed": streaming(steps=3, penalty={**PENALTY, "z": 0.5, "min_rounds": 2}),
     "streaming-weighed-soon": streaming(penalty={**PENALTY, "z": 0.5, "min_rounds": 2}, alpha=1.0),
     "streaming-pull": of("streaming_diloco", pull=PULL, wire="fp32", schedule={"kind": "overlapped", "steps": 2}),
+    **{f"diloco-{kind}": of("diloco", 3, reduction=kind) for kind in WEIGHED},
+    **{f"co2-{kind}": of("co2", 3, reduction=kind, schedule={"kind": "delayed", "fragments": 2}) for kind in WEIGHED},
+    **{f"streaming-{kind}": streaming(steps=3, alpha=0.4, reduction=kind) for kind in WEIGHED},
 }
 ROUNDED = {
     "diloco-bf16": of("diloco", wire="bf16"),
@@ -86,12 +100,13 @@ MOMENTS = {
     "in-second-round": 7,
     "under-way": 11,
     "turn-or-armed": 14,
+    "offload-switched": (11, 14),
     "in-last-round": 17,
     "last-step": 18,
     "every-step": range(1, STEPS + 1),
     "every-third": range(2, STEPS + 1, 3),
 }
-OFTEN = ("in-first-round", "under-way", "every-step")
+OFTEN = ("in-first-round", "offload-switched", "every-step")
 RARELY = tuple(moment for moment in MOMENTS if moment not in OFTEN)
 moments = pytest.mark.parametrize(
     "moments", [OFTEN, pytest.param(RARELY, marks=pytest.mark.deep)], ids=["often", "rarely"]
@@ -99,11 +114,12 @@ moments = pytest.mark.parametrize(
 
 
 def is_the_run_left_alone(sync: Any, replicas: int, shard: int, moments: Sequence[str], **run: Any) -> None:
-    """Whenever it is saved and resumed, or only saved."""
-    run = {"steps": STEPS, "schedule": FALLING, **run}
+    """Whenever it is saved and resumed, or only saved; also if anchors are offloaded first from one moment on, then no longer."""
+    run = {"steps": STEPS, "schedule": FALLING, "copies": late, "adapts": sync.moments is not None, **run}
     alone = Scenario(sync, replicas, shard, **run)
-    resumed = [Scenario(sync, replicas, shard, **run, resume_after=MOMENTS[moment]) for moment in moments]
-    saved = Scenario(sync, replicas, shard, **run, save_after=range(1, 100))
+    resumed = [replace(alone, resume_after=MOMENTS[moment]) for moment in moments]
+    resumed = [replace(one, switches_offload=one.resume_after == MOMENTS["offload-switched"]) for one in resumed]
+    saved = replace(alone, save_after=range(1, 100))
     expected, only_saved, *runs = map(simulate, [alone, saved, *resumed])
     assert_same_run(expected, replay(alone))
     for moment, got in [("saved", only_saved), *zip(moments, runs, strict=True)]:
@@ -139,6 +155,8 @@ TIMED = {
     "co2": of("co2", None, period={**SECONDS, "every": 2.0}, outer=BY_SUM),
     "pull": of("palsgd", None, period=SECONDS, pull=PULL, schedule="layerwise"),
     "int8-feedback": of("diloco", None, period=SECONDS, wire=feedback("int8")),
+    "moments": of("diloco", None, period=SECONDS, moments=SOON),
+    **{f"delayed-{kind}": of("co2", None, period=SECONDS, outer=BY_SUM, reduction=kind) for kind in WEIGHED},
 }
 
 

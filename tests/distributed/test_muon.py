@@ -18,7 +18,7 @@ from llmtrain.parallel import muon
 from llmtrain.parallel.comms import Comms
 from llmtrain.parallel.muon import Muon, ShardedMatrix, orthogonalization_flops, orthogonalize
 from tests.distributed.fake_engine import choices, edit
-from tests.distributed.pairs_reference import orthogonal_of, reference
+from tests.distributed.pairs_reference import assert_is_reference, orthogonal_of
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, TIED, Case, Outcome, Run, mesh_of, train
 
@@ -145,6 +145,7 @@ CASES = {
         2,
         parallel=EXACT,
     ),
+    "des_loc": Case(choices("des_loc", every=1, moments={"first": 2, "second": 3}), 2, 2, GPT_NEO, EXACT),
 }
 CASES = {name: replace(case, optim={**OPTIM, **case.optim}) for name, case in CASES.items()}
 
@@ -156,13 +157,7 @@ def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
     """Up to the norms of Llama, which are in fp32 whatever the rest is."""
     case = CASES[name]
     found: list[Outcome] = [of_rank for (of_rank,) in ranks.run(train, [case], world_size=case.replicas * case.shard)]
-    expected = reference(case)
-    np.testing.assert_allclose(found[0].losses, expected.losses, rtol=1e-8)
-    for rank, outcome in enumerate(found):
-        np.testing.assert_allclose(outcome.norms, expected.norms[rank // case.shard], rtol=1e-6)
-    for weight, whole in expected.weights.items():
-        rows = torch.cat([outcome.weights[weight] for outcome in found[: case.shard]])
-        torch.testing.assert_close(rows, whole.detach(), rtol=1e-5, atol=1e-7)
+    assert_is_reference(found, case)
 
 
 def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float]:

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from tests.distributed.pairs import FACTORS, ROWS, is_refused
 
 PLAIN = {name: levels[0] for name, levels in FACTORS.items()}
-HALVES = (("method", "mesh", "schedule", "wire"), ("engine", "precision", "offload", "recomputed"))
+HALVES = (("method", "mesh", "schedule", "wire"), ("engine", "precision", "offload", "recomputed", "optimizer"))
 """One rule is about choices of both halves, pulls under stage 3 of ZeRO, and it forbids no pair; none is about others."""
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -181,6 +184,35 @@ def test_a_checkpoint_of_another_recipe_is_not_continued(
         run_training(recipe_of(folder, "a", *keys, change), alone)
     assert problem in str(refused.value) and "\n" not in str(refused.value)
     assert str(refused.value).startswith(f"{tmp_path}/a/checkpoints/step-00000004 holds a run of another recipe (")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("parallel.activation_checkpointing=true", "parallel.loss_chunk=5", "train.micro_batch=4"),
+        pytest.param(("parallel.compile=true",), marks=pytest.mark.deep),  # takes seconds
+    ],
+    ids=["memory", "compile"],
+)
+def test_what_trades_memory_for_time_changes_only_the_order_of_additions_of_a_run_that_continues(
+    tmp_path: Path, folder: Path, changes: tuple[str, ...]
+) -> None:
+    keys = ["parallel.replicas=1", "parallel.shards=1", "parallel.precision=fp64", f"run.out_dir={tmp_path}"]
+    keys += ["train.steps=4", "sync.method=diloco", "checkpoint.every=2", "log.every=1", "train.micro_batch=12"]
+
+    def lines(*changes: str) -> list[list[float]]:
+        with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+            assert run_training(recipe_of(folder, "a", *keys, *changes), World(0, 1, 0, 1)) == DONE
+        logged = map(json.loads, (tmp_path / "a/metrics.jsonl").read_text().splitlines())
+        return [
+            [line[key] for key in ("step", "train/loss", "train/grad_norm")] for line in logged if "train/loss" in line
+        ]
+
+    alone = lines()
+    assert [step for step, *_ in alone] == [1, 2, 3, 4]
+    shutil.rmtree(complete_checkpoints(tmp_path / "a/checkpoints")[4])
+    (tmp_path / "a/summary.json").unlink()
+    np.testing.assert_allclose(lines(*changes), alone, rtol=1e-11)
 
 
 def test_a_start_that_fails_before_training_leaves_no_run(tmp_path: Path) -> None:

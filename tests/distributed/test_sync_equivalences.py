@@ -214,18 +214,6 @@ def test_offload_changes_no_bit(replicas: int, shard: int) -> None:
     assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize(("replicas", "shard"), MESHES)
-@pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
-def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(method: str, replicas: int, shard: int) -> None:
-    """Under any method: (alpha / lr)^2 = 2.25 gives rounds of 2, in every run the same bits as a period of 2."""
-    qsr = {"kind": "qsr", "base": 1, "alpha": 1.5}
-    fixed, following = (
-        Scenario(choices(method, warmup_steps=1, period=period), replicas, shard, steps=9)
-        for period in ({"kind": "steps", "every": 2}, qsr)
-    )
-    assert_same_bits(simulate(following), simulate(fixed))
-
-
 def test_qsr_synchronizes_more_rarely_as_the_learning_rate_falls() -> None:
     """Half the learning rate, four times the round; the last one is cut by the run's end."""
     sync = choices("qsr", period={"kind": "qsr", "base": 1, "alpha": 1.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.sync.reductions.edit_penalty import EditPenalty
 from tests.distributed.fake_engine import Scenario, choices, edit, replay
 from tests.distributed.threads import simulate
-from tests.distributed.trace import Trace, assert_same_bits, assert_same_run
+from tests.distributed.trace import assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1")]
 
@@ -193,29 +192,3 @@ def test_finish(method: str, steps: int, schedule: str) -> None:
     got = simulate(scenario)
     assert got.counts[0] == math.ceil((steps - 2) / 3)
     assert_same_run(got, replay(scenario))
-
-
-RESUMED = {
-    "diloco": choices("diloco", every=3, warmup_steps=2),
-    "local_sgd-layerwise": choices("local_sgd", every=3, warmup_steps=2, schedule="layerwise"),
-    "edit": edit(every=3, penalty={**ALL_PARTS, "z": 1.0}, warmup_steps=2),
-    "edit-blocking": edit(every=3, penalty={**ALL_PARTS, "z": 1.0}, warmup_steps=2, schedule="blocking"),
-}
-MOMENTS = {"in-warm-up": 1, "after-warm-up": 2, "in-first-round": 3, "armed": 11, "in-a-round": 13, "last-step": 18}
-
-
-@cache
-def left_alone(name: str) -> tuple[Trace, Trace]:
-    """The run that nobody stops, and the oracle's."""
-    scenario = Scenario(RESUMED[name], 2, 2, steps=18)
-    return simulate(scenario), replay(scenario)
-
-
-@pytest.mark.parametrize("resume_after", MOMENTS.values(), ids=MOMENTS.keys())
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_the_run_left_alone(name: str, resume_after: int) -> None:
-    """To the last bit, with everything built anew and loaded; 11 is the last step of a round."""
-    got = simulate(Scenario(RESUMED[name], 2, 2, steps=18, resume_after=resume_after))
-    alone, expected = left_alone(name)
-    assert_same_bits(got, alone)
-    assert_same_run(got, expected)

@@ -80,15 +80,6 @@ def test_a_replica_that_is_not_finite_does_not_count(kind: str, schedule: str) -
     assert got.counts[1] >= 2 and all(np.isfinite(block).all() for block in got.final)
 
 
-@pytest.mark.parametrize("schedule", ["overlapped", "delayed", "delayed-of-seconds", "blocking"])
-@pytest.mark.parametrize("kind", ["token_weighted", "radial"])
-def test_a_resumed_run_is_the_run_left_alone(kind: str, schedule: str) -> None:
-    """Also while weights are agreed on, and while a mean is under way that is to be lengthened."""
-    alone = simulate(scenario(kind, schedule))
-    assert_same_bits(simulate(scenario(kind, schedule, resume_after=range(1, 18))), alone)
-    assert_same_bits(simulate(scenario(kind, schedule, save_after=range(1, 18))), alone)
-
-
 @pytest.mark.parametrize("schedule", ["blocking", "overlapped"])
 def test_steps_that_were_taken_back_count_no_tokens(schedule: str) -> None:
     run = scenario("token_weighted", schedule, 1, 1, steps=9)

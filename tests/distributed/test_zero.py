@@ -27,6 +27,8 @@ pytestmark = [
 STAGES = (1, 2, 3)
 ONE_STAGE = (*(pytest.param(stage, marks=pytest.mark.deep) for stage in STAGES[:-1]), STAGES[-1])
 """The third, which does the most; the others in `deep`."""
+FEW_STEPS = 3
+"""After so many, each parameter differs by less than 1e-5 in relative terms, as docs/resume.md says; later, differences grow."""
 THREADS_PER_GROUP = 3
 ALL_VALUES = {"kind": "topk", "keep": 4096, "values": "fp32", "error_feedback": True, "feedback_decay": 0.9}
 """Wire that sends every value. Which ones a sparser wire sends depends on how an engine divides a block among ranks."""
@@ -89,7 +91,10 @@ def assert_equal_runs(got: Outcome, expected: Outcome, rtol: float, what: str) -
     assert got.rounds == expected.rounds, what
     assert got.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
-        assert (got.weights[name] - weight).abs().max() <= 100 * rtol if weight.numel() else True, f"{what}, {name}"
+        distance = got.weights[name] - weight
+        assert distance.abs().max() <= 100 * rtol if weight.numel() else True, f"{what}, {name}"
+        if len(expected.losses) <= FEW_STEPS:
+            assert distance.norm() <= rtol * weight.norm(), f"{what}, {name}"
 
 
 @pytest.mark.deep
@@ -113,7 +118,7 @@ def test_gradients_of_padded_documents_are_those_of_a_loop_over_documents(zero_r
 def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool, clip_norm: float | None) -> None:
     small = {"zero_optimization": {"reduce_bucket_size": 1000}}
     case = Case(choices("diloco", 2), 2, 2, steps=3, micro_batch=1, optim={"lr": 1e-2, "clip_norm": clip_norm})
-    compare(zero_ranks, case, stages=(2,), deepspeed=small)
+    compare(zero_ranks, case, stages=(2, 3), deepspeed=small)
 
 
 def train_around_validations(case: Case, validates: bool) -> list[list[float]]:

@@ -55,7 +55,16 @@ Waking = Callable[[dist.Store], WakeSignal]
 
 class Planned:
     """In place of WakeSignal: an iteration starts when all that are on time have arrived at it, and not before the
-    late ones have finished what they are to contribute."""
+    late ones have finished what they are to contribute.
+
+    Replica 1 is late in iteration 2, for example, and contributes its model of 1:
+
+        replica 0    step 2, announce(2)              continues when the sum of 2 is there
+        replica 1    step 2, hold(2) ............... end of step 2, which merges that sum
+        threads      wait(2) returns when all that are on time have arrived, then sum
+
+    `Case.second_rank` says what the second rank of a replica has posted by then.
+    """
 
     def __init__(self, case: Case, replica: int, rank: int, threads: FreeThreads, store: dist.Store):
         self.case, self.replica, self.rank, self.threads, self.store = case, replica, rank, threads, store

@@ -72,8 +72,6 @@ CASES = {
         parallel=ZERO_3 | {"zero_stage": 1, "zero_offload": True},
     ),
 }
-RARE = ("tokens, ZeRO-1, offloaded", "radial", "gpa, offloaded", "moments", "moments, ZeRO-1, offloaded")
-"""Cases whose parts are in others, too."""
 
 
 def train_unfused(cases: list[Case]) -> list[Outcome]:
@@ -82,9 +80,7 @@ def train_unfused(cases: list[Case]) -> list[Outcome]:
         return train(cases)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.deep) if name in RARE else name for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_on_gpus_is_the_run_on_a_cpu(gpu_ranks: RankPool, cpu_ranks: RankPool, name: str) -> None:
     case = CASES[name]
     size = case.replicas * case.shard

@@ -83,6 +83,7 @@ TABLES = {
         moments: first moments are averaged before second ones
           - orders = ((2, self.section.second), (1, self.section.first))
           + orders = ((1, self.section.first), (2, self.section.second))
+    seen by distributed/test_methods_resume.py
         moments: a resumed run counts rounds anew
           - self._rounds = state["rounds"]
           + pass

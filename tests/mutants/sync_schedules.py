@@ -61,7 +61,7 @@ TABLES = {
         messages: other replicas restart only what the first one did
           - sorted({index for state in states for index in state["restarts"]})
           + states[0]["restarts"]
-    seen by distributed/test_weighted_means.py
+    seen by distributed/test_methods_resume.py
         messages: lengths are not in the checkpoint
           - for index, length in state.get("lengths", [])
           + for index, length in []

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.sync.methods import METHODS
-from tests.unit.test_benchmarks import ROOT, row_of
+from tests import ROOT
+from tests.unit.test_benchmarks import row_of
 
 pytestmark = pytest.mark.deep
 

@@ -22,10 +22,10 @@ from llmtrain.recipe_check import check
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
+from tests import ROOT
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
-ROOT = Path(__file__).parents[2]
 SHARED = (
     *("emulated_model", "gpu_rows", "hosts", "local_hub", "loops", "network_ceiling", "network_cells", "network_page"),
     "network_ranks",

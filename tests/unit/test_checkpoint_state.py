@@ -38,7 +38,7 @@ MESH = SimpleNamespace(
 class Training:
     """One rank with a weight, its moments, an anchor and dropout; each step changes all of them in place."""
 
-    def __init__(self, folder: Path, background: bool = True):
+    def __init__(self, folder: Path, background: bool = True, mesh: SimpleNamespace = MESH):
         self.weight, self.moments, self.anchor = torch.zeros(50), torch.zeros(50), torch.zeros(50)
         engine = SimpleNamespace(
             blocks=[Block("all", [self.weight], ["w"])],
@@ -57,7 +57,7 @@ class Training:
             load_state_dict=lambda state, tensors: self.anchor.copy_(tensors["anchor"][0]),
         )
         section = CheckpointSection(every=1, background=background)
-        self.folder, self.checkpoints = folder, Checkpointer(folder, MESH, engine, method, section, 30.0)
+        self.folder, self.checkpoints = folder, Checkpointer(folder, mesh, engine, method, section, 30.0)
 
     def step(self) -> None:
         self.weight += F.dropout(torch.ones(50))
@@ -70,9 +70,9 @@ class Training:
     def save(self) -> None:
         self.checkpoints.save(1, lambda: {"step": 1})
 
-    def load(self) -> None:
+    def load(self, seed: int = 0) -> None:
         self.checkpoints.wait()
-        self.checkpoints.load(self.folder / step_name(1), {"step": own_step}, seed=0)
+        self.checkpoints.load(self.folder / step_name(1), {"step": own_step}, seed)
 
 
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(
@@ -160,6 +160,26 @@ def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, back
     training.load()
     training.step()
     assert all(map(torch.equal, training.tensors(), undisturbed))
+
+
+def test_ranks_that_the_old_mesh_did_not_have_drop_by_their_positions_and_the_seed(tmp_path: Path) -> None:
+    """On two replicas of two shards, after a run of one rank, whose numbers the first rank continues."""
+    training = Training(tmp_path)
+    training.save()
+    continued = torch.rand(4)
+    training.checkpoints.wait()
+
+    def drawn(replica: int, shard: int, seed: int = 0) -> torch.Tensor:
+        axes = {"replica_comms": SimpleNamespace(rank=replica), "shard_comms": SimpleNamespace(rank=shard, size=2)}
+        torch.manual_seed(3)  # another process
+        Training(tmp_path, mesh=SimpleNamespace(**{**vars(MESH), "replicas": 2, **axes})).load(seed)
+        return torch.rand(4)
+
+    first, *others = (drawn(replica, shard) for replica in range(2) for shard in range(2))
+    assert torch.equal(first, continued) and torch.equal(drawn(0, 0, seed=1), continued)
+    assert torch.equal(drawn(1, 1), others[-1]), "the same after another stop"
+    seen = [continued, *others, drawn(1, 1, seed=1)]
+    assert len({tuple(numbers.tolist()) for numbers in seen}) == 5
 
 
 def test_a_checkpoint_of_another_version_is_one_line(tmp_path: Path) -> None:

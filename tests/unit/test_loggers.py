@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from llmtrain.train import loggers
 from llmtrain.train.loggers import Console, JsonlLogger, SampleLogger, TensorBoardLogger, open_loggers
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.run_dir import RunDirectory
+from llmtrain.train.validation import Validation, ValidationSet
 
 ROOT = Path(__file__).parents[2]
 
@@ -280,3 +283,22 @@ def test_lines_for_a_full_disk_are_lost_until_there_is_room(tmp_path: Path, monk
         os.dup2(disk.fileno(), full.fileno())
         Console(enabled=True).print("a line")
     assert log.read_text().endswith("a line\n")
+
+
+TAG = re.compile(r"(train|eval|data|perf|comm|sync|health)/(<name>/)?[a-z_]+")
+
+
+def test_tags_that_are_written_are_those_in_the_documentation() -> None:
+    """Also those of methods, text and machines that no run of these tests has."""
+    page = (ROOT / "docs/metrics.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    documented = {tag for tag in re.findall(r"`([^`]+)`", rows) if TAG.fullmatch(tag)}
+    found = Validation(1.0, 1)
+    written = {tag for name in ("", "<name>") for tag in ValidationSet(name, list, 1.0).tags(found)}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "llmtrain/train").rglob("*.py")]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        keys = node.keys if isinstance(node, ast.Dict) else []
+        keys = [node.slice] if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else keys
+        constants = [key.value for key in keys if isinstance(key, ast.Constant)]
+        written |= {key for key in constants if isinstance(key, str) and TAG.fullmatch(key)}
+    assert written == documented

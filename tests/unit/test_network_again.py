@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from llmtrain.plan.network_time import PREDICTION_ERROR
-from tests.unit.test_benchmarks import ROOT
+from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 RESULTS = ROOT / "benchmarks/results"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from llmtrain.compare.cluster.hosts import loopback_cluster
 from llmtrain.config import OverlappedSection
 from llmtrain.parallel.comms import Comms
+from tests import ROOT
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
-from tests.unit.test_benchmarks import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 network, cells, ranks_of_network = map(importlib.import_module, ("network", "network_cells", "network_ranks"))

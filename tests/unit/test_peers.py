@@ -22,8 +22,8 @@ from llmtrain.parallel.engine_parts import EngineParts
 from llmtrain.parallel.single_device import SingleDeviceEngine
 from llmtrain.recipe_check import check
 from llmtrain.recipe_diff import differences
+from tests import ROOT
 from tests.distributed.pool import RankPool
-from tests.unit.test_benchmarks import ROOT
 
 emulated_model, hosts, loops = map(importlib.import_module, ("emulated_model", "hosts", "loops"))
 peer_loops, peer_measure, peers = map(importlib.import_module, ("peer_loops", "peer_measure", "peers"))

@@ -159,14 +159,6 @@ NEEDED = {"qsr": ["sync.period.alpha=1e-3"]}
 # -- methods are presets --
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_method_alone_is_its_preset(method: str, sync_of: Callable) -> None:
-    chosen = sync_of(f"{{method: {method}}}", *NEEDED.get(method, [])).model_dump()
-    for key, value in METHODS[method].PRESET.items():
-        value = {"kind": value} if isinstance(value, str) else value
-        assert value.items() <= chosen[key].items() if isinstance(value, dict) else chosen[key] == value
-
-
 def test_a_methods_inner_optimizer_lies_under_what_the_user_says(write: Callable) -> None:
     path = write("r.yaml", "train: {steps: 9}\nsync: {method: muloco}\noptim: {lr: 0.001, muon: {iterations: 3}}")
     optim = load_recipe(path).optim

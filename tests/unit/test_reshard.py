@@ -264,3 +264,10 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(checkpoint: Path) -> Non
     (checkpoint / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match="can't be read"):
         CheckpointReader(checkpoint)
+
+
+def test_a_rank_continues_the_random_numbers_of_the_rank_at_its_position() -> None:
+    """Shards are counted innermost, on either mesh."""
+    old = [[MeshChange(2, 3, 3, 2, replica, shard).same_rank for shard in range(2)] for replica in range(3)]
+    assert old == [[0, 1], [3, 4], [None, None]]
+    assert [MeshChange(2, 1, 1, 3, 0, shard).same_rank for shard in range(3)] == [0, None, None]

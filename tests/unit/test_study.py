@@ -19,7 +19,7 @@ import pytest
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
-from tests.unit.test_benchmarks import ROOT
+from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
 plan, runs, page, figures = map(importlib.import_module, ("study_plan", "study_runs", "study_page", "study_figures"))

@@ -34,13 +34,17 @@ def test_the_page_compares_with_synchronous_runs(
             done |= finished(cell, likes(0.0055))[1]
     partly, _ = finished(MAIN[2], likes(0.0055))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
-    synchronous, diloco, averaged = (page.row_of(cell, done) for cell in MAIN[:3])
+    synchronous, diloco, averaged = (dict(zip(page.COLUMNS, page.row_of(cell, done), strict=True)) for cell in MAIN[:3])
     assert page.row_of(MAIN[3], done) is None
-    assert synchronous[4] == "" and float(synchronous[2]) > 3
-    gap = float(diloco[2]) / float(synchronous[2]) - 1
-    assert float(diloco[4].rstrip("%")) == pytest.approx(100 * gap, abs=0.1) and gap < 0 and diloco[3] == "0.0001"
-    assert diloco[9] == "optim.lr=0.012 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
-    assert averaged[1] == "3.8000 (3 of 12)" and averaged[2] == ""
+    assert synchronous["to synchronous"] == "" and float(synchronous["loss"]) > 3
+    gap = float(diloco["loss"]) / float(synchronous["loss"]) - 1
+    assert float(diloco["to synchronous"].rstrip("%")) == pytest.approx(100 * gap, abs=0.1) and gap < 0
+    assert diloco["± seeds"] == "0.0001"
+    assert (
+        diloco["chosen"]
+        == "optim.lr=0.012 outer={kind: nesterov, lr: 0.4, momentum: 0.9, rounds: {momentum_warmup: 0}}"
+    )
+    assert averaged["best trial"] == "3.8000 (3 of 12)" and averaged["loss"] == ""
     assert [row[0] for row in page.formula_rows(done)] == ["4", "8"]
     assert page.formula_rows(done)[0][2] == "+3.7%", "what the protocol says"
 
@@ -122,7 +126,8 @@ def test_gaps_are_listed_by_method_and_rounds() -> None:
         ("local_sgd-s8", "30", "8%", "23"),
         ("edit", "30", "0%", ""),
     ]
-    assert rows[1][4:] == tuple(page.row_of(MAIN[1], done)[column] for column in (2, 3, 4, 8))
+    row = dict(zip(page.COLUMNS, page.row_of(MAIN[1], done), strict=True))
+    assert rows[1][4:] == tuple(row[column] for column in ("loss", "± seeds", "to synchronous", "sent"))
     assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
 
 
