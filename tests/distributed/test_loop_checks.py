@@ -15,7 +15,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
-from llmtrain.sync import LocalUpdates, local_updates
+from llmtrain.sync import LocalUpdates
+from llmtrain.sync.own_loop import local_updates
 from llmtrain.sync.own_loop.loop_checks import check_current_device
 from tests.distributed.pool import RankPool
 from tests.distributed.test_local_updates import LR, Layered, backward

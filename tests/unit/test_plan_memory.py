@@ -99,9 +99,9 @@ def test_vocabulary_from_recipe_tokenizer_or_argument(tmp_path) -> None:
 
 
 def test_a_folder_with_a_tokenizer_tells_its_vocabulary(tmp_path) -> None:
-    letters = {letter: number for number, letter in enumerate("abcdefgh")}
+    letters = {letter: number for number, letter in enumerate([*"abcdefg", "</s>"])}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="h").save_pretrained(tmp_path / "letters")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "letters")
     assert size_of(make(tmp_path, f"data.tokenizer={tmp_path / 'letters'}")).vocabulary == 8
 
 

@@ -368,6 +368,7 @@ def test_a_start_is_checked_before_anything_is_written(folder: Path) -> None:
         "<|endoftext|>".join(f"a text about {number}\n" * 20 for number in range(40))
     )
     keys = (f"data.source={folder.parent}/text.txt", f"data.cache_dir={folder.parent}/data", "sync.warmup_steps=2")
+    keys += ("data.validation_fraction=0.2",)
     recipe = recipe_of(folder, *keys)
     assert f"weights: from {folder} (21 tensors)" in preview(Path("a.yaml"), recipe, check_here(recipe, Nodes(1), 1))
     change(folder, model__norm__weight=None)
