@@ -181,7 +181,7 @@ def write_text(folder: Path) -> Path:
             (library / f"{name}.py").read_text() for name in ("heapq", "textwrap", "shlex", "queue")
         )
         partial = folder / f"text-{os.getpid()}"
-        partial.write_text(sources[:TEXT_CHARACTERS].replace("\n\n", "<|endoftext|>"))
+        partial.write_text(sources[:TEXT_CHARACTERS].replace("\n\n", "\n<|endoftext|>\n\n"))
         with contextlib.suppress(FileExistsError):  # the other worker was first
             os.link(partial, path)
         partial.unlink()
