@@ -36,7 +36,7 @@ on() {
   words=$(quote "$program") && words+=$(printf ' %q' tunnel "$@")
   words="if [ \"\$(id -u)\" = 0 ]; then exec bash -c $words; else exec sudo -n bash -c $words; fi"
   # shellcheck disable=SC2029
-  ssh -o BatchMode=yes "$host" "bash -c $(quote "$words")" ||
+  ssh -o BatchMode=yes -o ConnectTimeout=15 "$host" "bash -c $(quote "$words")" ||
     { echo "error: $host: ${FUNCNAME[1]//_/ } failed, see the line above" >&2 && exit 1; }
 }
 

@@ -172,6 +172,7 @@ def main() -> None:
     os.nice(NICENESS)
     job = json.loads(sys.stdin.readline())
     signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's signal is for the ranks, which then end this process
     threading.Thread(target=_watch_input, daemon=True).start()
     data = DataSection(**job["data"])
     try:

@@ -238,7 +238,8 @@ def _begin(tokenizer: PreTrainedTokenizerBase, eos_id: int, threads: int) -> Non
     _here = tokenizer, eos_id
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads
+    for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and Slurm's signal are for the process that reads
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

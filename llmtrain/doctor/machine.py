@@ -19,9 +19,9 @@ import torch.distributed as dist
 import llmtrain
 from llmtrain.consistency import source_hash
 from llmtrain.doctor.finding import Finding, ok, problem, warning
-from llmtrain.errors import one_line
+from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import nearest_existing
-from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, given_interface, is_loopback
+from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, check_localhost, given_interface, is_loopback
 from llmtrain.parallel.world import World
 from llmtrain.process_limits import usable_cores
 from llmtrain.quantities import GIB
@@ -236,6 +236,16 @@ UNKNOWN = "?"
 def network_cards() -> list[Card]:
     """Return all network interfaces of this host, including loopback."""
     return [Card(name, address_of(name), one.isup, one.speed) for name, one in psutil.net_if_stats().items()]
+
+
+def local_names() -> list[Finding]:
+    """Return a problem if the name `localhost` does not lead to this machine, through which its ranks meet."""
+    try:
+        check_localhost()
+    except TrainingError as error:
+        what, _, advice = str(error).partition("; ")
+        return [problem(what, advice)]
+    return []
 
 
 def network_interfaces(cards: Sequence[Card]) -> list[Finding]:

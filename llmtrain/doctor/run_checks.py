@@ -20,6 +20,7 @@ from llmtrain.doctor.machine import (
     disk,
     environment,
     identity,
+    local_names,
     machine,
     network_cards,
     network_interfaces,
@@ -42,7 +43,7 @@ from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.mesh import local_device, open_process_mesh
-from llmtrain.parallel.network import Networks, check_localhost
+from llmtrain.parallel.network import Networks
 from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.ranks import replica_backend
 from llmtrain.parallel.rendezvous import Peers, find_peers
@@ -126,8 +127,9 @@ def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
         )
     for name in ranks[0].versions:
         if differs := inconsistency([{name: rank.versions[name]} for rank in ranks], format_ranks):
-            level = problem if name in MUST_AGREE else warning
-            findings.append(level(differs, f"install the same {name} on all hosts"))
+            findings.append(
+                (problem if name in MUST_AGREE else warning)(differs, f"install the same {name} on all hosts")
+            )
     return findings or [ok(f"the same {', '.join([*ranks[0].versions, 'recipe'])} on all {len(ranks)} ranks")]
 
 
@@ -352,8 +354,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     sections: Sections = {"software": software(), "machine": machine(world)}
-    sections["network"] = [*network_interfaces(network_cards()), *environment()]
-    sections["network"] += _localhost()
+    sections["network"] = [*network_interfaces(network_cards()), *environment(), *local_names()]
     if world.size == 1:
         sections["network"] += _given_networks(parallel)
         if recipe is not None:
@@ -373,15 +374,6 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     return FAILED if has_problem(sections) else DONE
 
 
-def _localhost() -> list[Finding]:
-    try:
-        check_localhost()
-    except TrainingError as error:
-        what, _, advice = str(error).partition("; ")
-        return [problem(what, advice)]
-    return []
-
-
 def _given_networks(parallel: ParallelSection) -> list[Finding]:
     try:
         Networks.from_recipe(parallel)
@@ -392,8 +384,11 @@ def _given_networks(parallel: ParallelSection) -> list[Finding]:
 
 def _alone(recipe: Recipe) -> list[Finding]:
     """Return findings on the recipe as `llmtrain launch` would start it on this machine alone."""
-    processes = processes_per_node(recipe.parallel, 1)
-    each = memory_of_rank(World(0, processes, 0, processes))
-    findings, _ = fit(recipe, [node_name()] * processes, [each] * processes)
+    try:
+        processes = processes_per_node(recipe.parallel, 1)
+        each = memory_of_rank(World(processes - 1, processes, processes - 1, processes))
+    except UserError as error:
+        return [problem(f"llmtrain launch would be refused on this machine: {error}", "")]
     how_many = "1 process" if processes == 1 else f"{processes} processes"
-    return [ok(f"llmtrain launch would start {how_many} on this machine alone"), *findings]
+    started = ok(f"llmtrain launch would start {how_many} on this machine alone")
+    return [started, *fit(recipe, [node_name()] * processes, [each] * processes)[0]]

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
-from llmtrain.errors import NO_ANSWER, CheckpointError, RecipeError, TrainingError, raise_if_no_answer
+from llmtrain.errors import PASSING, CheckpointError, RecipeError, TrainingError, UnavailableError, raise_if_no_answer
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
@@ -189,7 +189,8 @@ class RunDirectory:
     def lock(self) -> None:
         """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `claim` writes
         the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
-        it, TrainingError if that process is on another host, UnavailableError if the disk does not answer."""
+        it, TrainingError if that process is on another host, UnavailableError if the disk does not answer, or is full and the
+        run has a checkpoint."""
         with self._os_errors_as_user_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
@@ -228,11 +229,12 @@ class RunDirectory:
         except OSError as error:
             # shutil.Error has no number, but a list of (source, target, reason).
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or str(error)
-            number = next((one for one in NO_ANSWER if os.strerror(one) in reason), error.errno)
+            number = next((one for one in PASSING if os.strerror(one) in reason), error.errno)
             raise_if_no_answer(self.path, OSError(number, reason))
-            raise RecipeError(
-                f"run.out_dir: {self.path} can't be written ({reason}); make room, or choose another folder"
-            ) from error
+            cause = f"run.out_dir: {self.path} can't be written ({reason})"
+            if number in PASSING and complete_checkpoints(self.checkpoints):  # launchers may try until there is room
+                raise UnavailableError(f"{cause}; make room, then start the same command again") from error
+            raise RecipeError(f"{cause}; make room, or choose another folder") from error
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Give other names (`.old`) to exports and results of evaluations of steps after `step`, which will be trained again, so that

@@ -67,6 +67,9 @@ TABLES = {
           - 8e-6 * rate * shards, round_trip / 2)
           + 8e-6 * rate, round_trip / 2)
     seen by unit/test_doctor.py
+        doctor: GPUs for the first process are enough for all
+          - World(processes - 1, processes, processes - 1, processes)
+          + World(0, processes, 0, processes)
         doctor: warns of a public network although the recipe allows it
           - if found and not parallel.allow_unencrypted else []
           + if found else []

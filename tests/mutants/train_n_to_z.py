@@ -89,6 +89,10 @@ TABLES = {
           +
     """,
     "llmtrain/train/run_dir.py": r"""
+    seen by unit/test_run_dir.py::test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file
+        run directory: a full disk ends a run with checkpoints for good
+          - if number in PASSING and complete_checkpoints(self.checkpoints):
+          + if False:
     seen by unit/test_waiting.py
         run directory: NFS without a lock server is a folder that can't be written
           - with where_locks_exist(folder):
@@ -112,7 +116,7 @@ TABLES = {
           -             raise_if_no_answer(self.path, OSError(number, reason))
           -
         run directory: a disk that does not answer while a file is copied can't be written
-          - (one for one in NO_ANSWER if os.strerror(one) in reason)
+          - (one for one in PASSING if os.strerror(one) in reason)
           + iter(())
         run directory: summary.json may hold NaN
           - None if isinstance(value, float) and not math.isfinite(value) else value

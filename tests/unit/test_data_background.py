@@ -156,13 +156,15 @@ def test_the_process_ends_with_the_run_and_keeps_what_it_has(
 
 @pytest.mark.deep
 def test_a_signal_to_the_process_alone_does_not_end_the_run(
-    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = begun(data)
     monkeypatch.setattr(background, "COMMAND", small(4, HANG))
     with BackgroundTokenizer(data, MANY, 100, TIMEOUT) as tokenizer:
         wait_until(lambda: stream.read_status(prepared.directory).get("tokens"), "nothing is reported")
         monkeypatch.setattr(background, "COMMAND", small(10**6, HANG))
+        tokenizer._process.send_signal(signal.SIGUSR1)  # Slurm's, which is for the ranks
         tokenizer._process.send_signal(signal.SIGTERM)
         assert growing(prepared).wait_for(MANY) == len(expected)
+    assert "SIGUSR1" not in capsys.readouterr().err
     assert cache_path(data) == prepared.directory

@@ -223,6 +223,14 @@ def test_a_mesh_that_is_impossible_is_a_problem():
     )
 
 
+def test_more_processes_than_gpus_are_a_problem_without_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    (found,) = run_checks._alone(load_recipe(ROOT / "recipes/edit_1b.yaml"))
+    assert found.level == Level.PROBLEM and "8 processes on a machine with 7 GPUs" in found.what
+
+
 def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
     loaded = recipe("data.tokenizer=somebody/tokens", f"run.out_dir={tmp_path}", f"data.cache_dir={tmp_path}")
     found, plan = fit(loaded, ["a"] * 4, [4 * GIB] * 4)

@@ -228,7 +228,7 @@ def test_a_pod_runs_train_sh_as_its_number(container, run_shell, index):
 @pytest.mark.parametrize(("rank", "gpus"), [(0, 8), (1, 8), (1, 0)])
 def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gpus):
     script = tmp_path / "run.sh"
-    script.write_text(task["run"])
+    script.write_text('mountpoint() { [ "$*" = "-q /mnt/llmtrain" ]; }\n' + task["run"])
     code, lines = run_shell(
         ["bash", str(script)],
         **task["envs"],
@@ -251,6 +251,14 @@ def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gp
     ]
     assert code == -15
     assert task["envs"]["STATE"] in task["volumes"]
+
+
+def test_skypilot_does_not_train_beside_the_folder_that_nodes_share(task, run_shell, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("exec 2>&1\n" + task["run"])
+    (tmp_path / "not_mounted").mkdir()
+    code, lines = run_shell(["bash", str(script)], **task["envs"] | {"STATE": str(tmp_path / "not_mounted")})
+    assert (code, lines) == (1, [f"error: no file system is mounted at {tmp_path}/not_mounted"])
 
 
 def test_skypilot_starts_again_what_stopped_with_a_checkpoint(task):

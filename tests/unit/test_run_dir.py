@@ -253,6 +253,16 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
             directory.copy_tokenizer(tmp_path / "tokenizer")
         (tmp_path / "tokenizer/tokenizer.json").unlink()
 
+        (tmp_path / "a/checkpoints/step-00000005").mkdir(parents=True)
+        (tmp_path / "a/checkpoints/step-00000005/state.json").write_text("{}")
+        fill(tmp_path / "others")
+        with pytest.raises(
+            UnavailableError, match=r"No space left on device\); make room, then start the same command again"
+        ):
+            directory.claim()  # a run that can go on when there is room again
+        (tmp_path / "others").unlink()
+        shutil.rmtree(tmp_path / "a/checkpoints")
+
         (tmp_path / "a/checkpoints/step-00000010.tmp").mkdir(
             parents=True
         )  # of a run that was killed when it had filled the disk
