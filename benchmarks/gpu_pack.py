@@ -1,4 +1,4 @@
-"""Collect what a machine with a GPU and without a network lacks: wheels in .whl/, text, a tokenizer and torchao in .gpu/.
+"""Collect what a machine with a GPU and without a network lacks: wheels in .whl/; text, a tokenizer, the commit and torchao in .gpu/.
 
     python benchmarks/gpu_pack.py --text train.txt --validation valid.txt --tokenizer gpt2
     make gpu-kit ARGS="--text train.txt --validation valid.txt --tokenizer gpt2"
@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from table import ROOT, parser
+from table import ROOT, commit, parser
 
 WHEELS = (
     "pydantic==2.14.3",
@@ -91,6 +91,7 @@ def main() -> None:
     wheels, text = ROOT / ".whl", ROOT / ".gpu"
     fetch(options.python, options.machine, wheels, text / "float8")
     copy_text(options, text)
+    (text / "commit").write_text(commit())
     sizes = {"tree": mebibytes(tree()), ".whl": mebibytes(wheels.iterdir()), ".gpu": mebibytes(text.rglob("*"))}
     print(", ".join(f"{name} {size:.1f} MiB" for name, size in sizes.items()))
     if sum(sizes.values()) > options.limit:

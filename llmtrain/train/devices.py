@@ -53,7 +53,8 @@ def memory_of_rank(world: World) -> float:
 
 
 def enable_determinism(device: torch.device) -> None:
-    """Make GPU kernels deterministic. CPU kernels already are."""
+    """Make GPU kernels deterministic, before the first matrix product of the process, at which torch reads how cuBLAS is
+    configured. CPU kernels already are."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -108,7 +108,8 @@ def test_a_bad_step_is_skipped_without_waiting(ranks: RankPool) -> None:
 def read_late() -> tuple[bool, bool, dict[str, float]]:
     """Return whether numbers of a busy GPU were there at once, and after reading, and the numbers."""
     number = torch.full((), 1.5, device="cuda")
-    torch.empty(1, pin_memory=True)  # CUDA may wait for running kernels when it pins memory for the first time
+    # CUDA may wait for running kernels when it pins memory, which torch does for the first numbers of each size.
+    DeviceNumbers({"late": number, "exact": number.double()}).read()
     occupy_stream(5 * CYCLES)
     with host_waits_are_errors():
         numbers = DeviceNumbers({"known": 2.0, "late": number + 1, "exact": number.double() / 3})
@@ -129,6 +130,10 @@ def log_while_busy(recipe: Recipe) -> tuple[float, float, float, float]:
     with metrics.open(state):
         trainer.train_step()
         state.advance(1)
+        metrics.log(state, 1e-3)  # pins memory for a line's numbers, for which CUDA may wait for running kernels
+        metrics.wait()
+        trainer.train_step()
+        state.advance(1)
         metrics.poll()
         so_far = metrics.interval.step_seconds
         occupy_stream(10 * CYCLES)
@@ -144,7 +149,7 @@ def log_while_busy(recipe: Recipe) -> tuple[float, float, float, float]:
 def test_a_log_line_keeps_the_gpu_busy_and_has_its_time(ranks: RankPool, tmp_path: Path) -> None:
     """The GPU works on the line's step until the next one has been enqueued."""
     write_texts(tmp_path)
-    recipe = recipe_of(tmp_path, "busy", "train.steps=3", "parallel.precision=fp32", "sync.method=local_sgd")
+    recipe = recipe_of(tmp_path, "busy", "train.steps=4", "parallel.precision=fp32", "sync.method=local_sgd")
     [(so_far, on_line, following, loss)] = ranks.run(log_while_busy, recipe, world_size=1)
     assert 0 < so_far < on_line and following == 0 and 0 < loss < 10
 

@@ -157,6 +157,7 @@ def test_a_kit_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     given = ["--text", str(text), "--validation", str(text), "--tokenizer", str(tokenizer)]
     monkeypatch.setattr(sys, "argv", ["gpu_pack.py", *given])
     gpu_pack.main()
+    assert (tmp_path / ".gpu/commit").read_text() == gpu_pack.commit()
     assert {path.name for path in (tmp_path / ".gpu").rglob("*.*")} == {"train.txt", "valid.txt", "tokenizer.json"}
     monkeypatch.setattr(sys, "argv", ["gpu_pack.py", *given, "--limit", "3"])
     with pytest.raises(SystemExit, match=r"together 4\.0 MiB, but --limit is 3; give less text"):
