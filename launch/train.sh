@@ -9,8 +9,7 @@
 # it is one rank, and this part is a string.
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 python=python3
-if [ -x "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" ]; then python="$VIRTUAL_ENV/bin/python" # PATH may not have it
-elif [ -x "$root/.venv/bin/python" ] && [ -z "$VIRTUAL_ENV" ]; then python="$root/.venv/bin/python"; fi
+if [ -x "$root/.venv/bin/python" ] && [ -z "$VIRTUAL_ENV" ]; then python="$root/.venv/bin/python"; fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m llmtrain launch "$@"
 ":"""

@@ -38,6 +38,7 @@ from llmtrain.doctor.network_speed import (
     slow_start,
 )
 from llmtrain.doctor.network_use import network_use
+from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.doctor.token_space import missing_token_bytes
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
 from llmtrain.launch.nodes import processes_per_node
@@ -252,6 +253,10 @@ class ClusterCheck:
         if self.recipe is not None:
             memory = [rank_info.memory for rank_info in self.peers.ranks]
             sections["recipe"], plan = fit(self.recipe, self.peers.nodes, memory)
+            if several:
+                leaders = [host.leader.rank for host in hosts]
+                look = (self.recipe.run.out_dir, self.world.rank, leaders, self._gather, self.timeout_seconds)
+                sections["recipe"] += shared_run_folder(*look)
         if elsewhere := self._complaints_of_others(hosts, sections):
             sections["other hosts"] = elsewhere
         sections["ranks"] = [*who_is_where(hosts), *agreement(ranks)]

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ PATIENCE_SECONDS, LOOK_SECONDS = 10.0, 0.2
 """Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its looks."""
 MAX_NAMED = 3
 """Maximum number of hosts in the message."""
+ADVICE = "mount the same file system on all nodes, or give run.out_dir a folder that they share"
 
 
 def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
@@ -29,31 +31,42 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
     """
     if mesh.world.local_size == mesh.world.size:
         return
-    mark = folder / f".{secrets.token_hex(8)}.shared"  # a name for which no host has asked before
+    mark = mark_in(folder)
     try:
         name = mesh.broadcast_from_main(lambda: _create(mark))
         mine = None
         if mesh.world.local_rank == 0:
-            is_seen = _is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
-            mine = socket.gethostname(), str(folder), is_seen, os.path.exists(folder / RECIPE)
+            is_there = is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
+            mine = socket.gethostname(), str(folder), is_there, os.path.exists(folder / RECIPE)
         told = mesh.all_ranks.all_gather_object(mine, "looking for the run directory on all hosts")
     finally:
         if mesh.is_main:
             with suppress(OSError):
                 mark.unlink(missing_ok=True)
     hosts = [host for host in told if host is not None]
-    without = [(host, path) for host, path, is_seen, _ in hosts if not is_seen]
+    if problem := not_shared([(host, path, is_there) for host, path, is_there, _ in hosts]):
+        error = (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(f"{problem}; {ADVICE}")
+        error.is_shared = True
+        raise error
+
+
+def mark_in(folder: Path) -> Path:
+    """Return a name in a folder for which no host has asked before, for a file by which hosts see whether they share the folder."""
+    return folder / f".{secrets.token_hex(8)}.shared"
+
+
+def not_shared(hosts: Sequence[tuple[str, str, bool]]) -> str:
+    """Return which hosts do not share the run directory, or "" if all do. Each has its name, the folder as it names it and whether it
+    sees there what rank 0, on the first of them, has written."""
+    without = [(host, path) for host, path, is_there in hosts if not is_there]
     if not without:
-        return
+        return ""
     names = ", ".join(host for host, _ in without[:MAX_NAMED])
     more = f" and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
-    first, path, _, _ = hosts[0]
-    error = (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
-        f"run.out_dir is not shared: {names}{more} can't see in {without[0][1]} what rank 0 on {first} writes to {path}; mount the "
-        "same file system on all nodes, or give run.out_dir a folder that they share"
+    first, path, _ = hosts[0]
+    return (
+        f"run.out_dir is not shared: {names}{more} can't see in {without[0][1]} what rank 0 on {first} writes to {path}"
     )
-    error.is_shared = True
-    raise error
 
 
 def _create(path: Path) -> str:
@@ -61,7 +74,7 @@ def _create(path: Path) -> str:
     return path.name
 
 
-def _is_seen(path: Path, patience: float) -> bool:
+def is_seen(path: Path, patience: float) -> bool:
     """Wait until a file is there, and return False if it still is not after `patience` seconds."""
     deadline = time.monotonic() + patience
     with announced(f"the run directory {path.parent} to be that of rank 0", patience):

@@ -228,8 +228,8 @@ TABLES = {
     "llmtrain/train/shared_folder.py": r"""
     seen by unit/test_shared_folder.py
         shared folder: a host that does not see it is left in the run
-          - for host, path, is_seen, _ in hosts if not is_seen]
-          + for host, path, is_seen, _ in hosts if False]
+          - for host, path, is_there in hosts if not is_there]
+          + for host, path, is_there in hosts if False]
         shared folder: a mount that is missing now ends the run for good
           - (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
           + RecipeError(

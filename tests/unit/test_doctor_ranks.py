@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,14 +23,17 @@ from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
 from llmtrain.doctor.network_speed import Link, round_trip_ms
 from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
+from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.errors import FAILED, TrainingError
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import Peers, RankInfo
+from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, round_bytes
 from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.shared_folder import ADVICE
 
 STDLIB = Path(__file__).resolve().parents[2] / "recipes/edit_llama_stdlib.yaml"
 GIB = 2.0**30
@@ -198,6 +202,30 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
+
+
+def test_hosts_share_the_run_directory_or_are_named(
+    recipe: Callable[..., Recipe], opened: Opened, tmp_path: Path
+) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    for folder in (shared, other):
+        folder.mkdir()
+    given = recipe("parallel.replicas=3", "parallel.shards=1", f"run.out_dir={shared}/runs")
+    found = ok(f"run.out_dir={shared}/runs is the same folder on all 2 hosts")
+    assert [sections["recipe"][-1] for sections in examined(given, ["a", "a", "b"])] == [found] * 3
+
+    here, store = socket.gethostname(), dist.HashStore()
+
+    def look(world: World) -> list[Finding]:
+        def gather(name: str, value: Any) -> list[Any]:
+            return gather_over_store(store, world, name, value, 20)
+
+        folder = other if world.rank == 2 else shared
+        return shared_run_folder(f"{folder}/runs", world.rank, [0, 2], gather, timeout_seconds=0.0)
+
+    line = f"run.out_dir is not shared: {here} can't see in {other} what rank 0 on {here} writes to {shared}"
+    assert by_all(3, look) == [[problem(line, ADVICE)]] * 3
+    assert not list(shared.iterdir()) and not list(other.iterdir())
 
 
 def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -> None:

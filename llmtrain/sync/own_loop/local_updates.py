@@ -290,14 +290,18 @@ class LocalUpdates:
         found = self._replicas.all_gather(kinds.to(self._replicas.device), "comparing which parameters have gradients")
         if (found == 2).any():
             raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
+        pending = []  # all messages at once: one after another, each would cost the network's latency
         for parameter, is_used in zip(parameters, found.any(0).tolist(), strict=True):
             if not is_used:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = local(parameter.grad.detach())
-            mean = gradient / self._replicas.size
-            gradient.copy_(self._replicas.all_reduce(mean, "averaging gradients", self._gradient_wire))
+            share = gradient / self._replicas.size
+            message = self._replicas.start_all_reduce(share, "averaging gradients", self._gradient_wire)
+            pending.append((gradient, message))
+        for gradient, message in pending:
+            gradient.copy_(message.wait())
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:

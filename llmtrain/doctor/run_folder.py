@@ -1,0 +1,40 @@
+"""Check that all hosts see one run directory, as every run on several hosts needs. A run finds out only after its text is prepared."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llmtrain.doctor.finding import Finding, ok, problem
+from llmtrain.files import nearest_existing
+from llmtrain.train.shared_folder import ADVICE, PATIENCE_SECONDS, is_seen, mark_in, not_shared
+
+
+def shared_run_folder(
+    out_dir: str, rank: int, leaders: Sequence[int], gather: Callable[[str, Any], list[Any]], timeout_seconds: float
+) -> list[Finding]:
+    """Return a finding on whether the hosts, whose first ranks are `leaders`, share `run.out_dir`, or the nearest folder above it that
+    exists. `gather` returns every rank's value under a name, and fails after `timeout_seconds`. A collective of all ranks. Return
+    nothing if rank 0 can't write there."""
+    folder = nearest_existing(Path(os.path.expanduser(out_dir)).absolute())
+    mark = mark_in(folder)
+    if rank == 0:
+        with suppress(OSError):  # a finding of its own
+            mark.touch()
+    try:
+        name = gather("file in the run directory", mark.name if rank == 0 and mark.exists() else None)[0]
+        if name is None:
+            return []
+        is_there = rank in leaders and is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
+        told = gather("view of the run directory", [socket.gethostname(), str(folder), is_there])
+    finally:
+        if rank == 0:
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
+    if what := not_shared([told[leader] for leader in leaders]):
+        return [problem(what, ADVICE)]
+    return [ok(f"run.out_dir={out_dir} is the same folder on all {len(leaders)} hosts")]
