@@ -58,7 +58,7 @@ def test_make_clean_keeps_runs_tokens_and_texts(tmp_path: Path) -> None:
 
 
 def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path) -> None:
-    write_program(tmp_path / "ssh", f'#!/bin/sh\necho "$3" >> {tmp_path}/calls\n[ "$3" != root@b ]\n')
+    write_program(tmp_path / "ssh", f'#!/bin/sh\necho "$5" >> {tmp_path}/calls\n[ "$5" != root@b ]\n')
     for hosts, code in ((["root@a", "root@b", "root@c=1.2.3.4"], 1), (["root@a"], 0)):
         (tmp_path / "calls").unlink(missing_ok=True)
         done = subprocess.run(
@@ -78,7 +78,7 @@ def test_the_tunnels_remote_commands_suit_any_login_shell_and_its_packets_any_pa
     narrowest network between two sites."""
     if (bash := shutil.which("bash")) is None:
         pytest.skip("bash is not installed")
-    write_program(tmp_path / "ssh", f'#!/bin/sh\nprintf \'%s\\n\' "$4" >> {tmp_path}/calls\nexec sh -c "$4"\n')
+    write_program(tmp_path / "ssh", f'#!/bin/sh\nprintf \'%s\\n\' "$6" >> {tmp_path}/calls\nexec sh -c "$6"\n')
     # In place of bash on the host: runs the outer script, and notes the inner one and its standard input.
     inner = f'[ "$3" = tunnel ] || exec {bash} "$@"\nprintf %s "$2" > {tmp_path}/program\ncat >> {tmp_path}/stdin\n'
     write_program(tmp_path / "bash", f'#!/bin/sh\n{inner}case "$2" in *genkey*) echo "$4 key" ;; esac\n')
