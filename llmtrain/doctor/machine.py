@@ -238,8 +238,8 @@ def network_cards() -> list[Card]:
     return [Card(name, address_of(name), one.isup, one.speed) for name, one in psutil.net_if_stats().items()]
 
 
-def local_names() -> list[Finding]:
-    """Return a problem if the name `localhost` does not lead to this machine, through which its ranks meet."""
+def localhost() -> list[Finding]:
+    """Return a problem if the name localhost, through which ranks of a machine meet, does not lead to it."""
     try:
         check_localhost()
     except TrainingError as error:

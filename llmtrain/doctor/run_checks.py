@@ -20,7 +20,7 @@ from llmtrain.doctor.machine import (
     disk,
     environment,
     identity,
-    local_names,
+    localhost,
     machine,
     network_cards,
     network_interfaces,
@@ -359,7 +359,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     """
     parallel = recipe.parallel if recipe else ParallelSection()
     sections: Sections = {"software": software(), "machine": machine(world)}
-    sections["network"] = [*network_interfaces(network_cards()), *environment(), *local_names()]
+    sections["network"] = [*network_interfaces(network_cards()), *environment(), *localhost()]
     if world.size == 1:
         sections["network"] += _given_networks(parallel)
         if recipe is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtrain.doctor.finding import Finding, ok, problem
 from llmtrain.files import nearest_existing
-from llmtrain.train.shared_folder import ADVICE, PATIENCE_SECONDS, is_seen, mark_in, not_shared
+from llmtrain.train.shared_folder import ADVICE, PATIENCE_SECONDS, not_shared, probe_file, wait_for_file
 
 
 def shared_run_folder(
@@ -21,20 +21,20 @@ def shared_run_folder(
     exists. `gather` returns every rank's value under a name, and fails after `timeout_seconds`. A collective of all ranks. Return
     nothing if rank 0 can't write there."""
     folder = nearest_existing(Path(os.path.expanduser(out_dir)).absolute())
-    mark = mark_in(folder)
+    probe = probe_file(folder)
     if rank == 0:
         with suppress(OSError):  # a finding of its own
-            mark.touch()
+            probe.touch()
     try:
-        name = gather("file in the run directory", mark.name if rank == 0 and mark.exists() else None)[0]
+        name = gather("file in the run directory", probe.name if rank == 0 and probe.exists() else None)[0]
         if name is None:
             return []
-        is_there = rank in leaders and is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
+        is_there = rank in leaders and wait_for_file(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
         told = gather("view of the run directory", [socket.gethostname(), str(folder), is_there])
     finally:
         if rank == 0:
             with suppress(OSError):
-                mark.unlink(missing_ok=True)
+                probe.unlink(missing_ok=True)
     if what := not_shared([told[leader] for leader in leaders]):
         return [problem(what, ADVICE)]
     return [ok(f"run.out_dir={out_dir} is the same folder on all {len(leaders)} hosts")]

@@ -31,18 +31,18 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
     """
     if mesh.world.local_size == mesh.world.size:
         return
-    mark = mark_in(folder)
+    probe = probe_file(folder)
     try:
-        name = mesh.broadcast_from_main(lambda: _create(mark))
+        name = mesh.broadcast_from_main(lambda: _create(probe))
         mine = None
         if mesh.world.local_rank == 0:
-            is_there = is_seen(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
+            is_there = wait_for_file(folder / name, min(PATIENCE_SECONDS, timeout_seconds / 2))
             mine = socket.gethostname(), str(folder), is_there, os.path.exists(folder / RECIPE)
         told = mesh.all_ranks.all_gather_object(mine, "looking for the run directory on all hosts")
     finally:
         if mesh.is_main:
             with suppress(OSError):
-                mark.unlink(missing_ok=True)
+                probe.unlink(missing_ok=True)
     hosts = [host for host in told if host is not None]
     if problem := not_shared([(host, path, is_there) for host, path, is_there, _ in hosts]):
         error = (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(f"{problem}; {ADVICE}")
@@ -50,8 +50,8 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
         raise error
 
 
-def mark_in(folder: Path) -> Path:
-    """Return a name in a folder for which no host has asked before, for a file by which hosts see whether they share the folder."""
+def probe_file(folder: Path) -> Path:
+    """Return a path for a file by which hosts see whether they share a folder. No host has asked for its name before."""
     return folder / f".{secrets.token_hex(8)}.shared"
 
 
@@ -74,7 +74,7 @@ def _create(path: Path) -> str:
     return path.name
 
 
-def is_seen(path: Path, patience: float) -> bool:
+def wait_for_file(path: Path, patience: float) -> bool:
     """Wait until a file is there, and return False if it still is not after `patience` seconds."""
     deadline = time.monotonic() + patience
     with announced(f"the run directory {path.parent} to be that of rank 0", patience):

@@ -49,7 +49,7 @@ TABLES = {
           - not_shared([told[leader] for leader in leaders])
           + not_shared([told[leader] for leader in leaders[:1]])
         doctor: leaves a file in the run directory
-          -                 mark.unlink(missing_ok=True)
+          -                 probe.unlink(missing_ok=True)
           +                 pass
     """,
     "llmtrain/doctor/run_checks.py": r"""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llmtrain.config import ParallelSection
 from llmtrain.doctor.finding import Level
-from llmtrain.doctor.machine import local_names
+from llmtrain.doctor.machine import localhost
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.launch import torchrun
 from llmtrain.launch.nodes import Nodes
@@ -312,7 +312,7 @@ def test_a_machine_without_localhost_is_named(monkeypatch, found, words):
     with pytest.raises(TrainingError) as raised:
         check_localhost()
     assert words in str(raised.value) and "add the line `127.0.0.1 localhost` to /etc/hosts" in str(raised.value)
-    (finding,) = local_names()
+    (finding,) = localhost()
     assert words in finding.what and finding.advice.startswith("add the line") and finding.level == Level.PROBLEM
     with pytest.raises(TrainingError, match="localhost"), torchrun._with_endpoint(Nodes(1)):
         pass
