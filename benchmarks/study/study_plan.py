@@ -270,6 +270,7 @@ STAGES = {
     "rounds": (
         *(Cell(method, 4, 3, BATCH[4]) for method in METHODS[1:3]),
         *(Cell(method, 4, every, BATCH[4]) for every in (10, 100) for method in METHODS[1:4]),
+        Cell("palsgd", 4, 100, BATCH[4]),
     ),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
     "long": tuple(Cell(method, 4, 30, BATCH[4], length=4) for method in ("synchronous", "diloco", "edit", "local_sgd")),
@@ -300,10 +301,15 @@ URGENT = (
     *STAGES["long"][:2],
     *STAGES["together"],
     *STAGES["long"],
+    STAGES["rounds"][3],
+    STAGES["rounds"][-1],
+    *STAGES["batch"][:2],
+    *(cell for cell in STAGES["rounds"] if cell.method == "local_sgd"),
 )
 """Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
 what synchronous training with fewer bytes loses; then the main table, numbers of replicas, uneven replicas, DiLoCo with other
-rounds, a synchronous start, and four times the tokens."""
+rounds, a synchronous start, and four times the tokens; then QSR's comparison at equal traffic, PALSGD with long rounds, and the
+smaller batch."""
 
 
 def pending(stages: Sequence[str], done: Records) -> list[Run]:
