@@ -54,7 +54,9 @@ NO_ANSWER = (
     errno.EHOSTUNREACH,
 )
 """Numbers of errors of a disk that does not answer, such as that of a file server that is replaced by another."""
-PASSING = (*NO_ANSWER, errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of errors of a disk, or of a user's share of it, that is full."""
+PASSING = (*NO_ANSWER, *FULL)
 """Numbers of errors of a disk that may end by themselves: it does not answer, or is full."""
 
 

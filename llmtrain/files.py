@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from llmtrain.errors import ResultsError, UserError, first_line
+from llmtrain.errors import FULL, ResultsError, UserError, first_line
 
 LONGEST_NAME, LONGEST_PATH = 230, 3800
 """Maximum lengths of a name and of a path that a user gives, in bytes. File systems take 255 and 4,095. The difference leaves
@@ -107,8 +107,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def write_lock_holder(folder: Path) -> None:
-    """Record that this process works in a folder that it has locked."""
-    (folder / LOCK_HOLDER).write_text(f"process {os.getpid()} {_this_host()}", encoding="utf-8")
+    """Record that this process works in a folder that it has locked. On a full disk there is no record, which serves messages alone:
+    the process may be about to make room."""
+    record = folder / LOCK_HOLDER
+    try:
+        record.write_text(f"process {os.getpid()} {_this_host()}", encoding="utf-8")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        record.unlink(missing_ok=True)  # it is empty, or another process's
 
 
 def lock_holder(folder: Path) -> str:

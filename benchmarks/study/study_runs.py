@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_plan import STAGES, Run, loss_of, pending, total
 from table import RESULTS, ROOT, commit
 
-from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, TrainingError
+from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError
+from llmtrain.train.run_dir import lock_folder
 
 RECIPE = "benchmarks/study/study.yaml"
 RECORDS = RESULTS / "study" / "runs.jsonl"
@@ -165,7 +166,15 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
 
 def make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
     """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. Return
-    the exit code: 1 if one has failed."""
+    the exit code: 1 if one has failed. Raises RecipeError if another process makes the study's runs in this checkout."""
+    lock = lock_folder(RUNS, "stop it")
+    try:
+        return _make_runs(stages, jobs, hours)
+    finally:
+        lock.release()
+
+
+def _make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
     done, deadline = read_records(), time.monotonic() + 3600 * hours
     cores, running = sorted(os.sched_getaffinity(0)), []
     stopping, code = False, DONE
@@ -232,7 +241,10 @@ def main() -> None:
     if options.list:
         list_runs(options.stages)
     else:
-        sys.exit(make_runs(options.stages, options.jobs, options.hours))
+        try:
+            sys.exit(make_runs(options.stages, options.jobs, options.hours))
+        except RecipeError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import pytest
 from llmtrain import files, waiting
 from llmtrain.cli import main
 from llmtrain.errors import RecipeError, TrainingError, UnavailableError, UserError
+from llmtrain.files import LOCK_HOLDER
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.train import run_dir
@@ -263,10 +264,12 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
         (tmp_path / "others").unlink()
         shutil.rmtree(tmp_path / "a/checkpoints")
 
-        (tmp_path / "a/checkpoints/step-00000010.tmp").mkdir(
-            parents=True
-        )  # of a run that was killed when it had filled the disk
-        fill(tmp_path / "a/checkpoints/step-00000010.tmp/__0_0.distcp")
+        directory.close()
+        half_written = tmp_path / "a/checkpoints/step-00000010.tmp"  # of a run that was killed when it had filled the disk
+        half_written.mkdir(parents=True)
+        (tmp_path / "a" / LOCK_HOLDER).unlink()
+        fill(half_written / "__0_0.distcp")
+        directory = RunDirectory(directory.recipe)
         directory.claim()
         assert directory.summary() is None and list((tmp_path / "a/checkpoints").iterdir()) == []
     finally:

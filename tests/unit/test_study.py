@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from llmtrain.errors import RecipeError
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
+from llmtrain.train.run_dir import lock_folder
 from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
@@ -304,3 +306,12 @@ def test_a_run_that_failed_is_no_record_and_ends_the_study(
     assert sorted(path.stem for path in tmp_path.glob("*.log")) == [run.id for run in first[:3]]
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {first[0].id} failed with exit code") and "start the same command again" in error
+
+
+def test_two_processes_do_not_make_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    monkeypatch.setattr("llmtrain.train.run_dir.PATIENCE_SECONDS", 0.0)
+    lock = lock_folder(tmp_path, "stop it")
+    with pytest.raises(RecipeError, match="works in .* wait until it has ended, or stop it"):
+        runs.make_runs(["main"], 1, 1.0)
+    lock.release()
