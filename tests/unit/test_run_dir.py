@@ -265,7 +265,9 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
         shutil.rmtree(tmp_path / "a/checkpoints")
 
         directory.close()
-        half_written = tmp_path / "a/checkpoints/step-00000010.tmp"  # of a run that was killed when it had filled the disk
+        half_written = (
+            tmp_path / "a/checkpoints/step-00000010.tmp"
+        )  # of a run that was killed when it had filled the disk
         half_written.mkdir(parents=True)
         (tmp_path / "a" / LOCK_HOLDER).unlink()
         fill(half_written / "__0_0.distcp")

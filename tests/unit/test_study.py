@@ -312,6 +312,6 @@ def test_two_processes_do_not_make_the_same_runs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(runs, "RUNS", tmp_path)
     monkeypatch.setattr("llmtrain.train.run_dir.PATIENCE_SECONDS", 0.0)
     lock = lock_folder(tmp_path, "stop it")
-    with pytest.raises(RecipeError, match="works in .* wait until it has ended, or stop it"):
+    with pytest.raises(RecipeError, match=r"works in .* wait until it has ended, or stop it"):
         runs.make_runs(["main"], 1, 1.0)
     lock.release()
