@@ -36,6 +36,8 @@ def load(folder: Path, parts: dict[str, Any], device: torch.device) -> int:
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, steps_in(folder))
     step = max(set.intersection(*map(set, of_ranks)), default=0)
+    if not step and max(map(len, of_ranks)) > 1:  # more than a first one that was interrupted
+        raise SystemExit(f"{folder}: no step of which all ranks have a checkpoint; were there other processes before?")
     if step:
         state = torch.load(checkpoint(folder, step), map_location=device, weights_only=True)
         for name, part in parts.items():

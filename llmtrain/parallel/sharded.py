@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def uses_fsdp1(module: torch.nn.Module) -> bool:
+    """Return whether a part of the module is sharded with FSDP1, whose flat parameters are no DTensors."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def release_gathered(module: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.sync import LocalUpdates
+from llmtrain.sync.own_loop.local_updates import warn_of_unfinished
 from tests.distributed.pool import RankPool
 from tests.distributed.test_local_updates import LR, Layered, adamw_of, backward
 
@@ -31,7 +32,7 @@ class Loop:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            backward(self.model, self.updates.step + 1)
+            backward(self.model, self.updates.steps_done + 1)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -51,7 +52,7 @@ def saved_at(**choices: Any) -> dict[int, dict[str, Any]]:
     """Return what a loop saves after a step in a round, and after the last one of that round."""
     loop, at = Loop(**choices), {}
     for step in (4, 5):
-        loop.step(step - loop.updates.step)
+        loop.step(step - loop.updates.steps_done)
         at[step] = loop.saved()
     loop.updates.close()
     return at
@@ -127,6 +128,61 @@ def refusal_of_the_end(loop: Loop) -> str:
     return str(caught.value)
 
 
+def finish_after_the_missing_step() -> list[torch.Tensor]:
+    loop = Loop(warmup_steps=0)
+    loop.step(1 + dist.get_rank())
+    with pytest.raises(TrainingError, match="the same number of optimizer steps"):
+        loop.updates.finish()
+    loop.step(1 - dist.get_rank())
+    loop.updates.finish()
+    loop.updates.finish()  # does nothing
+    return list(loop.model.state_dict().values())
+
+
+def test_a_refused_end_can_be_repeated(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(finish_after_the_missing_step, world_size=2)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def end_a_round_after_other_steps() -> list[str]:
+    """In a round's last step, and in a synchronous one, while the other rank is at its end."""
+    said = []
+    for warmup in (0, 5):
+        loop = Loop(warmup_steps=warmup)
+        loop.step(2)
+        with pytest.raises(TrainingError) as caught:
+            loop.updates.finish() if dist.get_rank() else loop.step()
+        loop.updates.close()
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_with_other_steps_meet_in_an_error(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(end_a_round_after_other_steps, world_size=2)
+    assert mine == theirs
+    assert all(said.startswith("rank 0 has taken 3 steps, rank 1 has taken 2 steps; all ranks") for said in mine)
+
+
+def finish_one_of_two_optimizers() -> str:
+    """Only the head's replicas are synchronized."""
+    loop = Loop()
+    loop.updates.close()
+    head, rest = (torch.optim.SGD(part.parameters(), lr=LR) for part in (loop.model.head, loop.model.layers))
+    loop.updates = LocalUpdates(loop.model, head, "diloco", **CHOICES)
+    for number in range(1, 6):
+        backward(loop.model, number)
+        for optimizer in (head, rest):
+            optimizer.step()
+            optimizer.zero_grad()
+    return refusal_of_the_end(loop)
+
+
+def test_an_optimizer_without_a_loop_is_noticed_at_the_end(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(finish_one_of_two_optimizers, world_size=2)
+    assert mine == theirs
+    assert mine.startswith("replicas differ in parameters of the module that are not the optimizer's; if another")
+
+
 def finish_wrongly() -> list[str]:
     longer, changed = Loop(warmup_steps=0), Loop()
     longer.step(1 + dist.get_rank())
@@ -158,6 +214,17 @@ def step_alone(loop: Loop) -> None:
     for parameter in loop.model.parameters():
         parameter.grad = torch.full_like(parameter, LR)
     loop.optimizer.step()
+
+
+def test_a_process_that_ends_without_a_finish_is_warned() -> None:
+    loop = Loop(warmup_steps=0)
+    step_alone(loop)
+    with pytest.warns(UserWarning, match=r"^step 1: the process ends without LocalUpdates\.finish\(\)"):
+        warn_of_unfinished()
+    loop.updates.finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unfinished()
 
 
 def test_a_step_after_the_end_is_refused() -> None:

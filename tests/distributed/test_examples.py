@@ -53,6 +53,19 @@ def test_the_example_of_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
     assert_equal_replicas(ranks.run(run_plain, str(tmp_path), world_size=2))
 
 
+def resume_with_more_processes(folder: str) -> list[int]:
+    """Of which the second has no checkpoints."""
+    for step in (2, 4) if dist.get_rank() == 0 else ():
+        plain_loop.checkpoint(Path(folder), step).touch()
+    with pytest.raises(SystemExit, match="no step of which all ranks have a checkpoint"):
+        plain_loop.main(steps=8, folder=Path(folder))
+    return plain_loop.steps_in(Path(folder))
+
+
+def test_the_example_of_a_plain_loop_deletes_no_checkpoints_of_fewer_processes(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(resume_with_more_processes, str(tmp_path), world_size=2) == [[2, 4], []]
+
+
 def test_the_example_of_sharded_replicas(ranks: RankPool) -> None:
     assert_equal_replicas(ranks.run(run_fsdp2, world_size=4), shards=2)
 

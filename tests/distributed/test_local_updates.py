@@ -277,7 +277,7 @@ def unequal_start() -> str:
 def test_replicas_that_start_apart_are_refused_on_all_ranks(ranks: RankPool) -> None:
     first, second = ranks.run(unequal_start, world_size=2)
     assert first == second and first.startswith(
-        "replicas differ in layer 1 before the first step; give them the same seed"
+        "replicas differ in layer 1 before the first step; give them the same model and seed"
     )
 
 

@@ -50,11 +50,11 @@ def resume_with_a_shorter_warmup(method: str) -> list[int]:
         updates = LocalUpdates(model, optimizer, method, period=5, warmup_steps=warmup, **options)
         if state is not None:
             updates.load_state_dict(state)
-        while updates.step < until:
-            backward(model, updates.step + 1)
+        while updates.steps_done < until:
+            backward(model, updates.steps_done + 1)
             optimizer.step()
             if updates.is_synchronized:
-                synchronized.append(updates.step)
+                synchronized.append(updates.steps_done)
         state, weights = updates.state_dict(), copy.deepcopy(model.state_dict())
         updates.finish()
         updates.close()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from llmtrain.errors import RecipeError
@@ -52,8 +52,16 @@ def in_parts(model: Layered) -> list[torch.optim.SGD]:
     return [sgd(model.layers), sgd(model.embedding, model.head)]
 
 
-def test_each_optimizer_has_a_loop_of_its_own_parameters(ranks: RankPool) -> None:
-    (mine, theirs), expected = (ranks.run(train_with, parts, world_size=2) for parts in (in_parts, whole))
+def in_another_order(model: Layered) -> list[torch.optim.SGD]:
+    """On the second rank, as the parameters of a set may come."""
+    return [torch.optim.SGD(list(model.parameters())[:: -1 if dist.get_rank() else 1], LR)]
+
+
+@pytest.mark.parametrize("parts", [in_parts, in_another_order])
+def test_each_optimizer_has_a_loop_of_its_own_parameters(
+    ranks: RankPool, parts: Callable[[Layered], list[torch.optim.SGD]]
+) -> None:
+    (mine, theirs), expected = (ranks.run(train_with, one, world_size=2) for one in (parts, whole))
     assert all(map(torch.equal, mine, theirs))
     assert all(map(torch.equal, mine, expected[0]))
 
@@ -99,6 +107,63 @@ def move_after_loading() -> None:
     updates.load_state_dict(updates.state_dict() | {"step": 5})
     model.float().double()
     step(model, optimizer, 6)
+
+
+def move_after_a_step() -> None:
+    """The round ends with step 5."""
+    model = Layered()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    for number in range(1, 6):
+        step(model, optimizer, number)
+        if number == 3:
+            model.float().double()
+
+
+def move_before_the_end() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    updates = LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    for number in range(1, 4):
+        step(model, optimizer, number)
+    model.float().double()
+    updates.finish()
+
+
+def freeze() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    step(model, optimizer)
+    model.head.requires_grad_(False)
+    step(model, optimizer, 2)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as Accelerate has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def wrap_the_optimizer() -> None:
+    model = Layered()
+    LocalUpdates(model, Wrapper(sgd(model)), "diloco", **CHOICES)
+
+
+def wrap_in_fsdp1() -> None:
+    model = FullyShardedDataParallel(Layered(), device_id=torch.device("cpu"))
+    LocalUpdates(model, sgd(model), "diloco", **CHOICES)
+
+
+def load_the_state_of_the_model() -> None:
+    model = Layered()
+    LocalUpdates(model, sgd(model), "diloco", **CHOICES).load_state_dict(model.state_dict())
+
+
+def begin_with_a_rate_that_never_falls() -> None:
+    model, rates = Layered(), LRSchedule.create(peak=LR, total_steps=8, kind="constant")
+    LocalUpdates(model, sgd(model), "post_local_sgd", lr=rates)
 
 
 def load_without_error_feedback() -> None:
@@ -190,6 +255,13 @@ MISTAKES = {
     unfreeze: "the optimizer has a trainable parameter that is not synchronized",
     move: "the parameters of rest have moved since LocalUpdates was constructed",
     move_after_loading: "the parameters of rest have moved since LocalUpdates was constructed",
+    move_after_a_step: "the parameters of rest have moved since LocalUpdates was constructed",
+    move_before_the_end: "the parameters of rest have moved since LocalUpdates was constructed",
+    freeze: "a parameter was frozen after LocalUpdates was constructed",
+    wrap_the_optimizer: "Wrapper has another optimizer inside; give LocalUpdates its .optimizer",
+    wrap_in_fsdp1: "the module is sharded with FullyShardedDataParallel",
+    load_the_state_of_the_model: "the state is not one of LocalUpdates.state_dict()",
+    begin_with_a_rate_that_never_falls: "sync.warmup_until_lr is 0.5, a share of the peak to which lr never falls",
     load_without_error_feedback: "the state is of another loop: error_feedback is on there, and off here",
     load_for_fewer_parameters: "the state is of another loop: values is [26, 20, 20] there, and [24, 20, 20] here",
     give_sparse_gradients: "synchronous steps cannot average sparse gradients",
@@ -238,6 +310,12 @@ def test_a_replica_on_another_gpu_than_the_current_one_is_refused(monkeypatch: p
     monkeypatch.setattr(local_updates, "check_current_device", asked.append)
     LocalUpdates(model := Layered(), sgd(model), "diloco")
     assert asked == [torch.device("cpu")]
+
+
+def test_parameters_of_16_bits_are_warned_of() -> None:
+    model = Layered().bfloat16()
+    with pytest.warns(UserWarning, match=r"^step 0: parameters are in bfloat16, and so are the anchors"):
+        LocalUpdates(model, sgd(model), "diloco", **CHOICES)
 
 
 def warnings_at_a_rate(share: float, method: str) -> list[str]:

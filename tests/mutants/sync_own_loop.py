@@ -24,7 +24,10 @@ TABLES = {
           - (name := _block_of_other_moments(replicas, shards, replica)) is None
           + (name := None) is None
         library: ranks may end after different steps
-          - if (taken != taken[0, 0]).any():
+          - if (taken != taken[0]).any():
+          + if False:
+        library: parameters of an optimizer without a loop may differ
+          - if (of_rest != of_rest[:, :1]).any():
           + if False:
         library: replicas may differ at the end
           - if (name := _other_block(replicas, shards, replica)) is not None:
@@ -35,6 +38,9 @@ TABLES = {
         library: replicas may differ at the start
           - if synchronized.all() and
           + if False and
+        library: another replica's gradients are taken for the same
+          - return bool((notes == notes[0]).all())
+          + return True
     """,
     "llmtrain/sync/own_loop/local_updates.py": r"""
     seen by unit/test_house.py
@@ -60,11 +66,11 @@ TABLES = {
           -             if plan.phase != "local":
           +             if False:
         library: a resumed loop counts its steps from the start
-          -         self.step = state["step"]
+          -         self.steps_done = state["step"]
           -
     seen by distributed/test_local_updates_state.py
         library: synchronous steps may become fewer than were made
-          -         self._method.keep_warmup(self.step)
+          -         self._method.keep_warmup(self.steps_done)
           -
         library: what is closed still synchronizes in forward
           -         self.replica.remove_block_hooks()
@@ -75,7 +81,22 @@ TABLES = {
     seen by distributed/test_loop_checks.py
         library: parameters may move before a state is loaded
           - if self._has_begun:
-          + if self._has_begun or self.step > 0:
+          + if self._has_begun or self.steps_done > 0:
+        library: parameters may move after the first step
+          - if self._method.period.ends_round(self.steps_done):
+          + if False:
+        library: parameters may move before the end
+          -         self.replica.check_storage()
+          -         with torch.no_grad():
+          -             self._method.finish()
+          +         with torch.no_grad():
+          +             self._method.finish()
+        library: gradients are averaged in the optimizer's order
+          - parameters = self.replica.parameters  #
+          + parameters = [p for group in self._optimizer.param_groups for p in group["params"]]  #
+        library: nobody is told of parameters of 16 bits
+          -         self._warn_of_low_precision()
+          -
         library: a replica may be on another GPU than the process
           -         check_current_device(device)
           -
@@ -107,8 +128,20 @@ TABLES = {
         library: a loop after another one is warned of its moments
           - if text is not None and not self._had_loop:
           + if text is not None:
+        library: a refused end is taken for an end
+          -             return
+          -         check_equal_steps(
+          +             return
+          +         self._is_finished = True
+          +         check_equal_steps(
+        library: a round may end after other steps
+          - if self.sync.schedule.syncs_all_blocks:
+          + if False:
+        library: nobody is told of a loop without an end
+          - if loop.steps_done and not loop.is_synchronized:
+          + if False:
         library: nobody is told that all steps were synchronous
-          - and period.is_synchronous(self.step):
+          - and period.is_synchronous(self.steps_done):
           + and False:
     """,
     "llmtrain/sync/own_loop/loop_checks.py": r"""
@@ -135,6 +168,15 @@ TABLES = {
         library: every process may use all GPUs
           - if isinstance(model, DataParallel):
           + if False:
+        library: FSDP1 may shard the module
+          - if uses_fsdp1(model):
+          + if False:
+        library: an optimizer may have another one inside
+          - if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+          + if False:
+        library: a rate that never falls ends no synchronous steps
+          - and warmup_of(sync, lr) >= lr.total_steps:
+          + and False:
         library: any GPU is the current one
           - if device.type == "cuda" and device.index !=
           + if device.type == "gpu" and device.index !=

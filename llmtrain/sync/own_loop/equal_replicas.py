@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from llmtrain.errors import RecipeError, TrainingError
 from llmtrain.parallel.comms import Comms
@@ -62,7 +63,9 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         )
     when = f"step {start.steps + 1}" if start.steps else "the first step"
     if synchronized.all() and (name := _other_block(replicas, shards, replica)) is not None:
-        raise RecipeError(f"replicas differ in {name} before {when}; give them the same seed, or load the same weights")
+        raise RecipeError(
+            f"replicas differ in {name} before {when}; give them the same model and seed, or load the same weights"
+        )
     if not synchronous.all() and start.steps > 0:
         return None  # in a round, every replica has its own moments
     if (name := _block_of_other_moments(replicas, shards, replica)) is None:
@@ -76,16 +79,31 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
     return f"{text}; if this continues an earlier loop, load its state with load_state_dict"
 
 
-def check_equal_steps(replicas: Comms, shards: Comms, steps: int) -> None:
-    """Raise TrainingError, on every rank, if ranks have taken different numbers of steps. A collective of all ranks."""
-    ranks, taken = _gather(replicas, shards, torch.tensor((_rank(), steps)), "comparing the ranks' steps").unbind(-1)
-    if (taken != taken[0, 0]).any():
-        texts = zip(ranks.flatten().tolist(), (f"has taken {n} steps" for n in taken.flatten().tolist()), strict=True)
-        raise TrainingError(f"{_listed(texts)}; all ranks must take the same number of optimizer steps before finish")
+def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
+    """Raise TrainingError, on all of them, if replicas have taken different numbers of steps. Return whether they have the same
+    `note`. A collective of the replica group.
+
+    It comes before all other messages of a step or of the end, and all these comparisons have the same shape. So ranks that are not at
+    the same place meet here, and not in collectives of different kinds, in which gloo may end the process."""
+    row = torch.tensor((_rank(), steps, note), device=replicas.device)
+    ranks, taken, notes = replicas.all_gather(row, "comparing the ranks' steps").cpu().unbind(-1)
+    if (taken != taken[0]).any():
+        texts = zip(ranks.tolist(), (f"has taken {n} steps" for n in taken.tolist()), strict=True)
+        raise TrainingError(f"{_listed(texts)}; all ranks must take the same number of optimizer steps")
+    return bool((notes == notes[0]).all())
 
 
-def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica) -> None:
-    """Raise TrainingError, on every rank, if replicas differ after the last synchronization. A collective of all ranks."""
+def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, elsewhere: Set[nn.Parameter]) -> None:
+    """Raise TrainingError, on every rank, if replicas differ after the last synchronization, also in parameters that this loop does
+    not synchronize, except those in `elsewhere`, which open loops do. A collective of all ranks."""
+    of_rest = _gather(
+        replicas, shards, replica.fingerprint_without(elsewhere), "comparing the module's other parameters"
+    )
+    if (of_rest != of_rest[:, :1]).any():
+        raise TrainingError(
+            "replicas differ in parameters of the module that are not the optimizer's; if another optimizer trains them, give it a "
+            "LocalUpdates of its own"
+        )
     if (name := _other_block(replicas, shards, replica)) is not None:
         raise TrainingError(
             f"replicas differ in {name} after the last synchronization, so something other than this loop has changed them: check that "

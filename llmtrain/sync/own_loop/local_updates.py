@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
+import sys
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -45,6 +48,8 @@ ENDLESS = 2**62
 """Total steps that stand for a loop of unknown length."""
 _LOOPS = itertools.count()
 """Numbers for the loops of this process that use a store. They agree between ranks, because all ranks create the same loops."""
+_LOOPS_OPEN: WeakSet[LocalUpdates] = WeakSet()
+"""Loops whose hooks act on an optimizer's steps."""
 _REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
 """The hook that refuses an optimizer's steps after its last loop has finished; None while that loop is open."""
 
@@ -119,7 +124,7 @@ class LocalUpdates:
         if self.sync.schedule.syncs_in_forward:
             # It runs before the hook of the schedule, whose messages need replicas that have begun alike.
             self.replica.register_block_hook(lambda index: self._begin())
-        self.step = 0
+        self.steps_done = 0
         """Optimizer steps so far."""
         blocks = [block.name for block in self.replica.blocks]
         self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
@@ -128,33 +133,37 @@ class LocalUpdates:
         self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which a loaded state was saved."""
-        if (refusal := _REFUSALS.get(optimizer)) is not None:
-            refusal.remove()
-        _REFUSALS[optimizer] = None
-        self._is_open = True
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if (refusal := _REFUSALS.get(optimizer)) is not None:
+            refusal.remove()
+        _REFUSALS[optimizer] = None
+        self._is_open = True
+        _LOOPS_OPEN.add(self)
+        self._warn_of_low_precision()
 
     def finish(self) -> None:
         """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal, and a further step of the
-        optimizer is refused until `close` or a new `LocalUpdates`. Later calls do nothing. Raises TrainingError, on every rank, if
-        ranks have taken different numbers of steps, or if replicas differ at the end."""
+        optimizer is refused until `close` or a new `LocalUpdates`. Calls after a complete one do nothing. Raises TrainingError, on
+        every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
         if self._is_finished:
             return
-        self._is_finished = True
-        check_equal_steps(self._replicas, self._shards, self.step)
+        check_equal_steps(self._replicas, self.steps_done)
+        self.replica.check_storage()
         with torch.no_grad():
             self._method.finish()
+        self._is_finished = True
         was_open = self._is_open
         self.close()
         if was_open:
             self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
             _REFUSALS[self._optimizer] = self._handles[0]
-        check_equal_end(self._replicas, self._shards, self.replica)
+        elsewhere = {parameter for loop in _LOOPS_OPEN for parameter in loop.replica.parameters}
+        check_equal_end(self._replicas, self._shards, self.replica, elsewhere)
         period = self._method.period
-        if self.step and not self.sync.period.averages_gradients and period.is_synchronous(self.step):
+        if self.steps_done and not self.sync.period.averages_gradients and period.is_synchronous(self.steps_done):
             self._warn(
                 f"all steps averaged gradients, because {self.sync.method} begins with {period.warmup} such steps; give fewer "
                 "warmup_steps, or 0"
@@ -166,6 +175,7 @@ class LocalUpdates:
             handle.remove()
         if self._is_open:
             self._is_open = False
+            _LOOPS_OPEN.discard(self)
             _REFUSALS[self._optimizer] = self._handles[0]  # removed, so that it refuses nothing
         self.replica.remove_block_hooks()
         self._method.close()
@@ -189,7 +199,7 @@ class LocalUpdates:
         state. Waits for messages in flight. The module's and the optimizer's states are not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
         return {
-            "step": self.step,
+            "step": self.steps_done,
             "method": self._method.state_dict(),
             "tensors": tensors,
             "traffic": self._replicas.traffic.state_dict(),
@@ -200,14 +210,16 @@ class LocalUpdates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
         of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
+        if "layout" not in state:
+            raise RecipeError("the state is not one of LocalUpdates.state_dict(): it has no layout")
         for what, here in self._layout().items():
             there = state["layout"][what]
             if there != here:
                 raise RecipeError(f"the state is of another loop: {what} is {there} there, and {here} here")
         self._has_begun, self._saved = False, state["parameters"]
-        self.step = state["step"]
+        self.steps_done = state["step"]
         self._method.load_state_dict(state["method"], state["tensors"])
-        self._method.keep_warmup(self.step)
+        self._method.keep_warmup(self.steps_done)
         self._replicas.traffic.load(**state["traffic"])
 
     def _layout(self) -> dict[str, Any]:
@@ -228,26 +240,29 @@ class LocalUpdates:
     ) -> None:
         self.replica.check_parameters()
         self._begin()
-        self.step += 1
+        self.steps_done += 1
         rate = float(optimizer.param_groups[0]["lr"])
-        if self._followed is not None and (text := find_other_rate(self._followed, self.step, optimizer)) is not None:
+        if (
+            self._followed is not None
+            and (text := find_other_rate(self._followed, self.steps_done, optimizer)) is not None
+        ):
             self._followed = None
             self._warn(text)
-        if self.step & (self.step - 1) == 0 and needs_equal_rates(
+        if self.steps_done & (self.steps_done - 1) == 0 and needs_equal_rates(
             self.sync
         ):  # at steps 1, 2, 4, 8, ...: it costs a message
-            check_equal_rates(self._replicas, self.step, rate)
+            check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
-            plan = self._method.begin_step(self.step, rate)
+            plan = self._method.begin_step(self.steps_done, rate)
             if plan.phase != "local":
                 # The first of torch's arguments is the optimizer itself.
                 has_closure = any(argument is not None for argument in (*arguments[1:], named.get("closure")))
                 if has_closure and self._replicas.size > 1:
                     raise RecipeError(
-                        f"step {self.step} averages gradients over the replicas, but optimizer.step(closure) computes them afterwards; "
-                        "compute them before, and call step() without a closure"
+                        f"step {self.steps_done} averages gradients over the replicas, but optimizer.step(closure) computes them "
+                        "afterwards; compute them before, and call step() without a closure"
                     )
-                self._average_gradients(optimizer)
+                self._average_gradients()
 
     def _begin(self) -> None:
         """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing but before the first step
@@ -257,37 +272,53 @@ class LocalUpdates:
         self._has_begun = True
         self.replica.check_storage()
         start = LoopStart(
-            steps=self.step,
+            steps=self.steps_done,
             choices=self._choices,
             anchors=int(self._method.fingerprint()),
             is_other_module=self._saved not in (None, self.replica.fingerprint().tolist()),
             is_synchronized=self._method.is_synchronized,
-            is_synchronous=self._method.period.is_synchronous(self.step + 1),
+            is_synchronous=self._method.period.is_synchronous(self.steps_done + 1),
         )
         text = check_equal_start(self._replicas, self._shards, self.replica, start)
         if text is not None and not self._had_loop:  # a loop before this one leaves different moments
             self._warn(text)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if self._method.period.ends_round(self.steps_done):
+            self.replica.check_storage()
+            if self.sync.schedule.syncs_all_blocks:  # others would wait here for messages that overlap with training
+                check_equal_steps(self._replicas, self.steps_done)
         with torch.no_grad():
-            self._method.end_step(self.step)
+            self._method.end_step(self.steps_done)
         for text in self._method.take_warnings():
             self._warn(text)
+
+    def _warn_of_low_precision(self) -> None:
+        dtypes = {shard.dtype for block in self.replica.blocks for shard in block.shards}
+        if low := dtypes & {torch.bfloat16, torch.float16}:
+            kind = str(low.pop()).removeprefix("torch.")
+            self._warn(
+                f"parameters are in {kind}, and so are the anchors, in which small outer steps are lost; keep parameters in fp32, and "
+                "compute in bf16 with autocast"
+            )
 
     def _warn(self, text: str) -> None:
         """Print a warning about this step, if this is the first replica."""
         if self._replicas.rank == 0:
-            warnings.warn(f"step {self.step}: {text}", stacklevel=3)
+            warnings.warn(f"step {self.steps_done}: {text}", stacklevel=3)
 
-    def _average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _average_gradients(self) -> None:
         """Replace each gradient with its mean over the replicas. A replica that has not used a parameter, and so has no
         gradient for it, counts as 0."""
         if self._replicas.size == 1:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = self.replica.parameters  # the optimizer's order may differ between ranks
         # By parameter: 0 without a gradient, 1 for a dense one, 2 for a sparse one.
-        kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters])
-        found = self._replicas.all_gather(kinds.to(self._replicas.device), "comparing which parameters have gradients")
+        kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters], dtype=torch.uint8)
+        found = kinds[None]
+        if not check_equal_steps(self._replicas, self.steps_done, zlib.crc32(kinds.numpy().tobytes())):
+            what = "comparing which parameters have gradients"
+            found = self._replicas.all_gather(kinds.to(self._replicas.device), what)
         if (found == 2).any():
             raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
         pending = []  # all messages at once: one after another, each would cost the network's latency
@@ -302,6 +333,16 @@ class LocalUpdates:
             pending.append((gradient, message))
         for gradient, message in pending:
             gradient.copy_(message.wait())
+
+
+@atexit.register
+def warn_of_unfinished() -> None:
+    """At the end of a process that has not failed, warn of loops that were not finished."""
+    if hasattr(sys, "last_value"):  # of the error that has ended it
+        return
+    for loop in list(_LOOPS_OPEN):
+        if loop.steps_done and not loop.is_synchronized:
+            loop._warn("the process ends without LocalUpdates.finish(), so the replicas differ by a part of a round")
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:

@@ -14,7 +14,9 @@ from llmtrain.config import AutoOuterSection, SyncSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
+from llmtrain.parallel.sharded import uses_fsdp1
 from llmtrain.parallel.world import environment_number
+from llmtrain.sync.period import warmup_of
 
 
 def check_types(
@@ -29,6 +31,8 @@ def check_types(
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise RecipeError(f"LocalUpdates({given}, ...) takes the module, then its torch.optim.Optimizer")
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):  # of Accelerate, for example
+        raise RecipeError(f"{type(optimizer).__name__} has another optimizer inside; give LocalUpdates its .optimizer")
     for name, group in groups.items():
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise RecipeError(
@@ -97,6 +101,11 @@ def check_choices(
         raise RecipeError(
             f"method {sync.method} follows the learning rate: give lr=llmtrain.lr.LRSchedule.create(peak=..., total_steps=...)"
         )
+    if lr is not None and sync.warmup_until_lr is not None and warmup_of(sync, lr) >= lr.total_steps:
+        raise RecipeError(
+            f"sync.warmup_until_lr is {sync.warmup_until_lr}, a share of the peak to which lr never falls, so that all steps would "
+            "average gradients; give another schedule, or another share"
+        )
     if store is None and sync.schedule.needs_threads:
         raise RecipeError(
             f"sync.schedule={sync.schedule.kind} needs store, a torch.distributed.Store that all ranks share"
@@ -163,6 +172,10 @@ def check_wrapping(model: nn.Module, replicas: dist.ProcessGroup | None) -> None
         raise RecipeError(
             "torch.nn.DataParallel uses all GPUs that a process sees, so that processes share them; leave it out, and give each process "
             "one GPU"
+        )
+    if uses_fsdp1(model):
+        raise RecipeError(
+            "the module is sharded with FullyShardedDataParallel; shard it inside each replica with FSDP2's fully_shard"
         )
     if not dist.is_initialized():
         return

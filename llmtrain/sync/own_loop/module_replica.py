@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -46,7 +46,9 @@ class ModuleReplica(Replica):
         ]
         self._modules = [module for _, module, _ in units]
         self._model, self._optimizer, self._units = model, optimizer, [unit for _, _, unit in units]
-        self._synchronized = {parameter for unit in self._units for parameter in unit}
+        self.parameters = [parameter for unit in self._units for parameter in unit]
+        """Parameters of all blocks in the module's order, which is the same on all ranks."""
+        self._synchronized = set(self.parameters)
         self._handles: list[RemovableHandle] = []
         devices = {str(shard.device) for block in self.blocks for shard in block.shards}
         if len(devices) > 1:
@@ -55,8 +57,13 @@ class ModuleReplica(Replica):
             )
 
     def check_parameters(self) -> None:
-        """Raise RecipeError if the optimizer has a trainable parameter that is in no block: added or unfrozen later, or not of the
-        module. All ranks decide alike."""
+        """Raise RecipeError if a block has a parameter that was frozen later, or if the optimizer has a trainable parameter that is in
+        no block: added or unfrozen later, or not of the module. All ranks decide alike."""
+        if not all(parameter.requires_grad for parameter in self.parameters):
+            raise RecipeError(
+                "a parameter was frozen after LocalUpdates was constructed, and outer steps would still move it; call finish, and "
+                "construct LocalUpdates anew"
+            )
         groups = self._optimizer.param_groups
         others = (p for group in groups for p in group["params"] if p.requires_grad and p not in self._synchronized)
         if next(others, None) is not None:
@@ -77,6 +84,14 @@ class ModuleReplica(Replica):
     def fingerprint(self) -> torch.Tensor:
         """Return a checksum of the bits of this rank's shards for each block: [blocks], int64, on the CPU."""
         return torch.stack([_checksum(block.shards) for block in self.blocks])
+
+    def fingerprint_without(self, trained: Set[nn.Parameter]) -> torch.Tensor:
+        """Return a checksum of the bits of this rank's shards of the module's trainable parameters that are neither in a block nor in
+        `trained`: a scalar, int64, on the CPU."""
+        others = [
+            p for p in self._model.parameters() if p.requires_grad and p not in self._synchronized and p not in trained
+        ]
+        return _checksum([local(parameter.detach()) for parameter in others])
 
     def fingerprint_of_moments(self) -> torch.Tensor:
         """Return a checksum of the bits of the optimizer's first and second moments for each block: [blocks], int64, on the CPU."""
