@@ -156,8 +156,9 @@ class NesterovSection(OuterSection):
     rounds: OuterRoundsSection = Field(default_factory=OuterRoundsSection)
     """Warm-up and decay over rounds, `{momentum_warmup, lr_warmup, lr_decay, lr_final}`."""
     normalize: Normalize = "none"
-    """Normalize b by the inner learning rate, so that it fits rounds of any length. D and b are divided by the last
-    learning rate of the round (`lr`) or by the sum of its learning rates (`lr_sum`), and the outer step is multiplied by it."""
+    """Normalize b by the inner learning rate, so that it fits rounds of any length: b <- momentum x b + D / g, and
+    anchor <- anchor - lr x (D + momentum x g x b), where g is the last learning rate of the round (`lr`) or the sum of its learning
+    rates (`lr_sum`)."""
     state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 

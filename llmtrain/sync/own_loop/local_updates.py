@@ -196,7 +196,8 @@ class LocalUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain values, and lists of flat tensors by block, which may share memory with the live
-        state. Waits for messages in flight. The module's and the optimizer's states are not included."""
+        state. Waits for messages in flight, so all ranks must call it at the same step. The module's and the optimizer's states are
+        not included."""
         tensors = {**self._method.shared_state(), **self._method.per_replica_state()}
         return {
             "step": self.steps_done,
