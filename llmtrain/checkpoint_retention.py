@@ -39,11 +39,19 @@ def loss_of(state: Mapping[str, Any]) -> CheckpointLoss | None:
     return found if is_own and math.isfinite(found.loss) else None
 
 
+def stored_loss(checkpoint: Path) -> CheckpointLoss | None:
+    """Return the loss of a checkpoint; None also if its state.json is damaged. Raises OSError if the file can't be read."""
+    try:
+        return loss_of(json.loads((checkpoint / STATE_FILE).read_bytes()))
+    except ValueError:
+        return None
+
+
 def read_loss(checkpoint: Path) -> CheckpointLoss | None:
     """Return the loss of a checkpoint; None also if its state.json can't be read."""
     try:
-        return loss_of(json.loads((checkpoint / STATE_FILE).read_bytes()))
-    except (OSError, ValueError):
+        return stored_loss(checkpoint)
+    except OSError:
         return None
 
 

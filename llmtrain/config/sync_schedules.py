@@ -26,6 +26,8 @@ class SyncScheduleSection(Section):
     syncs_all_blocks: ClassVar[bool] = False
     """True if all blocks synchronize one after another when a round has ended, before any parameter is used again. Replicas then
     also take the mean of their local steps."""
+    sends_while_training: ClassVar[bool] = False
+    """True if messages are in flight during local steps, on the device that computes these."""
     needs_threads: ClassVar[bool] = False
     """True if a thread of each rank exchanges messages for a replica that is late."""
     models_in_cpu_memory: ClassVar[int] = 0
@@ -84,6 +86,7 @@ class FragmentsSection(SyncScheduleSection):
 
     kind: str
     """Name of the schedule. It comes before the other keys."""
+    sends_while_training: ClassVar[bool] = True
     fragments: Count = 1
     """Number of fragments. A round synchronizes each of them once, at even intervals; 1: the whole model at the round's end."""
     fragment_layout: Literal["strided", "sequential"] = "strided"

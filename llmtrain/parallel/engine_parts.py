@@ -27,5 +27,7 @@ class EngineParts:
     """Format to which gradients are rounded when they are averaged over replicas."""
     changes_in_forward: bool = False
     """True if hooks change the parameters of blocks during the forward pass."""
+    sends_while_training: bool = False
+    """True if messages between replicas are in flight during local steps."""
     lengths_vary: bool = False
     """True if micro-batches differ in length."""

@@ -86,7 +86,7 @@ class ZeroEngine(Engine):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints on every rank what it has compiled
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        config = deepspeed_config(parallel, parts.changes_in_forward)
+        config = deepspeed_config(parallel, parts.changes_in_forward, parts.sends_while_training)
         model_blocks = blocks_of(model)
         wrap_layers(model_blocks, parallel, parts.lengths_vary)
         grouped = self._build_weights(model_blocks, config, parts)

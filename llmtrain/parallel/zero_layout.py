@@ -107,16 +107,23 @@ LIVE = 2 * PREFETCHED
 """Number of parameter values above which nothing more is gathered ahead; DeepSpeed's default is ten times larger."""
 
 
-def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dict[str, Any]:
+def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_while_training: bool) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. Keys in `parallel.deepspeed` override it.
 
     The batch sizes in it have no effect, because `ZeroEngine` marks the last micro-batch of a step itself and divides the loss
     by the number of tokens.
     """
-    zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
+    # In stages 1 and 2, DeepSpeed overlaps reductions with backward, and then waits for the whole device after it: for messages between
+    # replicas, too, which would no longer overlap with training.
+    overlaps = parallel.zero_stage == 3 or not sends_while_training
+    zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": overlaps, "contiguous_gradients": True}
     zero |= {"reduce_bucket_size": BUCKET}
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    elif parallel.zero_stage < 3:
+        zero["compute_grad_norm"] = (
+            False  # the engine has clipped; DeepSpeed would reduce a norm per parameter group, and read it
+        )
     if parallel.zero_stage == 3:
         # No parameter may stay gathered across a synchronization, because it would keep its old values.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -134,7 +141,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool) -> dic
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": parallel.precision == "bf16"},
+        # A norm that is not finite ends the run before a checkpoint. DeepSpeed's own check would read every gradient in every step.
+        "bf16": {"enabled": parallel.precision == "bf16", "check_grad_overflow": False},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": accumulates_in},
         # DeepSpeed's timer would wait for the whole device in every micro-batch, and so for messages between replicas.

@@ -180,6 +180,7 @@ def _build_engine(
         read=read,
         gradient_wire=build_wire(recipe.sync.wire, compiled) if recipe.sync.wire.gradients else None,
         changes_in_forward=recipe.sync.schedule.syncs_in_forward,
+        sends_while_training=recipe.sync.schedule.sends_while_training,
         lengths_vary=recipe.data.packing != "packed",
     )
     return build_engine(parts)

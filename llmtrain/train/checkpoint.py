@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.checkpoint_retention import CheckpointLoss, expired, read_loss
+from llmtrain.checkpoint_retention import CheckpointLoss, expired, stored_loss
 from llmtrain.config import CheckpointSection, Recipe
 from llmtrain.errors import TrainingError
 from llmtrain.files import holder_text
@@ -246,9 +246,9 @@ class Checkpointer:
 
     def _prune(self, newest: int) -> None:
         """Delete expired checkpoints that no follower has yet to read. Called on the main rank, once the checkpoint of `newest` is
-        complete."""
+        complete. Raises OSError if a loss can't be read now: the best checkpoint might be the one."""
         self._losses = {
-            step: self._losses[step] if step in self._losses else read_loss(path)
+            step: self._losses[step] if step in self._losses else stored_loss(path)
             for step, path in complete_checkpoints(self.directory).items()
             if step <= newest
         }

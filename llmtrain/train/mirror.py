@@ -317,7 +317,9 @@ class Mirror:
             # Before losses are read, because the best of them must not be deleted until it is copied.
             self._candidates = {step for step in complete_checkpoints(self.directory.checkpoints) if step <= newest}
             here = {
-                step: loss for step, loss in read_losses(self.directory.checkpoints).items() if step in self._candidates
+                step: loss
+                for step, loss in read_losses(self.directory.checkpoints).items()
+                if step in self._candidates and loss is not None  # None may be a file that can't be read now
             }
             there = {step: loss for step, loss in self._remote.losses().items() if step <= newest}
             best = best_step(there | here)

@@ -104,7 +104,13 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
     parallel, in_forward = ParallelSection(**case.parallel), case.sync.schedule.kind == "layerwise"
     optim = OptimSection(**case.optim)
     parts = EngineParts(
-        model=model, mesh=mesh, parallel=parallel, optim=optim, seed=SEED, changes_in_forward=in_forward
+        model=model,
+        mesh=mesh,
+        parallel=parallel,
+        optim=optim,
+        seed=SEED,
+        changes_in_forward=in_forward,
+        sends_while_training=case.sync.schedule.sends_while_training,
     )
     engine = build_engine(parts)
     store = meeting_store() if case.sync.schedule.kind == "wait_avoiding" else None

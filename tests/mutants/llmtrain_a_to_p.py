@@ -22,6 +22,10 @@ TABLES = {
           + for key in values[0]:
     """,
     "llmtrain/checkpoint_retention.py": r"""
+    seen by unit/test_checkpoint_state.py
+        checkpoint: the best one may be deleted while its loss can't be read
+          - except ValueError:
+          + except (OSError, ValueError):
     seen by unit/test_checkpoint_retention.py, distributed/test_best_checkpoint.py
         best: a checkpoint has the loss of an earlier step
           - return found if is_own and

@@ -335,5 +335,11 @@ TABLES = {
         flat: the first rank's padding for all ranks
           - used = min(max(numel - rank * width, 0), width)
           + used = min(numel, width)
+        zero: DeepSpeed waits for messages between replicas
+          - parallel.zero_stage == 3 or not sends_while_training
+          + True
+        zero: DeepSpeed computes a norm that nobody reads
+          - zero["compute_grad_norm"] = False  #
+          + zero["compute_grad_norm"] = True  #
     """,
 }

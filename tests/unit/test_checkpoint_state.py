@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -146,6 +149,22 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("llmtrain.train.checkpoint.shutil.rmtree", lambda path, ignore_errors: None)
     checkpoints._prune(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.tmp", step_name(2)]
+
+
+def test_nothing_is_deleted_while_a_loss_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the best one's."""
+    checkpoints = Training(tmp_path).checkpoints
+    checkpoints.section = CheckpointSection(keep=1)
+    for step in (1, 2, 3):
+        (tmp_path / step_name(step)).mkdir()
+        evaluated = {"last_eval": {"loss": float(step), "tokens": 10}, "last_evaluated": step}
+        (tmp_path / step_name(step) / STATE_FILE).write_text(json.dumps({"step": step, "ranks": [evaluated]}))
+    with monkeypatch.context() as during:
+        during.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.raises(OSError, match="Stale"):
+            checkpoints._prune(3)
+    checkpoints._prune(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(1), step_name(3)]
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from llmtrain.parallel.zero_layout import FlatGroup
+from llmtrain.config import ParallelSection
+from llmtrain.parallel.zero_layout import FlatGroup, deepspeed_config
 
 SHAPES = {"a": torch.Size([3]), "b": torch.Size([2, 4]), "c": torch.Size([1]), "d": torch.Size([5, 1])}
 TOTAL = sum(map(math.prod, SHAPES.values()))
@@ -50,3 +51,23 @@ def test_parts_by_hand() -> None:
     assert by_parameter.part(numbered(), 0).tolist() == [1, 2, 4, 5, 6, 7, 12, 13, 14, 15]
     assert by_parameter.part(numbered(), 1).tolist() == [3, 0, 8, 9, 10, 11, 0, 16, 17, 0]
     assert end_to_end.part(numbered(), 1).tolist() == [*range(11, 18), 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "sends", "offload", "overlaps", "norm"),
+    [
+        (1, False, False, True, False),
+        (2, False, False, True, False),
+        (2, True, False, False, False),
+        (2, True, True, False, None),
+        (3, True, False, True, None),
+    ],
+)
+def test_deepspeed_waits_neither_for_messages_nor_for_norms(
+    stage: int, sends: bool, offload: bool, overlaps: bool, norm: bool | None
+) -> None:
+    parallel = ParallelSection(engine="zero", zero_stage=stage, zero_offload=offload, precision="bf16")
+    config = deepspeed_config(parallel, changes_in_forward=False, sends_while_training=sends)
+    zero = config["zero_optimization"]
+    assert (zero["overlap_comm"], zero.get("compute_grad_norm")) == (overlaps, norm)
+    assert config["bf16"] == {"enabled": True, "check_grad_overflow": False}
