@@ -57,7 +57,7 @@ class TextSection(Section):
     window: Annotated[int, Field(ge=2)] | None = None
     """Context length in tokens; null: the length of the model's training sequences, or of its positions if that is shorter or all
     that is known, at most 2048."""
-    show: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
+    show: tuple[Literal["loss", "perplexity", "bits_per_byte"], ...] = ("loss", "perplexity", "bits_per_byte")
     """Metrics in the table and the curves."""
 
 

@@ -21,7 +21,7 @@ from llmtrain.eval.evaluated_checkpoint import (
     same,
 )
 from llmtrain.eval.scores import SEPARATE, Cache, write_json
-from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of
+from llmtrain.eval.table import Evaluated, comparison, draw_curves, rows_of, scores_on_one_line, table_of, without_rows
 from llmtrain.eval.texts import check_device
 from llmtrain.eval.units import EvalUnit, LazyModels, Options, units_of
 from llmtrain.export.folder import recorded
@@ -88,7 +88,7 @@ def _find_baseline(path: Path, label: str, step: Step | None, console: Console) 
     """Return the checkpoint of `step` of a baseline that is not among the evaluated paths, or its newest one if there is none."""
     is_there = step is not None and has_step(path, step)
     (checkpoint,) = find_checkpoints(path, label, step if is_there else None, over_time=False)
-    if step is not None and not is_there and checkpoint.step is not None:
+    if step is not None and not is_there and checkpoint.step not in (None, step):
         console.print(f"--step {step}: {label} has none, so the baseline is its step {checkpoint.step}", markup=False)
     return checkpoint
 
@@ -112,6 +112,7 @@ def _evaluate_one(
         if is_main_process() or unit.by_all:
             done[unit.name] = unit.run(models)
         if is_main_process():
+            done[unit.name].measured = {"date": _now(), "versions": _versions()}
             cache.write(unit.name, unit.key, done[unit.name])
     models.release()
     return Evaluated(checkpoint, done)
@@ -132,8 +133,8 @@ def _result(
         "shown": [[row.name, row.metric] for row in rows_of([each], show)],
         "results": {name: scores for entry in entries.values() for name, scores in entry.scores.items()},
         "tasks": {name: about for entry in entries.values() for name, about in entry.about.items()},
-        "versions": {"llmtrain": llmtrain.__version__, **{name: installed_version(name) for name in VERSIONS_OF}},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "measured": {unit: entry.measured for unit, entry in entries.items()},
+        "date": _now(),
     }
     written = [sample for entry in entries.values() for sample in entry.written]
     if written:
@@ -150,6 +151,14 @@ def _result(
     return result
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str | None]:
+    return {"llmtrain": llmtrain.__version__, **{name: installed_version(name) for name in VERSIONS_OF}}
+
+
 def _digest(checkpoint: Checkpoint) -> str | None:
     """Return the digest of the training checkpoint that was exported, or None if the folder is no export."""
     manifest = recorded(checkpoint.folder)
@@ -164,6 +173,11 @@ def _show(
         console.print(table)
         for note in notes:
             console.print(note, markup=False)
+    for unit, metrics in without_rows(newest[0], show).items():
+        console.print(
+            f"{unit}: no row, because it has none of what the suite shows of it; under show, name some of: {metrics}",
+            markup=False,
+        )
     for each in newest:
         for sample in (sample for entry in each.entries.values() for sample in entry.written):
             console.print(

@@ -123,7 +123,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
     found = []
     for these in parts:
         length = next(n for n in range(1, len(these) + 1) if sum(other[-n:] == these[-n:] for other in parts) == 1)
-        found.append("/".join(these[-length:]))
+        found.append("/".join(these[-length:]).lstrip("/"))  # the first part of a path is its root
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmtrain.errors import DataError, ModelError, SuiteError, first_line, one_line
-from llmtrain.eval.scores import ACCURACIES, Entry, bits_per_byte, chance_of
+from llmtrain.eval.scores import ACCURACIES, Entry, bits_per_byte, chance_of, have_one_chance_level
 from llmtrain.recipe_messages import closest
 from llmtrain.suites import TaskSection, harness_version
 
@@ -121,11 +121,12 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
 def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]:
     """Return the tasks and groups of a name with their data, which comes from the hub unless the task `is_local`. Raises DataError if
     the data is not available or damaged."""
+    from datasets.exceptions import DatasetsError
     from jinja2 import UndefinedError
 
     try:
         return manager.load([name])
-    except (OSError, ValueError, LookupError, UndefinedError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
         if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
             raise DataError(f"task {name}: its data can't be read ({first_line(error)}); mend the file") from error
         raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
@@ -166,6 +167,10 @@ def run_task(
                 bootstrap_iters=BOOTSTRAP,
                 task_manager=manager,
             )
+        except OverflowError:  # of math.exp, for a perplexity
+            raise ModelError(
+                f"task {section.task}: the model's losses are too large for a perplexity; evaluate another checkpoint"
+            ) from None
         except AssertionError:
             check_answers_fit(loaded["tasks"], model)
             raise
@@ -183,10 +188,10 @@ def _has_examples(task: Task) -> bool:
 
 
 def _is_finite(sample: Mapping[str, Any]) -> bool:
-    """Return whether all log-likelihoods of a document are finite. A generated text has none."""
-    pairs = (one for one in sample["filtered_resps"] if isinstance(one, tuple | list) and len(one) == 2)
-    numbers = (pair[0] for pair in pairs if isinstance(pair[0], float))
-    return all(map(math.isfinite, numbers))
+    """Return whether all log-likelihoods of a document are finite: of answers, each with a flag, or of a text. A generated text has
+    none."""
+    values = (one[0] if isinstance(one, tuple | list) and len(one) == 2 else one for one in sample["filtered_resps"])
+    return all(math.isfinite(value) for value in values if isinstance(value, float))
 
 
 def check_answers_fit(tasks: Mapping[str, Task], model: HFLM) -> None:
@@ -219,8 +224,9 @@ def entry_of(results: Mapping[str, Any]) -> Entry:
     lm-eval's numbers are kept unchanged; bits per byte and chance levels are added.
     """
     samples, groups = results["samples"], results.get("groups", {})
-    below = {child for children in results["group_subtasks"].values() for child in children}
-    entry = Entry(shown=[name for name in (groups or samples) if name not in below] or list(samples))
+    below = {child for group in groups for child in results["group_subtasks"].get(group, ())}
+    of_groups = {leaf for group in groups for leaf in _leaves(group, results)}
+    entry = Entry(shown=[name for name in (*groups, *samples) if name not in below | of_groups])
     entry.answers = {task: per_document(of_task) for task, of_task in samples.items()}
     for name, metrics in results["results"].items():
         members = [name] if name in samples else [task for task in samples if task in _leaves(name, results)]
@@ -230,7 +236,9 @@ def entry_of(results: Mapping[str, Any]) -> Entry:
             scores["bits_per_byte"], scores["bits_per_byte_stderr"] = bits_per_byte(nll, sizes)
         about = {"version": results["versions"].get(name), "few_shot": results["n-shot"].get(name), "members": members}
         if set(scores) & set(ACCURACIES) and all(_is_multiple_choice(results, task) for task in members):
-            about["chance"] = chance_of([choices_and_gold(samples[task]) for task in members])
+            tasks = [choices_and_gold(samples[task]) for task in members]
+            if have_one_chance_level(tasks):  # otherwise it depends on how the group weights its tasks
+                about["chance"] = chance_of(tasks)
         entry.scores[name], entry.about[name] = scores, about
     entry.shown = [name for name in entry.shown if name in entry.scores]
     return entry

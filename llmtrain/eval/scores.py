@@ -46,6 +46,8 @@ class Entry(BaseModel):
     """Names to show in the table; a group is shown instead of its members."""
     answers: dict[str, dict[str, list[Any]]] = {}
     """{task: {column: one value per document}}; see `harness.per_document`."""
+    measured: dict[str, Any] = {}
+    """{date, versions: {package: version}} of the evaluation, which may be older than the file of results."""
     written: list[dict[str, str]] = []
     """[{prompt, text}] for each prompt of the suite; `text` includes the prompt."""
 
@@ -106,6 +108,12 @@ def chance_of(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) ->
         has_one_kind = isinstance(kind, tuple) and len(gold) > len(kind)
         rights += max(guessed, max(Counter(map(str, gold)).values()) if has_one_kind else 0.0)
     return rights / sum(len(gold) for _, gold in alike.values())
+
+
+def have_one_chance_level(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) -> bool:
+    """Return whether uniform guessing has the same accuracy in all of these tasks, to within 0.01. They are as in `chance_of`."""
+    levels = [sum(1 / len(these) for these in choices) / len(choices) for choices, _ in tasks]
+    return max(levels) - min(levels) <= 0.01
 
 
 def compare_with_chance(value: float, stderr: float, chance: float, n: int) -> str:

@@ -49,6 +49,17 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
     return rows
 
 
+def without_rows(each: Evaluated, show: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the units of which the suite shows no metric that they have, with the metrics that they do have."""
+    with_rows = {row.unit for row in rows_of([each], show)}
+    units = [unit for unit, metrics in show.items() if metrics and unit not in with_rows]
+    found = {unit: {metric for scores in each.entries[unit].scores.values() for metric in scores} for unit in units}
+    return {
+        unit: ", ".join(sorted(metric for metric in metrics if metric != "n" and not metric.endswith("_stderr")))
+        for unit, metrics in found.items()
+    }
+
+
 def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | None:
     """Return the paired test of two checkpoints on one score, or None if the score cannot be tested."""
     a, b = ours.entries[row.unit], theirs.entries[row.unit]

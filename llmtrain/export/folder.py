@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,14 +168,16 @@ def replacing(
         if is_current:
             note(f"{final} is a new folder; a shell that is in the old one sees its files after: cd {final}")
     except (OSError, SafetensorError) as error:
-        if retired.exists() and not final.exists():
-            retired.rename(final)
         if isinstance(error, OSError) and error.errno is None:  # transformers raises such errors for other reasons
             raise
         raise cannot_write(final, error, command) from error
     finally:
+        if retired.exists() and not final.exists():
+            with suppress(OSError):  # the next start restores it
+                retired.rename(final)
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(retired, ignore_errors=True)
+        if final.exists():
+            shutil.rmtree(retired, ignore_errors=True)
 
 
 def keep_others(final: Path, folder: Path) -> None:

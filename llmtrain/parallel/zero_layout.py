@@ -121,9 +121,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     elif parallel.zero_stage < 3:
-        zero["compute_grad_norm"] = (
-            False  # the engine has clipped; DeepSpeed would reduce a norm per parameter group, and read it
-        )
+        # The engine has clipped already. DeepSpeed would reduce a norm for each parameter group, and then read it.
+        zero["compute_grad_norm"] = False
     if parallel.zero_stage == 3:
         # No parameter may stay gathered across a synchronization, because it would keep its old values.
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}

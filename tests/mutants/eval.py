@@ -53,11 +53,11 @@ TABLES = {
           + isinstance(value, int | float) else None
     seen by end_to_end/test_eval_damaged.py
         eval: damaged data of a task ends in a traceback
-          - except (OSError, ValueError, LookupError, UndefinedError) as error:
+          - except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
           + except OSError as error:
         eval: scores of a task whose losses are no numbers
-          - return all(map(math.isfinite, numbers))
-          + return not any(map(math.isinf, numbers))
+          - return all(math.isfinite(value) for value in values if isinstance(value, float))
+          + return not any(math.isinf(value) for value in values if isinstance(value, float))
         eval: lm-eval's bars fill a log
           -     if not sys.stderr.isatty():  # lm-eval's
           +     if False:  # lm-eval's

@@ -59,9 +59,9 @@ TABLES = {
     seen by unit/test_export_folder.py
         export: the folder that was there is deleted though the new one has no name yet
           -         if retired.exists() and not final.exists():
-          -             retired
+          -             with suppress
           +         if retired.exists() and final.exists():
-          +             retired
+          +             with suppress
         export: shards of the old export are kept
           - path.is_dir() if written is None else path.name not in written
           + True

@@ -339,7 +339,7 @@ TABLES = {
           - parallel.zero_stage == 3 or not sends_while_training
           + True
         zero: DeepSpeed computes a norm that nobody reads
-          - zero["compute_grad_norm"] = False  #
-          + zero["compute_grad_norm"] = True  #
+          - zero["compute_grad_norm"] = False
+          + zero["compute_grad_norm"] = True
     """,
 }

@@ -201,6 +201,34 @@ def test_losses_that_are_not_finite_are_an_error_whatever_the_target_is(monkeypa
             run_one(monkeypatch, Task("abc"), lambda results=results, **_: results)
 
 
+@pytest.mark.parametrize("responses", [[-3.5], [(-3.5, False), (-1.0, True)], ["a generated text"]])
+def test_losses_of_texts_and_answers_are_finite(responses: list[Any]) -> None:
+    assert harness._is_finite({"filtered_resps": responses})
+
+
+@pytest.mark.parametrize("responses", [[math.nan], [-3.5, -math.inf], [(math.nan, False)]])
+def test_losses_of_texts_and_answers_are_not_finite(responses: list[Any]) -> None:
+    assert not harness._is_finite({"filtered_resps": responses})
+
+
+def test_losses_too_large_for_a_perplexity_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"^task quiz: the model's losses are too large for a perplexity"):
+        run_one(monkeypatch, Task("abc"), lambda **_: math.exp(710.0))
+
+
+def test_groups_are_shown_instead_of_their_tasks_wherever_they_are() -> None:
+    """`mine` has no scores of its own, and `law` is a group of `mmlu`."""
+    results = results_of({"acc,none": 0.5})
+    of_tasks = {name: [sample()] for name in ("quiz", "law_1", "law_2")}
+    below = {"mine": ["mmlu", "quiz"], "mmlu": ["law"], "law": ["law_1", "law_2"]}
+    scores = {name: {"acc,none": 0.5} for name in (*of_tasks, "mmlu", "law")}
+    configs = {name: {"output_type": "generate_until"} for name in of_tasks}
+    results |= {"samples": of_tasks, "group_subtasks": below, "results": scores, "configs": configs}
+    assert entry_of(results | {"groups": {"mmlu": {}, "law": {}}}).shown == ["mmlu", "quiz"]
+    alone = {"results": {name: scores[name] for name in of_tasks}, "group_subtasks": {"mine": list(of_tasks)}}
+    assert entry_of(results | alone | {"groups": {}}).shown == list(of_tasks)
+
+
 def test_a_standard_error_has_the_name_of_its_metric() -> None:
     found = entry_of(results_of({"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1})).scores["quiz"]
     assert (found["exact_match,strict"], found["exact_match,strict_stderr"]) == (0.5, 0.1)

@@ -18,6 +18,7 @@ from llmtrain.eval.scores import (
     chance_of,
     compare,
     compare_with_chance,
+    have_one_chance_level,
     mcnemar,
     paired_bootstrap,
     ratio_of_sums,
@@ -126,6 +127,11 @@ def test_chance_is_a_guess_or_the_commonest_answer() -> None:
 )
 def test_what_a_score_is_called(value: float, stderr: float, called: str) -> None:
     assert compare_with_chance(value, stderr, chance=0.25, n=1000) == called
+
+
+def test_tasks_with_other_numbers_of_choices_have_other_chance_levels() -> None:
+    two, four = ([["a", "b"]], [0]), ([["a", "b", "c", "d"]], [0])
+    assert have_one_chance_level([two, two]) and not have_one_chance_level([two, four])
 
 
 def test_a_perfect_score_on_two_documents_says_nothing() -> None:

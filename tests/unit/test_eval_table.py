@@ -10,7 +10,17 @@ from rich.console import Console
 
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
 from llmtrain.eval.scores import Entry
-from llmtrain.eval.table import Evaluated, Row, cell, comparison, draw_curves, lines_of, scores_on_one_line, table_of
+from llmtrain.eval.table import (
+    Evaluated,
+    Row,
+    cell,
+    comparison,
+    draw_curves,
+    lines_of,
+    scores_on_one_line,
+    table_of,
+    without_rows,
+)
 from tests.unit.test_eval_units import scored
 
 
@@ -40,6 +50,12 @@ def test_the_table_says_near_chance_and_names_the_test() -> None:
     assert notes[1] == (
         "p: two-sided, against guess, paired by document (McNemar's exact test); not corrected for the number of comparisons"
     )
+
+
+def test_a_task_without_what_is_shown_is_named_with_what_it_has() -> None:
+    quiz = evaluated("good", [1.0, 0.0])
+    assert without_rows(quiz, {"quiz": ["acc"]}) == without_rows(quiz, {"quiz": []}) == {}
+    assert without_rows(quiz, {"quiz": ["acc_nrom"]}) == {"quiz": "acc"}
 
 
 def test_a_text_that_is_one_document_is_told_how_it_is_cut() -> None:

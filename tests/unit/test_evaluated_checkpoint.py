@@ -103,6 +103,7 @@ def test_a_run_is_as_new_as_its_newest_checkpoint(tmp_path: Path, monkeypatch: p
 def test_labels_are_as_long_as_needed() -> None:
     assert labels([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
     assert labels([Path("one/a"), Path("two/a"), Path("two/b")]) == ["one/a", "two/a", "b"]
+    assert labels([Path("/model"), Path("/base/model")]) == ["model", "base/model"], "no folder of the root"
     with pytest.raises(UserError, match="a is given twice"):
         labels([Path("a"), Path("b/../a")])
 

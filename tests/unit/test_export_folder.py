@@ -109,6 +109,26 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeyp
     assert (final / "model.safetensors").read_text() == "weights"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
+    def interrupt_the_second_time(path: Path, target: Path) -> None:
+        if path.name == ".x.tmp":
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt_the_second_time)
+    with pytest.raises(KeyboardInterrupt), replacing(final) as made:
+        make(made, "others")
+    assert (final / "model.safetensors").read_text() == "weights"
+
+    def rename_no_second_and_third_time(path: Path, target: Path) -> None:
+        if path.name in (".x.tmp", ".x.old"):
+            raise full
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_no_second_and_third_time)
+    with pytest.raises(UserError, match=message), replacing(final) as made:
+        make(made, "others")
+    assert [path.name for path in tmp_path.iterdir()] == [".x.old"], "the next start restores it"
+
 
 @pytest.mark.parametrize("is_readable", [True, False])
 def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: bool) -> None:
