@@ -212,6 +212,8 @@ def timed_steps(loop: TrainerLoop | PeerLoop, task: Mapping[str, Any], member: M
     member.barrier("starting")
     for number in range(1, every * (1 + task["rounds"]) + 1):
         loop.step(number)
+        if number == every:
+            member.barrier("ending the first round")  # replicas that share cores may not have begun alike
         if number % every == 0:
             marks.append((time.perf_counter(), member.sent()))
     (first, sent_first), (last, sent_last) = marks[0], marks[-1]

@@ -103,8 +103,8 @@ def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
 
 
 def rate_of(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Return the tokens per second of all replicas."""
-    return sum(answer["tokens"] / answer["seconds"] for answer in answers)
+    """Return the tokens per second of all replicas, from their common start to the end of the last one."""
+    return sum(answer["tokens"] for answer in answers) / max(answer["seconds"] for answer in answers)
 
 
 def rows_of(
