@@ -45,17 +45,14 @@ TABLES = {
     "llmtrain/sync/own_loop/local_updates.py": r"""
     seen by unit/test_house.py
         library: a loop of one's own imports transformers
-          - from llmtrain.parallel.sharded import local, release_gathered
+          - from llmtrain.parallel.sharded import release_gathered
           + from llmtrain.parallel.torch_engine import TorchEngine
-          + from llmtrain.parallel.sharded import local, release_gathered
+          + from llmtrain.parallel.sharded import release_gathered
     seen by distributed/test_local_updates_state.py
         loops: the optimizer's parameters are those that FSDP2 has gathered
           - release_gathered(model)
           + pass
     seen by distributed/test_local_updates.py
-        a loop of one's own: a gradient that a replica lacks is left out
-          - if not is_used:
-          + if parameter.grad is None:
         a loop of one's own: a second one hears the first one's end
           - f"llmtrain/loop{next(_LOOPS)}"
           + "llmtrain/loop"
@@ -92,8 +89,8 @@ TABLES = {
           +         with torch.no_grad():
           +             self._method.finish()
         library: gradients are averaged in the optimizer's order
-          - parameters = self.replica.parameters  #
-          + parameters = [p for group in self._optimizer.param_groups for p in group["params"]]  #
+          - average_gradients(self._replicas, self.replica.parameters,
+          + average_gradients(self._replicas, [p for group in self._optimizer.param_groups for p in group["params"]],
         library: nobody is told of parameters of 16 bits
           -         self._warn_of_low_precision()
           -
@@ -143,6 +140,19 @@ TABLES = {
         library: nobody is told that all steps were synchronous
           - and period.is_synchronous(self.steps_done):
           + and False:
+    """,
+    "llmtrain/sync/own_loop/gradients.py": r"""
+    seen by distributed/test_local_updates.py
+        a loop of one's own: a gradient that a replica lacks is not 0
+          - parameter.grad = torch.zeros_like(parameter)
+          + parameter.grad = torch.ones_like(parameter)
+    seen by unit/test_buckets.py
+        a loop of one's own: messages are as large as the model
+          - size + gradient.nbytes > BUCKET_BYTES or
+          + False or
+        a loop of one's own: a message has gradients of several dtypes
+          - or gradient.dtype != bucket[0].dtype):
+          + or False):
     """,
     "llmtrain/sync/own_loop/loop_checks.py": r"""
     seen by distributed/test_local_updates.py

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import sys
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -24,12 +23,13 @@ from llmtrain.config.section import Section
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
-from llmtrain.parallel.sharded import local, release_gathered
+from llmtrain.parallel.sharded import release_gathered
 from llmtrain.recipe_messages import Overlay, closest, explain, one_of
 from llmtrain.sync.build_method import build_method, build_wire
 from llmtrain.sync.compatibility import find_conflict, kinds_of
 from llmtrain.sync.methods import METHODS
 from llmtrain.sync.own_loop.equal_replicas import LoopStart, check_equal_end, check_equal_start, check_equal_steps
+from llmtrain.sync.own_loop.gradients import average_gradients
 from llmtrain.sync.own_loop.loop_checks import (
     check_choices,
     check_current_device,
@@ -263,7 +263,7 @@ class LocalUpdates:
                         f"step {self.steps_done} averages gradients over the replicas, but optimizer.step(closure) computes them "
                         "afterwards; compute them before, and call step() without a closure"
                     )
-                self._average_gradients()
+                average_gradients(self._replicas, self.replica.parameters, self.steps_done, self._gradient_wire)
 
     def _begin(self) -> None:
         """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing but before the first step
@@ -307,33 +307,6 @@ class LocalUpdates:
         """Print a warning about this step, if this is the first replica."""
         if self._replicas.rank == 0:
             warnings.warn(f"step {self.steps_done}: {text}", stacklevel=3)
-
-    def _average_gradients(self) -> None:
-        """Replace each gradient with its mean over the replicas. A replica that has not used a parameter, and so has no
-        gradient for it, counts as 0."""
-        if self._replicas.size == 1:
-            return
-        parameters = self.replica.parameters  # the optimizer's order may differ between ranks
-        # By parameter: 0 without a gradient, 1 for a dense one, 2 for a sparse one.
-        kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters], dtype=torch.uint8)
-        found = kinds[None]
-        if not check_equal_steps(self._replicas, self.steps_done, zlib.crc32(kinds.numpy().tobytes())):
-            what = "comparing which parameters have gradients"
-            found = self._replicas.all_gather(kinds.to(self._replicas.device), what)
-        if (found == 2).any():
-            raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
-        pending = []  # all messages at once: one after another, each would cost the network's latency
-        for parameter, is_used in zip(parameters, found.any(0).tolist(), strict=True):
-            if not is_used:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = local(parameter.grad.detach())
-            share = gradient / self._replicas.size
-            message = self._replicas.start_all_reduce(share, "averaging gradients", self._gradient_wire)
-            pending.append((gradient, message))
-        for gradient, message in pending:
-            gradient.copy_(message.wait())
 
 
 @atexit.register

@@ -45,7 +45,8 @@ class ModuleReplica(Replica):
             for name, _, unit in units
         ]
         self._modules = [module for _, module, _ in units]
-        self._model, self._optimizer, self._units = model, optimizer, [unit for _, _, unit in units]
+        self._model, self._optimizer = model, optimizer
+        self._units = [unit for _, _, unit in units]
         self.parameters = [parameter for unit in self._units for parameter in unit]
         """Parameters of all blocks in the module's order, which is the same on all ranks."""
         self._synchronized = set(self.parameters)
