@@ -39,6 +39,8 @@ NOT_ARCHITECTURE = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache",
 NOT_COMPARED = ("initializer_range", "max_position_embeddings", "pretraining_tp", "dropout", "pdrop", "summary_")
 """Parts of the names of keys that a run may change: unless its rotary positions are scaled, they do not change what a model computes
 from its weights. If positions are learned, their number is a shape, which is compared with the weights."""
+SCALED_BY_POSITIONS = {"dynamic", "yarn", "longrope"}
+"""Kinds of rotary positions that transformers scales by `max_position_embeddings`."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ def check_architecture(
     # In the order of the config, where sizes come before the keys that follow from them. The vocabulary comes last, because
     # models that differ in other keys, too, are even less alike.
     for key in sorted({**theirs, **mine}, key=lambda key: key == "vocab_size"):
-        if any(part in key for part in NOT_COMPARED) or mine.get(key) == theirs.get(key):
+        is_free = any(part in key for part in NOT_COMPARED) and not ("position" in key and _scales_positions(here))
+        if is_free or mine.get(key) == theirs.get(key):
             continue
         expected = f"model.config.{key}={_text(theirs.get(key))}"
         if key == "vocab_size" and key not in section.config:
@@ -281,6 +284,13 @@ def check_architecture(
             f"{KEY}: {weights.name} has {key} {_text(theirs.get(key))}, but the recipe's model has {_text(mine.get(key))}; "
             f"give {expected}, or {remedy}"
         )
+
+
+def _scales_positions(config: PretrainedConfig) -> bool:
+    """Return whether the angles of rotary positions depend on the number of positions, in any kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in SCALED_BY_POSITIONS for kind in kinds)
 
 
 def _text(value: Any) -> str:

@@ -45,9 +45,10 @@ class TimedPeriod(Period):
         self.total_steps, self.clock = total_steps, clock
         self.replica_comms, self.shard_comms = replica_comms, shard_comms
         self.stop_seen = stop_seen
-        self._exchanged_at: float | None = (
-            None  # time of the last exchange, on this rank's clock, moved by what is not training
-        )
+        # Time of the last exchange, on this rank's clock, moved by what is not training.
+        self._exchanged_at: float | None = None
+        # Seconds since the last exchange in a loaded state, until the first step: what comes before it is not training.
+        self._resumed_after: float | None = None
         self._paused_at: float | None = None
         self._interval = section.every
         self._last_exchange_step = 0  # this replica's step at the last exchange
@@ -60,7 +61,9 @@ class TimedPeriod(Period):
         return step <= self.warmup
 
     def begin_local_step(self, step: int) -> None:
-        if self._exchanged_at is None:
+        if self._resumed_after is not None:
+            self._exchanged_at, self._resumed_after = self.clock() - self._resumed_after, None
+        elif self._exchanged_at is None:
             self._exchanged_at = self.clock()
             self._last_exchange_step = step - 1
             self._summed_steps = self._summed_steps_at_sync = self.replica_comms.size * (step - 1)
@@ -104,15 +107,17 @@ class TimedPeriod(Period):
         self._interval, self._step_limit = self.section.every, self._last_exchange_step + left
         if self._exchanged_at is not None:
             self._exchanged_at = self.clock()
+        if self._resumed_after is not None:
+            self._resumed_after = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         now = self.clock() if self._paused_at is None else self._paused_at
-        since = now - self._exchanged_at if self._exchanged_at is not None else None
+        since = self._resumed_after if self._exchanged_at is None else now - self._exchanged_at
         counted = {name: getattr(self, f"_{name}") for name in STATE_FIELDS}
         return {"elapsed": since, **counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._exchanged_at = self.clock() - state["elapsed"] if state["elapsed"] is not None else None
+        self._exchanged_at, self._resumed_after = None, state["elapsed"]
         for name in STATE_FIELDS:
             setattr(self, f"_{name}", state[name])
 

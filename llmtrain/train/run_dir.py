@@ -242,8 +242,8 @@ class RunDirectory:
         moved = []
         for path in sorted([*self.path.glob("export/step-*"), *self.path.glob(f"{EVALUATIONS}/*.json")]):
             if path.suffix in ("", ".json") and _step_of_result(path) > step:
-                names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
-                moved.append(path.rename(next(name for name in names if not name.exists())))
+                picture = path.with_suffix(".png")  # curves have one
+                moved += [_set_aside(one) for one in (path, picture) if one.exists()]
         return moved
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -251,12 +251,18 @@ class RunDirectory:
         atomic_write(self.path / SUMMARY, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
 
+def _set_aside(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    return path.rename(next(name for name in names if not name.exists()))
+
+
 def _step_of_result(path: Path) -> int:
-    """Return the step of an export, or of the checkpoint whose evaluation is in a file; 0 if there is none."""
+    """Return the step of an export, or of the latest checkpoint whose evaluation is in a file; 0 if there is none."""
     if named := STEP_NAME.match(path.name):
         return int(named[1])
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return int(json.loads(path.read_text(encoding="utf-8"))["checkpoint_step"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return max(int(each["checkpoint_step"]) for each in content.get("checkpoints", [content]))
     return 0
 
 

@@ -120,6 +120,10 @@ TABLES = {
           + if True:
     """,
     "llmtrain/files.py": r"""
+    seen by unit/test_run_dir.py
+        files: a full disk keeps a start from making room
+          - if error.errno not in FULL:
+          + if True:
     seen by unit/test_data_sources.py
         files: a folder that can't be listed is left out
           - os.walk(start, onerror=refuse)
@@ -277,6 +281,10 @@ TABLES = {
           + if on_cpu else tensor.numel()
     """,
     "llmtrain/pretrained.py": r"""
+    seen by unit/test_scaled_positions.py
+        weights: scaled positions may be more or fewer
+          - and not ("position" in key and _scales_positions(here))
+          +
     seen by unit/test_pretrained.py
         weights: an index may name any file of the machine
           - if not is_bare_file_name(name):

@@ -183,6 +183,9 @@ TABLES = {
         timed: a checkpoint after a validation counts it
           - now = self.clock() if self._paused_at is None else self._paused_at
           + now = self.clock()
+        timed: what comes before the first step of a resumed run is in its round
+          - self._exchanged_at, self._resumed_after = None, state["elapsed"]
+          + self._exchanged_at, self._resumed_after = self.clock() - (state["elapsed"] or 0.0), None
         timed: a request to stop does not end a round
           -  or stop
           -

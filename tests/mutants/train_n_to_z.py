@@ -89,6 +89,10 @@ TABLES = {
           +
     """,
     "llmtrain/train/run_dir.py": r"""
+    seen by unit/test_run_dir.py
+        run directory: curves over steps that are trained again stay
+          - content.get("checkpoints", [content])
+          + [content]
     seen by unit/test_run_dir.py::test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file
         run directory: a full disk ends a run with checkpoints for good
           - if number in PASSING and complete_checkpoints(self.checkpoints):

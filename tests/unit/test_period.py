@@ -152,12 +152,15 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     assert (period.round_length(4), period.step_in_round(4), period.agreed_step(4)) == (2, 0, 4)
     clock[0] = 20.0
     state = period.state_dict()
-    clock[0] = 1000.0
+    clock[0] = 900.0
     again = timed(clock)
     again.load_state_dict(state)
+    assert again.state_dict() == state
+    clock[0] = 1000.0
     assert not again.is_synchronous(5) and again.step_in_round(5) == 1 and again.agreed_step(5) is None
+    again.begin_local_step(5)
     clock[0] = 1005.4
-    assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left"
+    assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left, and none before its first step"
     clock[0] = 1005.6
     assert again.ends_round(6) and again.round_length(6) == 2
 
@@ -201,6 +204,7 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
     clock[0] += 60.0  # its last validation and checkpoint
     longer.load_state_dict(period.state_dict())
     longer.total_steps_changed(is_synchronized=True)
+    longer.begin_local_step(5)
     clock[0] += 5.0
     assert not longer.ends_round(5), "not 10 seconds"
     clock[0] += 6.0
@@ -208,6 +212,7 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
     shorter = TimedPeriod(section, 0, 7, Comms(None), Comms(None), clock)
     shorter.load_state_dict(longer.state_dict())
     shorter.total_steps_changed(is_synchronized=False)
+    shorter.begin_local_step(7)
     assert not shorter.ends_round(7) and shorter.agreed_step(7) == 7, "its last step, after no time at all"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -283,6 +284,22 @@ def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass
+
+
+def test_curves_over_steps_that_are_trained_again_are_set_aside(tmp_path: Path) -> None:
+    directory = RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}"]))
+    (results := directory.path / "eval").mkdir(parents=True)
+    for name, steps in {"long": (10, 30), "short": (10, 20)}.items():
+        checkpoints = [{"checkpoint_step": step} for step in steps]
+        (results / f"{name}-over-time.json").write_text(json.dumps({"suite": name, "checkpoints": checkpoints}))
+        (results / f"{name}-over-time.png").touch()
+    directory.set_aside_after(20)
+    short = ["short-over-time.json", "short-over-time.png"]
+    assert sorted(path.name for path in results.iterdir()) == [
+        "long-over-time.json.old",
+        "long-over-time.png.old",
+        *short,
+    ]
 
 
 @pytest.mark.parametrize(
