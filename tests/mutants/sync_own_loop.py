@@ -16,7 +16,7 @@ TABLES = {
           - if others.any():
           + if False:
         library: different moments are accepted before a synchronous step
-          -     if synchronous.all():
+          -     if averaging.all():
           -         raise
           +     if False:
           +         raise

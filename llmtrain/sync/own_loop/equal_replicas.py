@@ -32,7 +32,7 @@ class LoopStart:
     """True if the module's parameters are not those with which the loaded state was saved."""
     is_synchronized: bool
     """True if the replicas must be equal before this step."""
-    is_synchronous: bool
+    averages_gradients: bool
     """True if this step averages gradients, so that the optimizers must be equal, too."""
 
 
@@ -40,9 +40,9 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
     """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
     they must be equal. Return a warning if the optimizers differ without need, or None. A collective of all ranks."""
     row = (start.steps, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
-    row = (_rank(), *row, start.is_synchronized, start.is_synchronous)
+    row = (_rank(), *row, start.is_synchronized, start.averages_gradients)
     found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
-    ranks, steps, choices, anchors, others, synchronized, synchronous = found.unbind(-1)
+    ranks, steps, choices, anchors, others, synchronized, averaging = found.unbind(-1)
     if (choices != choices[0, 0]).any():
         raise RecipeError(
             f"rank {ranks[choices != choices[0, 0]][0]} has other choices than rank {ranks[0, 0]}: method, keys, lr, layers or groups; "
@@ -66,12 +66,12 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         raise RecipeError(
             f"replicas differ in {name} before {when}; give them the same model and seed, or load the same weights"
         )
-    if not synchronous.all() and start.steps > 0:
+    if not averaging.all() and start.steps > 0:
         return None  # in a round, every replica has its own moments
     if (name := _block_of_other_moments(replicas, shards, replica)) is None:
         return None
     text = f"the replicas' optimizers have different moments of {name} before {when}"
-    if synchronous.all():
+    if averaging.all():
         raise RecipeError(
             f"{text}, so equal gradients would not keep replicas equal; to continue an earlier loop, load its state with load_state_dict; "
             "otherwise use a new optimizer, or warmup_steps=0"

@@ -278,7 +278,7 @@ class LocalUpdates:
             anchors=int(self._method.fingerprint()),
             is_other_module=self._saved not in (None, self.replica.fingerprint().tolist()),
             is_synchronized=self._method.is_synchronized,
-            is_synchronous=self._method.period.is_synchronous(self.steps_done + 1),
+            averages_gradients=self._method.period.is_synchronous(self.steps_done + 1),
         )
         text = check_equal_start(self._replicas, self._shards, self.replica, start)
         if text is not None and not self._had_loop:  # a loop before this one leaves different moments
