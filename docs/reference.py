@@ -50,7 +50,8 @@ for empty text, `'""'`, with quotes within quotes. There are three equivalent fo
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=lower_lr --sync.period.every 32
 
 **Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
-by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely. There is no
+by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely, so on
+the command line give a kind before its other keys. There is no
 interpolation (`${...}`), and the environment is not read.
 
 **Another method.** If a layer names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments`

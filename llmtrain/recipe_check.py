@@ -261,7 +261,7 @@ def _check_sync(recipe: Recipe) -> None:
         if kappa > 1:
             raise RecipeError(
                 f"optim.lr x sync.pull.strength / sync.pull.probability is {kappa:.3g}: a pull would go beyond the anchor; "
-                f"expected at most 1, so lower sync.pull.strength to {recipe.sync.pull.probability / recipe.optim.lr:.3g}"
+                f"expected at most 1, so lower sync.pull.strength to {0.99 * sync.pull.probability / recipe.optim.lr:.3g}"
             )
 
 

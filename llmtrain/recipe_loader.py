@@ -343,11 +343,12 @@ def _without(data: dict[str, Any], dropped: Mapping[str, Collection[str]]) -> di
 
 
 def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `under` without its texts if `over` names texts, and without what only a hub dataset has if `over` names none."""
+    """Return `under` without its texts if `over` names texts, without a subset of another hub dataset, and without what only a hub
+    dataset has if `over` names none."""
     below, above = under.get("data"), over.get("data")
     if not isinstance(below, dict) or not isinstance(above, dict) or not any(above.get(key) for key in TEXT_KEYS):
         return under
     dropped = {*TEXT_KEYS}
-    if str(below.get("source")).startswith(HUB) and not str(above.get("source")).startswith(HUB):
-        dropped |= {"subset", "split", "validation"}
+    if str(below.get("source")).startswith(HUB) and above.get("source") != below.get("source"):
+        dropped |= {"subset"} if str(above.get("source")).startswith(HUB) else {"subset", "split", "validation"}
     return _without(under, {"data": dropped})

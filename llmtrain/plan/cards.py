@@ -4,7 +4,7 @@ The figures were written down from memory and not compared with the data sheets,
 number that depends on it. They should be those of NVIDIA's data sheets of GB200 NVL72 (per GPU), HGX B200, H200, H100, GH200,
 A100, L40S, L40, L4 and A10. For the GeForce cards they are the rates with fp32 accumulation in NVIDIA's white papers on
 Ada (appendix A) and GA102. Where a sheet gives only the rate for sparse matrices, which is twice as high, half of it is
-used. Cards that were sold with several memories have the larger one.
+used. A100 and H100 have the larger of their memories, GH200 the smaller one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class GpuCard:
     peak_flops: float
     """FLOP/s in dense bf16 matrix products."""
     gigabytes: int
+    """Memory as it is named. It is about what torch sees in GiB, except for cards that keep error-correcting codes in it."""
+    usable: float = 1.0
+    """Share of that which torch sees."""
 
     @property
     def option(self) -> str:
@@ -36,6 +39,8 @@ class GpuCard:
         return self.name.lower().replace(" ", "-")
 
 
+ECC_IN_MEMORY = 0.92
+"""Share of the memory that torch sees: 44.4 GiB of an L40S, 22 of an L4. For the A10 it was not looked up."""
 CARDS = (
     GpuCard("GB200", 2500e12, 186),
     GpuCard("B200", 2250e12, 180),
@@ -46,10 +51,10 @@ CARDS = (
     GpuCard("H100 NVL", 835e12, 94),
     GpuCard("H100", 989e12, 80),
     GpuCard("A100", 312e12, 80),
-    GpuCard("L40S", 362e12, 48),
-    GpuCard("L40", 181e12, 48),
-    GpuCard("L4", 121e12, 24),
-    GpuCard("A10", 125e12, 24),
+    GpuCard("L40S", 362e12, 48, ECC_IN_MEMORY),
+    GpuCard("L40", 181e12, 48, ECC_IN_MEMORY),
+    GpuCard("L4", 121e12, 24, ECC_IN_MEMORY),
+    GpuCard("A10", 125e12, 24, ECC_IN_MEMORY),
     GpuCard("RTX 4090", 165e12, 24),
     GpuCard("RTX 3090", 71e12, 24),
 )

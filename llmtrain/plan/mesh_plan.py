@@ -75,6 +75,7 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
                 if spanned > 1:
                     what = f"{spanned} nodes are a shard group, to fit in memory"
                 return spanned * per_node, f"{count} nodes of {per_node}: {what}"
+        return world, f"{count} nodes of {per_node}: one replica over all of them, a tight fit in memory"
     return per_node, f"{count} nodes of {per_node}: a node is a shard group"
 
 

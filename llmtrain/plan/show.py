@@ -51,7 +51,7 @@ def footnote(hardware: Hardware) -> str:
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
         f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
-        f"most {PREDICTION_ERROR:g} points off in benchmarks with emulated computation (docs/network.md)"
+        f"most {PREDICTION_ERROR:g} points off in benchmarks over gloo with emulated steps (docs/network.md)"
     )
 
 
@@ -109,7 +109,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
 
 
 def _fits(needed: float, card: GpuCard) -> str:
-    share = needed / (card.gigabytes * GIB)
+    share = needed / (card.usable * card.gigabytes * GIB)
     return "yes" if share <= MEMORY_HEADROOM else "tight" if share <= 1 else "no"
 
 

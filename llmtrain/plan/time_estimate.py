@@ -167,8 +167,9 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     `model.flops_per_token`), or as 4 with full activation checkpointing. Muon's iterations are added; the ranks of a replica
     divide the matrices among themselves. A message takes its bytes divided by `mbit`. `network_time` says how long a rank
     waits for messages, and what hides them. Waits within a replica, slow hosts, validation and checkpoints are left out.
-    Pulls, which PALSGD makes in random local steps, take no time. Replicas in one process compute one after another on one
-    device, and do not wait for a network.
+    Pulls, which PALSGD makes in random local steps, take no time, nor do optimizer steps that ZeRO offloads to the CPU. Attention
+    is counted without its causal mask, so steps on long sequences are shorter than estimated. Replicas in one process compute one
+    after another on one device, and do not wait for a network.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -190,8 +191,10 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     values = [-(-parameters // shards) for parameters in size.block_parameters]
     master, _ = BYTES[recipe.parallel.precision]
     is_zero = recipe.parallel.engine == "zero"
-    backward_share = 0.0 if is_zero else 1 - FORWARD_SHARE
-    forward_share = 0.0 if is_zero and recipe.parallel.zero_stage < 3 else FORWARD_SHARE
+    # Gradients are sent in the backward pass of a step's last micro-batch, blocks in the forward pass of its first one.
+    micro_batches = max(1, train.global_batch // (train.micro_batch * replicas * shards))
+    backward_share = 0.0 if is_zero else (1 - FORWARD_SHARE) / micro_batches
+    forward_share = 0.0 if is_zero and recipe.parallel.zero_stage < 3 else FORWARD_SHARE / micro_batches
     gradients = 0.0
     if replicas > 1:
         gradients = gradient_time(sync.wire, values, replicas, step, link, backward_share, master).exposed

@@ -99,11 +99,14 @@ TABLES = {
           - ["run"]["name"]  # which reads text only
           + ["run"]["name"] and str(run["name"])
         recipe: the splits of a hub dataset are those of files
-          - dropped |= {"subset", "split", "validation"}
-          + pass
-        recipe: a hub dataset loses the splits of another one
-          - and not str(above.get("source")).startswith(HUB)
+          - if str(above.get("source")).startswith(HUB) else {"subset", "split", "validation"}
           +
+        recipe: a hub dataset loses the splits of another one
+          - {"subset"} if str(above.get("source")).startswith(HUB) else {"subset", "split", "validation"}
+          + {"subset", "split", "validation"}
+        recipe: a hub dataset keeps the subset of another one
+          - {"subset"} if str(above
+          + set() if str(above
         recipe: a method's own wire stays with another method
           - & {key for preset in presets for key in preset}
           + & {*presets[1]}

@@ -89,6 +89,9 @@ TABLES = {
     """,
     "llmtrain/plan/mesh_plan.py": r"""
     seen by unit/test_world.py
+        plan: a tight fit over all nodes is refused
+          - return world, f"{count} nodes
+          + return per_node, f"{count} nodes
         plan: the number of replicas taken for the shard
           - return world // replicas, f"{world}
           + return replicas, f"{world}
@@ -216,6 +219,13 @@ TABLES = {
           + steps = every or total
     """,
     "llmtrain/plan/time_estimate.py": r"""
+    seen by unit/test_plan_methods.py
+        plan: every micro-batch hides gradients
+          - else (1 - FORWARD_SHARE) / micro_batches
+          + else 1 - FORWARD_SHARE
+        plan: every micro-batch hides messages of layers
+          - else FORWARD_SHARE / micro_batches
+          + else FORWARD_SHARE
     seen by unit/test_plan_show.py
         moments: their bytes are not in the estimate
           - + moment_bytes(recipe, size, replicas)

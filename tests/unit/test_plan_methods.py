@@ -20,6 +20,7 @@ from llmtrain.sync.methods import METHODS
 STDLIB = Path(__file__).parents[2] / "recipes/edit_llama_stdlib.yaml"
 RATES = HardwareRates(flops=1e10, mbit=10.0, latency_ms=20.0)
 HARDWARE = Hardware(RATES, "each rank on this CPU", "measured here", on_gpu=False)
+FAST = HardwareRates(flops=1e10, mbit=200.0)
 MESH = ("parallel.replicas=4", "parallel.shards=1")
 
 
@@ -77,3 +78,23 @@ def test_an_open_mesh_is_a_typical_one() -> None:
     hardware = Hardware(RATES, "each rank", "--tflops", on_gpu=True)
     times = method_times(load_recipe(STDLIB, keys), partial(load_recipe, STDLIB, keys), hardware)
     assert times.mesh == (4, 1)
+
+
+@pytest.mark.parametrize("method", ["synchronous", "edit"])
+def test_only_one_micro_batch_of_a_step_hides_messages(method: str) -> None:
+    """Gradients are sent in the backward pass of the last one, blocks in the forward pass of the first one."""
+    recipe = load_recipe(STDLIB, [*MESH, f"sync.method={method}", "sync.warmup_steps=0"])
+    micro_batch = recipe.train.global_batch // 4
+    one, two, four = (
+        estimate_time(
+            recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": size})}),
+            size_of(recipe),
+            4,
+            1,
+            FAST,
+        )
+        for size in (micro_batch, micro_batch // 2, micro_batch // 4)
+    )
+    assert one.step == two.step == four.step
+    hidden = one.message - one.waiting * (1 if method == "synchronous" else recipe.sync.period.every)
+    assert hidden > 0 and one.waiting < two.waiting < four.waiting

@@ -284,7 +284,10 @@ def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> N
     assert (data.subset, data.split, data.validation, data.text_key) == (None, "train", None, "f")
     assert load_recipe(path, ["data.validation=v.txt", "data.source=my.jsonl"]).data.validation == "v.txt"
     assert load_recipe(path, ["data.sources=[{source: a.txt}]"]).data.sources[0].validation is None
-    assert load_recipe(path, ["data.source=hf:g/h"]).data.validation == "e"
+    data = load_recipe(path, ["data.source=hf:g/h"]).data
+    assert (data.subset, data.split, data.validation) == (None, "d", "e"), "subsets are a dataset's own"
+    assert load_recipe(path, ["data.source=hf:g/h", "data.subset=i"]).data.subset == "i"
+    assert load_recipe(path, ["data.source=hf:a/b"]).data.subset == "c"
 
 
 def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:

@@ -166,7 +166,7 @@ def on(*sizes: int) -> list[str]:
         ({"shards": 4, "shard_across_nodes": True}, on(2, 2), 1, (1, 4)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 1, (4, 8)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 9, (2, 16)),
-        ({"shard_across_nodes": True}, on(8, 8, 8, 8), 99, (4, 8)),
+        ({"shard_across_nodes": True}, on(8, 8, 8, 8), 99, (1, 32)),
     ],
 )
 def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, expected):
