@@ -59,8 +59,9 @@ class ValidationSet:
         }
 
     def bits_per_byte(self, found: Validation) -> float:
-        """Return the bits per byte of the text; of a text with parts, the mean of theirs by the shares. The loss of all parts
-        divided by their bytes would depend on the tokenizer, which decides how many bytes a token of each part has."""
+        """Return the bits per byte of the text; for a text with parts, the mean of the parts' bits per byte, weighted by share.
+        The loss of all parts divided by their bytes would depend on the tokenizer, which decides how many bytes a token of each
+        part has."""
         if not self.parts:
             return found.loss / math.log(2) / self.bytes_per_token
         bits = (part.share * found.parts[part.name] / math.log(2) / part.bytes_per_token for part in self.parts)
@@ -134,8 +135,8 @@ class Validator:
     def run(
         self, is_synchronized: bool, with_sample: bool, given: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[tuple[ValidationSet, Validation]], str | None]:
-        """Return the loss on each text, and a text that the model generates if that is asked for (`with_sample`) and
-        cheap, else None. A collective of all ranks.
+        """Return the loss on each text, and a text that the model generates if `with_sample` asks for it and it is cheap, else
+        None. A collective of all ranks.
 
         The validated parameters are `given`, a flat tensor for each block, or else the replicas' mean, which is not computed if
         replicas are equal (`is_synchronized`).
