@@ -22,7 +22,7 @@ class Period(ABC):
     """
 
     stop_agreed = False
-    """True if all ranks know that a stop was requested, for which the last round ended early."""
+    """True if all ranks know that a stop was requested, because of which the last round ended early."""
 
     def __init__(self, section: PeriodSection, warmup: int = 0):
         """Create a period with `warmup` synchronous steps before the first round."""

@@ -33,7 +33,7 @@ class Radial(Reduction):
 
     The mean of N directions is lengthened by a factor of at most N. N orthogonal directions need a factor of sqrt(N). If
     directions cancel each other, their mean consists of rounding errors, which a larger factor would amplify. The paper was not
-    at hand. It is inferred that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
+    available to us. We infer that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
     """
 
     def __init__(self, replicas: int):

@@ -34,8 +34,8 @@ class Schedule(ABC):
         """Prepare a local step, before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. If the section says `syncs_in_forward`, called in every
-        training forward, also in synchronous steps, and otherwise never."""
+        """Carry out the work that is due before block `index` is gathered. Called in every training forward, also in synchronous
+        steps, if the section says `syncs_in_forward`; otherwise never."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
@@ -49,7 +49,7 @@ class Schedule(ABC):
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 
     def wait_for_messages(self) -> None:
-        """Wait for the messages in flight, which are used in their own time, as without this call. A collective of all ranks."""
+        """Wait for the messages in flight, which are used at the same steps as without this call. A collective of all ranks."""
 
     @abstractmethod
     def finish(self) -> None:
