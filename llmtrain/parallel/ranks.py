@@ -1,4 +1,4 @@
-"""Ranks of a run: how they start, meet and form a mesh. Here each is a process; those of `in_process` are threads."""
+"""Ranks of a run: how they start, meet and form a mesh. Here each rank is a process; in `in_process`, each is a thread."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
 COMPILED_PIECE_VALUES = 2**19
-"""Values in a piece of compiled code. It passes over them only twice, for the scales and for the codes, so that a call costs more
-than a value that has left the cache."""
+"""Values per piece in compiled code. This code passes over them only twice, for the scales and for the codes, so a call costs
+more than values that have left the cache."""
 
 Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -141,8 +141,8 @@ def _integers(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Te
 def _encode_fp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     quotients, scales = _quotients(groups, 1)
     magnitudes = quotients.abs().to(torch.float32)
-    # A power of two is an exponent alone, here as the bits of fp32 have it. Nearly half of a power is added first, so that
-    # what is above 1.5 times a power counts as the next one. Between 0 and 2^-6 the boundary is 2^-7.
+    # A power of two is an exponent alone, here taken from the bits of fp32. Nearly half of a power is added first, so that values
+    # above 1.5 times a power count as the next power. Between 0 and 2^-6 the boundary is 2^-7.
     exponents = (magnitudes.view(torch.int32) + 0x3FFFFF) >> 23
     powers = torch.maximum(exponents - 120, _ones(magnitudes > 2.0**-7)).clamp_(max=7)  # NaN has a large exponent
     return _packed(powers + 8 * _ones(quotients < 0), 4), scales
