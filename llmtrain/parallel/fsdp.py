@@ -93,7 +93,7 @@ class Fsdp2Engine(TorchEngine):
         parameters = [self._parameters[name] for name in self.blocks[index].parameter_names]
         gradients = [None if p.grad is None else local(p.grad) for p in parameters]
         for parameter in parameters:
-            parameter.grad = None  # FSDP would add the next step's gradient to it
+            parameter.grad = None  # FSDP would add the next step's to it
         return gradients
 
     def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:

@@ -272,8 +272,8 @@ class Console:
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:
-    """Return the console's line about the mesh. `reason` is what `plan_mesh` gives as the reason for its shape; `connections` is
-    their number from a rank to each peer in another replica."""
+    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape; `connections` is the
+    number of connections from a rank to each peer in another replica."""
     several = f" · {connections} connections to each replica" if connections > 1 else ""
     return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason}){several}"
 

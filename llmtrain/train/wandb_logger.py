@@ -20,7 +20,7 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.waiting import announced
 
 WANDB_SECONDS, WANDB_SECONDS_FAILED = 60.0, 2.0
-"""Maximum seconds for which a run, and a run that has failed, waits for Weights & Biases at its end. After a failure, the
+"""Maximum seconds for which the end of a run waits for Weights & Biases, normally and after a failure. After a failure, the
 launcher kills ranks that take longer than its PATIENCE_SECONDS, and the error is printed only after the wait."""
 
 
