@@ -18,7 +18,7 @@ LISTS = ("sources", "per_replica")
 
 
 class SiteSection(Section):
-    """Entry of `data.per_replica`: the text of one replica. Keys that it does not give are those of `data`."""
+    """Entry of `data.per_replica`: the text of one replica. Keys that it does not give are taken from `data`."""
 
     source: str
     """Text, as in `data.source`."""
@@ -39,7 +39,7 @@ class SiteSection(Section):
 
 
 class SourceSection(SiteSection):
-    """Entry of `data.sources`: one text of a mixture. Keys that it does not give are those of `data`."""
+    """Entry of `data.sources`: one text of a mixture. Keys that it does not give are taken from `data`."""
 
     name: FileName
     """Name of the text in metrics. The default is the file name of the source, without its ending."""

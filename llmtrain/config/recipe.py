@@ -236,7 +236,8 @@ class ParallelSection(Section):
 
     @property
     def given_on_cpu(self) -> list[int]:
-        """Return those of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for `auto`."""
+        """Return the numbers of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for
+        `auto`."""
         if self.in_process:
             return [] if self.replicas == "auto" else [self.replicas, 1]
         replicas, shards = self.replicas, self.shards

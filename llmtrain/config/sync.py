@@ -199,8 +199,8 @@ class AutoOuterSection(OuterSection):
     (docs/results.md)."""
 
     kind: Literal["auto"] = "auto"
-    """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. It is decided
-    when the recipe is loaded; `recipe show` prints it."""
+    """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. These are
+    decided when the recipe is loaded; `recipe show` prints them."""
     state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 

@@ -298,8 +298,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
         with stop_on_signals() as are_killed:
             run(command)
     except ChildFailedError as error:
-        # Ranks that a signal has ended have negative codes, such as those of a node of which one rank has failed. Python and
-        # libraries have codes of their own.
+        # Ranks that a signal has ended have negative codes, such as the other ranks of a node on which one rank has failed.
+        # Python and libraries have codes of their own.
         codes = {failure.exitcode for failure in error.failures.values()}
         return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
     except SignalException as error:  # forwarded to the ranks, which have since ended

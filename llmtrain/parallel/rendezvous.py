@@ -188,7 +188,7 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
 def job_prefix(world: World) -> str:
     """Return a prefix of the store's keys that separates this job from others that use the same store.
 
-    The Slurm step is in it only if Slurm numbers the ranks, because only then are all of them in one step.
+    The prefix has the Slurm step only if Slurm numbers the ranks, because only then are all ranks in one step.
     """
     step = "" if "RANK" in os.environ else slurm_step()
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{step}/{world.size}"

@@ -1,4 +1,4 @@
-"""Roll calls through a store: which ranks have come, and what each of them says.
+"""Roll calls through a store: which ranks are present, and the answer of each.
 
 Every wait ends within the timeout plus GRACE_SECONDS, and every present rank reports the same missing ranks.
 """
@@ -112,7 +112,7 @@ def _close(store: dist.Store, world: World, when: str, timeout_seconds: float) -
 
 
 def _read_answers(store: dist.Store, world: World, when: str) -> Answers:
-    """Return the answers that rank 0 has told; without rank 0, those of the ranks that are present."""
+    """Return the answers that rank 0 has told; if it has told none, those of the ranks that are present."""
     if not store.check([_key(when, "told")]):
         return _present(store, _key(when), world)
     told = json.loads(store.get(_key(when, "told")))

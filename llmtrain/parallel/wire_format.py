@@ -212,7 +212,7 @@ _TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor]
 
 
 def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return the values as a tensor with the dtype and device of `like`. It is kept for later calls, because the host
+    """Return the values as a tensor with the dtype and device of `like`. The tensor is kept for later calls, because the host
     would wait for the GPU at every copy."""
     key = values, like.dtype, like.device
     if torch.compiler.is_compiling():
@@ -223,8 +223,8 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled_groups(function: Compilable) -> Compilable:
-    """Compile an encoder or decoder for messages of all sizes. It divides as torch itself does, so that its codes have the same
-    bits. Triton's own division is approximate."""
+    """Compile an encoder or decoder for messages of all sizes. The compiled code divides as torch itself does, so that its codes
+    have the same bits. Triton's own division is approximate."""
     for option in DIVISION_OPTIONS:
         with suppress(RuntimeError):  # not all versions of torch have this option
             return torch.compile(function, dynamic=True, options={option: True})

@@ -99,7 +99,7 @@ class ShardAxis:
 
 
 BUCKET = 50_000_000
-"""Number of gradient values that DeepSpeed reduces together. It allocates buffers for them in advance, and its default is
+"""Number of gradient values that DeepSpeed reduces together. DeepSpeed allocates buffers for these in advance, and its default is
 ten times larger."""
 PREFETCHED = 50_000_000
 """Number of parameter values that each layer of DeepSpeed's stage 3 has gathered ahead of its use."""

@@ -248,8 +248,8 @@ class BlockSync:
 
     def sync_blocks(self, blocks: Sequence[int], local_steps: LocalSteps) -> None:
         """Synchronize these blocks one after another, with equal weights. Afterwards replicas are equal in them. Requires
-        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all
-        replicas between those of groups."""
+        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all replicas
+        between averages of groups."""
         means = results_in_order((index, self.start_reduce(index)) for index in blocks)
         for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, with_state=True), means, strict=True):
             self.outer_step(index, mean, local_steps)

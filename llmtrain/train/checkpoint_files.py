@@ -47,7 +47,7 @@ VALIDATED_ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
-"""Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
+"""Suffix of a damaged checkpoint's folder once a run has continued from an older checkpoint."""
 TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
 """Numbers of transient errors, which do not mean that a file is damaged: those of network file systems and mounts that are gone,
 and those of a lack of memory or file handles."""

@@ -22,7 +22,7 @@ class CountColumn(ProgressColumn):
 
 
 class DelayedProgress(Progress):
-    """Bars of several tasks, one below the other. Those added by `delayed` appear after `DELAY_SECONDS`."""
+    """Bars of several tasks, one below the other. Bars added by `delayed` appear after `DELAY_SECONDS`."""
 
     def __init__(self, console: RichConsole):
         columns = (TextColumn("{task.description}"), BarColumn(), CountColumn(), TimeRemainingColumn())

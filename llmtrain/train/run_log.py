@@ -14,7 +14,7 @@ from llmtrain.train.state import TrainState
 
 
 class RunLog:
-    """Console and loggers of one rank. Only those of the main rank show anything, but every rank calls the same methods. Errors in
+    """Console and loggers of one rank. Only the main rank's show anything, but every rank calls the same methods. Errors in
     writing are recorded in `io_errors`, until all ranks can raise them together."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, console: Console, io_errors: IoErrors, is_main: bool):

@@ -1,5 +1,5 @@
-"""Texts that a rank reads, with their loader, validation and summaries: what all kinds of runs have in common, and the checks
-of prepared texts against a run's checkpoint."""
+"""Texts that a rank reads, with their loader, validation and summaries, as far as all kinds of runs have these in common, and
+checks of prepared texts against a run's checkpoint."""
 
 from __future__ import annotations
 

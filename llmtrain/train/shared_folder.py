@@ -17,7 +17,7 @@ from llmtrain.run_files import RECIPE
 from llmtrain.waiting import announced
 
 PATIENCE_SECONDS, LOOK_SECONDS = 10.0, 0.2
-"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its looks."""
+"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its checks."""
 MAX_NAMED = 3
 """Maximum number of hosts in the message."""
 ADVICE = "mount the same file system on all nodes, or give run.out_dir a folder that they share"
@@ -76,7 +76,7 @@ def _create(path: Path) -> str:
 
 
 def wait_for_file(path: Path, patience: float) -> bool:
-    """Wait until a file is there, and return False if it still is not after `patience` seconds."""
+    """Wait until a file exists, and return False if it does not after `patience` seconds."""
     deadline = time.monotonic() + patience
     with announced(f"the run directory {path.parent} to be that of rank 0", patience):
         while not os.path.exists(path):

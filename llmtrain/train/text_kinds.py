@@ -77,7 +77,7 @@ class SingleText(RunTexts):
 
 
 class ListedTexts(RunTexts):
-    """Texts of a run whose recipe has a list of them."""
+    """Texts of a run whose recipe has a list of texts."""
 
     kind: ClassVar[str]
     """Name of the kind on the console."""

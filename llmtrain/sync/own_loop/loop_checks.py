@@ -27,7 +27,7 @@ def check_types(
     lr: LRSchedule | None,
     timeout_seconds: float,
 ) -> None:
-    """Raise RecipeError for an argument of another kind than its parameter says."""
+    """Raise RecipeError for an argument that is not of its parameter's kind."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise RecipeError(f"LocalUpdates({given}, ...) takes the module, then its torch.optim.Optimizer")

@@ -20,7 +20,8 @@ from llmtrain.sync.reductions.reduction import Reduction
 class Schedule(ABC):
     """Order in which a synchronization is carried out, relative to training.
 
-    The method calls `begin_step` and `end_step` in local steps only. It passes in the period's decision when a round ends.
+    The method calls `begin_step` and `end_step` in local steps only. The method passes in the period's decision on when a round
+    ends.
     """
 
     staleness = 0
@@ -43,7 +44,7 @@ class Schedule(ABC):
         advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
 
     def forget_tokens(self) -> None:
-        """Count the tokens of the round from 0 again, because a rollback has undone its steps. They still count as steps."""
+        """Count the tokens of the round from 0 again, because a rollback has undone its steps. The steps still count."""
 
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
