@@ -90,7 +90,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
     outlive_readers()
     check_thread_count()
-    with single_threaded_imports(), imports_without_gc():  # of what reads `model.from_config`
+    with single_threaded_imports(), imports_without_gc():  # those of libraries that read `model.from_config`
         recipe = load_recipe(recipe_path, overrides)
     check_not_moved(recipe, recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
@@ -302,7 +302,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
         # Python and libraries have codes of their own.
         codes = {failure.exitcode for failure in error.failures.values()}
         return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
-    except SignalException as error:  # forwarded to the ranks, which have since ended
+    except SignalException as error:  # the signal was forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
         patience = 0 if nodes.rank == 0 or are_killed() else SUMMARY_SECONDS

@@ -162,7 +162,7 @@ class Comms:
             gathered[0] = tensor
             return PendingCollective(self, what, None, gathered)
         sent = (self.size - 1) * tensor.numel() * tensor.element_size()
-        flat = gathered.view(-1), tensor.reshape(-1)  # as gloo wants both
+        flat = gathered.view(-1), tensor.reshape(-1)  # gloo requires both to be flat
         work = self.start_work(what, sent, ALL_GATHER, *flat)
         return PendingCollective(self, what, work, gathered)
 

@@ -181,7 +181,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes [G, n], from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, the first one its
     lowest bits."""
     codes = codes.to(torch.int8)
-    if bits == 4 and torch.compiler.is_compiling():  # into one loop over a processor's vectors
+    if bits == 4 and torch.compiler.is_compiling():  # compiles to one loop over a processor's vectors
         first, second = codes.to(torch.int32).unflatten(1, (-1, 2)).unbind(2)
         return (first | (second << 4)).to(torch.uint8)
     # Neighbors are read as one integer, because a strided slice of bytes is slow.

@@ -169,7 +169,7 @@ def _build_engine(
     """Return the engine that trains `model`, from `weights` or random ones."""
     compiled = recipe.parallel.compile
     read = None if weights is None else weights.read
-    if read is None and recipe.model.from_weights is not None:  # continued; perhaps the model has no initial values
+    if read is None and recipe.model.from_weights is not None:  # a continued run; the model may have no initial values
         read = placeholders(model)
     parts = EngineParts(
         model=model,

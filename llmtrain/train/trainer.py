@@ -70,7 +70,7 @@ class Trainer:
                 self.finish()
             with (
                 self.method.period.paused()
-            ):  # writing is not a part of the round of seconds that a resumed run continues
+            ):  # a resumed run continues the round of seconds, to which writing does not belong
                 self.save()
             self._wait_for_checkpoint()
             self.method.end_threads()

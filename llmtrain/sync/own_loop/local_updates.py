@@ -251,7 +251,7 @@ class LocalUpdates:
             self._warn(text)
         if self.steps_done & (self.steps_done - 1) == 0 and needs_equal_rates(
             self.sync
-        ):  # at steps 1, 2, 4, 8, ...: it costs a message
+        ):  # only at steps 1, 2, 4, 8, ..., because it costs a message
             check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
             plan = self._method.begin_step(self.steps_done, rate)
