@@ -18,7 +18,7 @@ LISTS = ("sources", "per_replica")
 
 
 class SiteSection(Section):
-    """Entry of `data.per_replica`: the text of one replica. Keys that it does not give are those of `data`."""
+    """Entry of `data.per_replica`: the text of one replica. Keys that it does not give are taken from `data`."""
 
     source: str
     """Text, as in `data.source`."""
@@ -39,7 +39,7 @@ class SiteSection(Section):
 
 
 class SourceSection(SiteSection):
-    """Entry of `data.sources`: one text of a mixture. Keys that it does not give are those of `data`."""
+    """Entry of `data.sources`: one text of a mixture. Keys that it does not give are taken from `data`."""
 
     name: FileName
     """Name of the text in metrics. The default is the file name of the source, without its ending."""
@@ -51,15 +51,15 @@ class DataSection(Section):
     """Training and validation text, its tokenizer, and the folder of its token shards."""
 
     source: str | None = "stdlib"
-    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (that, and the
-    Python files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a
-    folder of those, or `hf:OWNER/NAME` on the Hugging Face hub. Or token files, read in place: `.bin` of nanoGPT, llm.c or
-    Megatron (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those. `null` with `sources` or `per_replica`, which
-    name texts instead."""
+    """`stories` (4 MB of TinyStories, part of this package), `stdlib` (Python's own source), `python` (`stdlib` and the Python
+    files of the packages that llmtrain requires, 198 MB), a file (`.txt`, `.jsonl`, with or without `.gz`; `.parquet`), a folder
+    of those, or `hf:OWNER/NAME` on the Hugging Face hub. Or token files, read in place: `.bin` of nanoGPT, llm.c or Megatron
+    (with `.idx`), `.npy`, a folder or pattern (`tokens/*.bin`) of those. `null` with `sources` or `per_replica`, which name texts
+    instead."""
     sources: tuple[SourceSection, ...] = ()
-    """Mixture of texts, `[{source, weight}, ...]`. In every 1,000 sequences each text has its share to within one, in an order
-    set by the seed; every text has its own epochs, and its own validation text of `eval.tokens`. The run's validation loss
-    is the mean by weight."""
+    """Mixture of texts, `[{source, weight}, ...]`. In every 1,000 sequences, each text has its share to within one sequence, in
+    an order set by the seed; every text has its own epochs, and its own validation text of `eval.tokens`. The run's validation
+    loss is the mean by weight."""
     per_replica: tuple[SiteSection, ...] = ()
     """A text for each replica, `[{source}, ...]`: replica r reads entry r, and a node prepares only the texts of its own replicas.
     Replicas with equal entries form a site and divide its text equally. A continued run may have other entries, in any order. A
@@ -75,18 +75,18 @@ class DataSection(Section):
     """Separator of the documents in a text file; `null`: each file is one document."""
     tokenizer: str = "gpt2"
     """A tokenizer's name on the hub, a folder, a `tokenizer.json`, a SentencePiece `tokenizer.model`, or `train:SIZE`
-    (sentencepiece BPE trained on the source; on the first of `sources`). Of token files: the tokenizer that made them."""
+    (sentencepiece BPE trained on the source, or on the first of `sources`). For token files: the tokenizer that made them."""
     tokenizer_sample_bytes: Count = 10_000_000
     """Maximum bytes of text on which `train:SIZE` trains: documents spread evenly over the first 20 times as many bytes."""
     validation: str | None = None
-    """Source of the validation text: a file, a folder, or a split of the hub dataset; `null`: held-out documents. Of token
-    files: token files; `null`: those in the folder with `val`, `valid` or `validation` as a
-    word of their name, or else the last part of the tokens."""
+    """Source of the validation text: a file, a folder, or a split of the hub dataset; `null`: held-out documents. For token
+    files: token files; `null`: those in the folder whose names have `val`, `valid` or `validation` as a word, or else the last
+    part of the tokens."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Fraction of the documents (of token files: of the tokens; of `python`: of the bytes, in whole packages) that is held out if
-    `validation` is `null`."""
+    """Fraction of the documents (for token files, of the tokens; for `python`, of the bytes, in whole packages) that is held out
+    if `validation` is `null`."""
     max_tokens: Count | None = None
-    """Maximum number of training tokens to prepare, of each text; `null`: whole files, and of a hub dataset as much as the run
+    """Maximum number of training tokens to prepare per text; `null`: whole files, and as much of a hub dataset as the run
     reads."""
     packing: Literal["packed", "none"] = "packed"
     """`packed`: documents follow each other, and each sequence is the next `train.sequence_length` tokens. `none`: each sequence
@@ -99,8 +99,9 @@ class DataSection(Section):
     on the progress of the tokenization. `blocks` works only for one text, `packed`. `auto`: `blocks` for a hub dataset; `all` for
     files, without packing, and for mixtures and texts per replica. Later epochs always shuffle all."""
     num_proc: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Number of processes that tokenize on a node. With 1, the process that reads the text does it itself; otherwise they are beside
-    it and share its cores. `null`: a quarter of the cores, at least 1. The tokens do not depend on it, nor does a continued run."""
+    """Number of processes that tokenize on a node. With 1, the process that reads the text also tokenizes it; otherwise, these
+    are additional processes that share its cores. `null`: a quarter of the cores, at least 1. Neither the tokens nor a continued
+    run depend on it."""
     cache_dir: PathText = "data"
     """Folder of the token shards. They are prepared once per source and tokenizer."""
 

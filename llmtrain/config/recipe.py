@@ -19,14 +19,14 @@ class RunSection(Section):
     out_dir: PathText = "runs"
     """Parent folder of run directories."""
     seed: NonNegativeInt = 1234
-    """The one seed. Initialization, data order and every other random choice derive theirs from it by name."""
+    """The only seed. Initialization, data order and every other random choice derive their own seeds from it by name."""
     timeout_seconds: PositiveFloat = 600
     """Maximum time that a collective waits for its peers; after that, the run fails. It must exceed the time between the arrival of
     the fastest and of the slowest replica at the end of a round. With NCCL between replicas, add the duration of a whole
     synchronization: the host starts the messages of all blocks at once, and NCCL's clock starts then."""
     restarts: CountOrZero = 2
-    """Maximum number of restarts by `launch/train.sh` after a rank fails, or after a node is lost with `on_replica_loss=continue`: of
-    all ranks on all nodes, from the last checkpoint."""
+    """Maximum number of restarts by `launch/train.sh` after a rank fails, or after a node is lost with
+    `on_replica_loss=continue`. All ranks on all nodes restart from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
     """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
     which needs node 0 and a `global_batch` that the remaining replicas can share. Without effect under `slurm.sbatch`."""
@@ -69,8 +69,8 @@ class TrainSection(Section):
     """Sequences per forward pass of a rank."""
     document_mask: bool = False
     """Restrict attention to the token's own document and the separator before it, and restart positions there; `false`: a token
-    attends to all before it in its sequence. With the attention implementations of transformers, each sequence needs a mask of
-    sequence_length squared."""
+    attends to all earlier tokens of its sequence. With the attention implementations of transformers, each sequence needs a mask
+    of sequence_length squared."""
     deterministic: bool = False
     """Use only deterministic kernels, which are slower on GPUs. On CPUs all kernels are deterministic."""
     gc_every: Count | None = 50
@@ -97,7 +97,7 @@ class MuonSection(Section):
     """Factor of the learning rate for a matrix: `match_rms_adamw`, 0.2 sqrt(larger dimension), makes updates as large as AdamW's,
     so that learning rates and decay tuned for AdamW fit; `original` is sqrt(rows / columns), at least 1, for rates around 0.02."""
     adamw_lr_ratio: PositiveFloat = 1.0
-    """Learning rate of the parameters that have AdamW, divided by `optim.lr`."""
+    """Learning rate of the parameters that use AdamW, divided by `optim.lr`."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the iterations: `bf16`, as published, `fp32`, or `auto`, bf16 on GPUs and fp32 on CPUs, most of which multiply bf16
     slowly. With `parallel.precision=fp64` it is fp64."""
@@ -158,14 +158,15 @@ class CpuMeshSection(Section):
 
 
 class VirtualClockSection(Section):
-    """Speeds of replicas that take turns in one process. A-EDiT and WAGMA depend on which replica is ahead. By this clock, steps take
-    the given time, and messages and PALSGD's pulls take none, so a run can be repeated. `perf/virtual_seconds` is the time that the
-    run would take. If a run is continued within a round of WAGMA, the round's averages continue with all replicas at the same time."""
+    """Speeds of replicas that take turns in one process. A-EDiT and WAGMA depend on which replica is ahead. On this clock, steps
+    take the given time, and messages and PALSGD's pulls take none, so a run can be repeated. `perf/virtual_seconds` is the time
+    that the run would take. If a run is continued within a round of WAGMA, the round's averages continue with all replicas at the
+    same time."""
 
     step_seconds: tuple[PositiveFloat, ...]
     """Seconds that a training step takes, one number per replica."""
     random_delay: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds by which one of the replicas is late in each step; another one is drawn for every step."""
+    """Seconds by which one replica, drawn anew for every step, is late."""
 
 
 class ParallelSection(Section):
@@ -198,7 +199,7 @@ class ParallelSection(Section):
     """Precision of forward and backward passes. Master parameters and optimizer state are fp32; `fp64` is everything in fp64, for
     verification."""
     compile: bool = False
-    """Apply torch.compile to each layer on its own, to the loss's work on logits, and to the rounding of messages."""
+    """Apply torch.compile to each layer on its own, to the loss's computation on logits, and to the rounding of messages."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute each layer in the backward pass instead of keeping its activations; `selective`: keep the results of matrix
     products and attention, which are expensive, and recompute the rest."""
@@ -216,7 +217,7 @@ class ParallelSection(Section):
     connections: Count | Literal["auto"] = "auto"
     """With gloo, connections from each rank to each of its peers in other replicas, over which messages in fp32 are spread.
     `auto`: 4 between hosts whose round trip takes 10 ms or more, otherwise 1. Sums over more than two replicas differ by rounding
-    errors from those with another number."""
+    errors from those with another number of connections."""
     replica_network: str | None = None
     """Network interface of the messages between replicas (`eth0`); from a list (`eth0,ens5`) each host takes the first that it
     has. `null`: GLOO_SOCKET_IFNAME, or else the interface that reaches the other hosts; on GPUs, nccl's own choice."""
@@ -235,7 +236,8 @@ class ParallelSection(Section):
 
     @property
     def given_on_cpu(self) -> list[int]:
-        """Return those of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for `auto`."""
+        """Return the numbers of replicas and shards that are known on a machine without a GPU, where `on_cpu` stands for
+        `auto`."""
         if self.in_process:
             return [] if self.replicas == "auto" else [self.replicas, 1]
         replicas, shards = self.replicas, self.shards
@@ -260,7 +262,7 @@ class CheckpointSection(Section):
     """Also keep the checkpoint with the lowest validation loss, of those whose step was validated."""
     background: bool = True
     """Write checkpoints from a copy in host memory while training continues; `false`: training waits, and the copy is never
-    larger than one tensor (with `sync.offload`: anchors and outer momenta; under ZeRO on GPUs: all)."""
+    larger than one tensor (with `sync.offload`: than anchors and outer momenta; under ZeRO on GPUs: than the complete state)."""
     mirror: PathText | None = None
     """Folder or fsspec URL (`s3://bucket/runs`) to which complete checkpoints are copied while training continues. A run that
     resumes fetches them if they are newer than those in its run directory."""

@@ -45,7 +45,7 @@ def kind(value: Any) -> Any:
 
 
 def steps_or_kind(value: Any) -> Any:
-    """Expand the short form 10 to `{kind: steps, every: 10}`, and that of `kind`."""
+    """Expand the short form 10 to `{kind: steps, every: 10}`, and the short form that `kind` expands."""
     value = _count(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return {"kind": "steps", "every": value} if is_number else kind(value)

@@ -3,8 +3,9 @@
 A method is one choice per axis: `period` (when replicas synchronize), `reduction` (how their pseudo-gradients are
 combined), `outer` (how the result is applied), `schedule` (how the messages overlap with training), `pull`, `moments` and `wire`.
 
-Each kind of a choice is a class in this file, in `sync_reductions` or in `sync_schedules`. It knows its consequences: the state that
-it keeps, the parameters in flight, and the checks that it needs. Its implementation is in `llmtrain/sync`.
+Each kind of a choice is a class in this file, in `sync_reductions` or in `sync_schedules`. The class knows the consequences of
+the choice: the state that it keeps, the parameters in flight, and the checks that it needs. Its implementation is in
+`llmtrain/sync`.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class PrimalAverageSection(OuterSection):
     kind: Literal["gpa"] = "gpa"
     """`gpa`: z <- z + (theta - y); x <- decay x + (1 - decay) z; y <- share x + (1 - share) z, where replicas continue."""
     decay: DecayRate = 0.9967
-    """Decay of the average per synchronization: 0.9934, 0.9967 and 0.9984 for what H = 16, 32 and 64 would smooth."""
+    """Decay of the average per synchronization: 0.9934, 0.9967 and 0.9984 smooth as much as H = 16, 32 and 64 would."""
     share: Fraction = 0.7
     """Share of the average in the point at which gradients are computed."""
     state: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -198,8 +199,8 @@ class AutoOuterSection(OuterSection):
     (docs/results.md)."""
 
     kind: Literal["auto"] = "auto"
-    """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. It is decided
-    when the recipe is loaded; `recipe show` prints it."""
+    """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. These are
+    decided when the recipe is loaded; `recipe show` prints them."""
     state: ClassVar[tuple[str, ...]] = ("momentum",)
 
 
@@ -270,8 +271,8 @@ class SyncSection(Section):
     """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
     begins; `null`: `warmup_steps` alone decides."""
     period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(steps_or_kind)] = Field(default_factory=EveryStepsSection)
-    """When replicas synchronize: `{kind: steps, every: H}`, for which `H` is short, `{kind: qsr, base, alpha}`,
-    `{kind: seconds, every, min_steps}` or `every_step`."""
+    """When replicas synchronize: `{kind: steps, every: H}` (short form: `H`), `{kind: qsr, base, alpha}`, `{kind: seconds, every,
+    min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
     """Combination of the pseudo-gradients: `mean`, `token_weighted`, `radial`, `median_norm`, or EDiT's `{kind: edit_penalty, z, ema,
     min_rounds, statistics, max_exclusions, temperature, clip, step_weight}`."""
@@ -286,8 +287,8 @@ class SyncSection(Section):
     moments: MomentsSection | None = None
     """DES-LOC's averages of the inner optimizer's moments, `{first, second}`, or `null`: each replica keeps its own."""
     wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
-    """Message format: `fp32`, `bf16`, `int8`, `int4`, `fp4`, or with error feedback `{kind: 2bit, error_feedback: true}`; `2bit` and
-    `topk` need it."""
+    """Message format: `fp32`, `bf16`, `int8`, `int4`, `fp4`, or with error feedback, which `2bit` and `topk` need, `{kind: 2bit,
+    error_feedback: true}`."""
     offload: bool = False
     """Keep anchor and outer momentum in CPU memory between synchronizations. On GPUs the memory is pinned, for which torch
     rounds the bytes of a block up to a power of two."""

@@ -70,11 +70,11 @@ class EditPenaltySection(WeighedSection):
     min_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds before a block of a replica can be excluded. A non-finite norm is always excluded."""
     statistics: Literal["adaptive", "paper"] = "adaptive"
-    """`adaptive`: norms are divided by the round's summed learning rates; in a round that is shorter than usual, a norm may be larger
-    by as much as steps in random directions, or what `overlapped` keeps of the round before, explain. An excluded norm enters the
-    mean and variance, but at most z standard deviations above the mean; in the next round at most 2 z, then 4 z and so on. So a
-    single spike hardly moves the threshold, and, with the default `ema`, a lasting rise of up to 100 times is followed within 15
-    rounds. `paper`: norms as they are, and excluded ones never enter."""
+    """`adaptive`: norms are divided by the round's summed learning rates; in a round that is shorter than usual, a norm may be
+    larger by as much as is explained by steps in random directions, or by what `overlapped` keeps of the round before. An
+    excluded norm enters the mean and variance, but at most z standard deviations above the mean; in the next round at most 2 z,
+    then 4 z and so on. So a single spike hardly moves the threshold, and, with the default `ema`, a lasting rise of up to 100
+    times is followed within 15 rounds. `paper`: norms as they are, and excluded ones never enter."""
     max_exclusions: Count | None = 20
     """Rounds in a row after which a block of a replica that is always excluded ends the run with an error; `null`: never."""
     temperature: PositiveFloat | None = 1.0

@@ -31,7 +31,7 @@ class SyncScheduleSection(Section):
     needs_threads: ClassVar[bool] = False
     """True if a thread of each rank exchanges messages for a replica that is late."""
     models_in_cpu_memory: ClassVar[int] = 0
-    """Models, in master precision, that one of several replicas keeps in CPU memory for messages."""
+    """Number of models, in master precision, that each of several replicas keeps in CPU memory for messages."""
 
     @property
     def blocks_in_flight(self) -> int:
@@ -179,8 +179,9 @@ class DelayedSection(FragmentsSection):
 class WaitAvoidingSection(SyncScheduleSection):
     """WAGMA's schedule: an average within a group after every step, and over all replicas after every period.
 
-    Groups change from step to step in a butterfly pattern. No replica waits for its group: the last model of a late replica
-    takes part in its place, and the replica merges the result when it arrives. Needs a power of two of replicas."""
+    Groups change from step to step in a butterfly pattern. No replica waits for its group: the last model of a late replica takes
+    part in its place, and the late replica merges the result when it arrives itself. The number of replicas must be a power of
+    two."""
 
     kind: Literal["wait_avoiding"] = "wait_avoiding"
     """`wait_avoiding`: a thread takes part in group averages for a replica that is late."""

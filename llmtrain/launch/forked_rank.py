@@ -16,7 +16,7 @@ from llmtrain.train.output import outlive_readers
 from llmtrain.train.run import run_training
 
 LEAVE_SECONDS = 5.0
-"""Seconds that a rank whose run is complete gives torchrun's agent to read its result. The agent looks ten times a second."""
+"""Seconds that a rank whose run is complete gives torchrun's agent to read its result. The agent looks ten times per second."""
 
 
 def become_a_program() -> None:
@@ -54,8 +54,8 @@ def train(recipe: str, overrides: list[str]) -> int:
 
 
 def _stop_without_launcher() -> None:
-    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would, because the
-    process's parent is the rank server, which lives as long as any rank."""
+    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would stop it, because its
+    parent is the rank server, which lives as long as any rank."""
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGTERM)
 

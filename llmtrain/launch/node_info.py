@@ -20,13 +20,13 @@ class NodeInfo:
     common: Mapping[str, str] = field(default_factory=dict)
     """Values of its recipe and code that must be the same on all nodes."""
     refusal: str = ""
-    """Why it can't train the recipe; empty if it can."""
+    """Why this node can't train the recipe; empty if it can."""
 
 
 def check_nodes(nodes: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Raise RecipeError if nodes differ in their recipes, versions or numbers of processes, or if one refuses the recipe. Raise
     TrainingError instead if GPUs may be missing: numbers of GPUs and of processes differ, or only some nodes have GPUs. `nodes`
-    has the fields of each node's NodeInfo, which may be of another version, and `names` its name."""
+    has the fields of each node's NodeInfo, which may be of another version, and `names` the nodes' names."""
     if differs := inconsistency(
         [node["common"] for node in nodes], lambda indices: ", ".join(names[i] for i in indices)
     ):

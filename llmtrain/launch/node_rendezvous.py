@@ -45,9 +45,9 @@ read from its store."""
 def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeLink]:
     """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
 
-    Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and like `check_nodes`.
-    Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not arrive
-    within `timeout_seconds`. A failure on one node ends the waits of the others.
+    Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and as `check_nodes`
+    does. Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not
+    arrive within `timeout_seconds`. A failure on one node ends the waits of the others.
     """
     if nodes.count == 1:
         yield NodeLink(nodes, None, info)
@@ -64,7 +64,8 @@ def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Itera
             is_member = True
             yield link
         except BaseException as error:
-            # A launcher too many, started while a run has all of its nodes, must not end that run. Nor must one that came back.
+            # A surplus launcher, started while a run has all of its nodes, must not end that run. Nor must a launcher that came
+            # back.
             is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
             if is_member or not is_outside:
                 link.announce_failure(str(error))
@@ -117,7 +118,7 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
 
 
 class ReturnedError(TrainingError):
-    """A launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
+    """Error of a launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
 
 
 class NodeLink:
@@ -127,7 +128,7 @@ class NodeLink:
     def __init__(self, nodes: Nodes, store: TimeoutStore | None, info: NodeInfo):
         self.nodes, self._info = nodes, info
         self._store = store
-        self._attempt = 0  # whose exit is not published yet
+        self._attempt = 0  # the attempt whose exit is not published yet
         self._host = socket.gethostname()
         self._members = list(range(nodes.count))
 
@@ -251,8 +252,8 @@ class NodeLink:
             return False
 
     def announce_failure(self, message: str) -> None:
-        """Publish the reason for a failure, unless one is published already. It ends the other nodes' current or
-        next wait, and their ranks unless this node's have ended. Does nothing if node 0 is gone."""
+        """Publish the reason for a failure, unless one is published already. This ends the other nodes' current or next wait, and
+        also their ranks, unless this node's ranks have ended. Does nothing if node 0 is gone."""
         try:
             self._store.set(f"failed {self._attempt}", "yes")
             if not self._has("failure"):
@@ -270,8 +271,8 @@ class NodeLink:
                 self._store.add(f"beat {self.nodes.rank}", 1)
 
     def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
-        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard` has the number of beats of each node
-        and when it last rose, and is brought up to date."""
+        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard`, which is updated, has each node's
+        number of beats and the time at which it last rose."""
         for node in nodes:
             beats = self._store.add(f"beat {node}", 0)
             if node not in heard or beats != heard[node][0]:

@@ -1,8 +1,7 @@
 """Checks of a recipe on this machine, before any process is started or any file is written.
 
-`launch` makes those of `check_start` before it prepares data. `recipe check` makes all of them, and calls the same functions
-for them as a launch, the preparation of data and a rank. It can't check whether a text that is not prepared yet has enough
-tokens.
+`launch` makes the checks of `check_start` before it prepares data. `recipe check` makes all checks, with the same functions that
+a launch, the preparation of data and a rank call. It can't check whether a text that is not prepared yet has enough tokens.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def check_start(recipe: Recipe, nodes: Nodes, per_node: int) -> Preflight:
 
 def check_elsewhere(recipe: Recipe, processes: int) -> list[str]:
     """Return the warnings about a recipe for this number of processes on unknown machines. Raises UserError for a recipe that
-    these would refuse regardless of their memory, devices, files and number of nodes. An automatic mesh depends on these,
-    and is not checked."""
+    such machines would refuse regardless of their memory, devices, files and number of nodes. An automatic mesh depends on these
+    properties, and is not checked."""
     check(recipe, processes)
     check_model(recipe)
     ranks = processes * recipe.parallel.ranks_per_process
@@ -163,7 +162,7 @@ def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) 
     the prepared tokens are too few or belong to another vocabulary."""
     for name, text in recipe.eval.sets.items():
         with reported_as(f"eval.sets.{name}"):
-            # With the run's tokenizer, which may still have to be trained. Any other name stands for it here.
+            # The tokenizer is the run's, which may still have to be trained. This text stands for its name here.
             section = {"source": text, "validation": text, "tokenizer": "the tokenizer of the run"}
             _check_source(recipe.data.model_copy(update=section))
     sections = texts_of(recipe.data, here)
@@ -240,8 +239,8 @@ def _check_token_count(recipe: Recipe, name: str, prepared: TokenDataset, replic
 
 
 def _check_source(data: DataSection) -> None:
-    """Raise DataError if the text can't be read, or has no training or no validation documents. Of a local text, the first documents
-    are read. Of a hub dataset, only its existence is checked."""
+    """Raise DataError if the text can't be read, or has no training or no validation documents. For a local text, the first
+    documents are read. For a hub dataset, only its existence is checked."""
     if data.source.startswith(HUB):
         name = data.source.removeprefix(HUB)
         require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")

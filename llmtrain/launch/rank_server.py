@@ -1,5 +1,5 @@
-"""Rank server: a process that the launcher forks after it has imported everything, and that forks the ranks. torch,
-transformers and the recipe's model are thus imported once per node, and not once per rank.
+"""Rank server: a process that the launcher forks after importing everything, and that forks the ranks. torch, transformers and
+the recipe's model are thus imported once per node, and not once per rank.
 
 The process is multiprocessing's forkserver. It is forked before the launcher tokenizes text, meets other nodes or runs
 torchrun's agent, because all of these start threads, and forking a process with threads can deadlock. Ranks on GPUs are
@@ -51,7 +51,7 @@ def rank_server() -> Iterator[Sequence[str]]:
 
 
 def _can_fork() -> bool:
-    """Return whether this process has neither a GPU nor a second thread, and can have what the server needs: a semaphore, for
+    """Return whether this process has neither a GPU nor a second thread, and can create what the server needs: a semaphore, for
     which /dev/shm must be writable, and a socket in the temporary folder, whose path must be short. False where Linux's /proc is
     missing."""
     import torch
@@ -87,7 +87,7 @@ def _become(program: str, descriptors: Sequence[int]) -> NoReturn:
     """Run a program, and never return to the launcher's code."""
     try:
         for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}:
-            with suppress(OSError):  # that of the list itself
+            with suppress(OSError):  # the descriptor of the list itself
                 os.close(number)
         exec(program, {})
     finally:  # SystemExit, once the launcher and the ranks are gone

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from llmtrain.train.run_dir import RunDirectory
 
 UNUSED_SIGNAL = "SIGVTALRM"
-"""Signal that torchrun handles instead of its defaults, which `stop_on_signals` handles. Its option can't be empty, and nobody sends
-this one."""
+"""Signal that torchrun handles instead of its defaults, which `stop_on_signals` handles. torchrun's option can't be empty, and no
+process sends this signal."""
 SUMMARY_SECONDS = 30.0
 """Maximum seconds until a file written by one node is visible to another in a shared folder."""
 
@@ -90,7 +90,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
     outlive_readers()
     check_thread_count()
-    with single_threaded_imports(), imports_without_gc():  # of what reads `model.from_config`
+    with single_threaded_imports(), imports_without_gc():  # those of libraries that read `model.from_config`
         recipe = load_recipe(recipe_path, overrides)
     check_not_moved(recipe, recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
@@ -134,8 +134,9 @@ def _kept(recipe: Recipe) -> Iterator[Path]:
 
 
 def _result_or_refusal(nodes: Nodes, check_here: Callable[[], Preflight]) -> tuple[Preflight | None, str]:
-    """Return the result of a check and "", or with several nodes None and why it refuses the recipe. An error raised before the
-    nodes meet would leave the others waiting, and its cause may be that this node has fewer GPUs than they have."""
+    """Return the result of a check and "". If the check refuses the recipe and there are several nodes, return None and the
+    reason. An error raised before the nodes meet would leave the others waiting, and its cause may be that this node has fewer
+    GPUs than they have."""
     try:
         return check_here(), ""
     except UserError as error:
@@ -286,7 +287,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     cores = usable_cores() // int(command.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     # By default, torchrun kills ranks 30 s after it has passed a signal on, and a step and a checkpoint can take longer. torch
-    # before 2.12 ignores this. It does not apply to ranks that torchrun stops because another one has failed: they always have 30 s.
+    # before 2.12 ignores this variable. It does not apply to ranks that torchrun stops because another rank has failed: they
+    # always have 30 s.
     grace = math.ceil(directory.recipe.run.timeout_seconds)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)
@@ -296,11 +298,11 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
         with stop_on_signals() as are_killed:
             run(command)
     except ChildFailedError as error:
-        # Ranks that a signal has ended have negative codes, such as those of a node of which one rank has failed. Python and
-        # libraries have codes of their own.
+        # Ranks that a signal has ended have negative codes, such as the other ranks of a node on which one rank has failed.
+        # Python and libraries have codes of their own.
         codes = {failure.exitcode for failure in error.failures.values()}
         return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
-    except SignalException as error:  # forwarded to the ranks, which have since ended
+    except SignalException as error:  # the signal was forwarded to the ranks, which have since ended
         if _opened_at(directory) == opened_before:
             raise StopRequested(error.sigval, "before training began") from None
         patience = 0 if nodes.rank == 0 or are_killed() else SUMMARY_SECONDS

@@ -1,9 +1,9 @@
 """Watchdog that kills ranks that cannot end by themselves, or that the user no longer waits for.
 
-It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have
-failed. torchrun would give frozen ranks 30 seconds, and does not know about other nodes. After a second Ctrl-C, the
-watchdog kills all ranks. torchrun would ask them to end once more, and wait. It would also ask them once more after a signal of
-another kind, and end them before their checkpoint is complete.
+It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have failed.
+torchrun would give frozen ranks 30 seconds, and does not know about other nodes. After a second Ctrl-C, the watchdog kills all
+ranks. torchrun would ask them to end once more, and wait. After a signal of another kind, too, torchrun would ask once more, and
+end them before their checkpoint is complete.
 """
 
 from __future__ import annotations

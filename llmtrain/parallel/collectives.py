@@ -1,5 +1,5 @@
-"""Collectives in flight, which `Comms` starts: plain ones, and all-reduces in parts, of rounded values, and of the largest
-values. The latter two say what they left out of a message, for error feedback.
+"""Collectives in flight, which `Comms` starts: plain ones, all-reduces in parts, all-reduces of rounded values, and all-reduces
+of the largest values. The last two report what they left out of a message, for error feedback.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PendingCollective:
         return self.result
 
     def quantization_error(self) -> torch.Tensor | None:
-        """Return what the format left out of this rank's message, as a flat tensor; None if it was sent as it was, if the error is not
-        kept, or if it was returned before. Call after `wait`. If this rank adds the error to its next message, the next sum makes
-        up for it."""
+        """Return what the format left out of this rank's message, as a flat tensor; None if the message was sent unchanged, if
+        the error is not kept, or if it was returned before. Call after `wait`. If this rank adds the error to its next message,
+        the next sum makes up for it."""
         return None
 
     def _finish(self) -> None:
@@ -79,9 +79,9 @@ class SplitAllReduce(PendingCollective):
 
 
 class QuantizedAllReduce(PendingCollective):
-    """All-reduce (sum) of rounded values in two phases, each an exchange. In the first, each rank receives its chunk of every rank's
-    message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
-    same bits, because they decode the same messages. While it is in flight, its memory is that of the encoded bytes."""
+    """All-reduce (sum) of rounded values in two phases, each an exchange. In the first, each rank receives its chunk of every
+    rank's message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
+    same bits, because they decode the same messages. While it is in flight, it takes the memory of the encoded bytes."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat, keeps_error: bool = False):
         """Start the first exchange. `keeps_error` keeps what rounding loses, in memory of the message's size."""
@@ -169,8 +169,8 @@ class PendingResult(Protocol):
 
 
 def results_in_order(started: Iterator[tuple[T, PendingResult]]) -> Iterator[tuple[T, torch.Tensor]]:
-    """Yield each (item, result) of the collectives that `started` starts when it is asked for the next one. While one is waited
-    for, the next PREFETCH are in flight, and the next one's second phase has started, too."""
+    """Yield the (item, result) of each collective that `started` starts when it is advanced. While one collective is waited for,
+    the next PREFETCH are in flight, and the second phase of the next one has started, too."""
     in_flight = deque(islice(started, PREFETCH + 1))
     while in_flight:
         for _, near in islice(in_flight, 2):

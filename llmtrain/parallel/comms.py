@@ -81,7 +81,8 @@ class Traffic:
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    Methods that only start a collective are named `start_...`, and what they return has a `wait`. The others wait for it.
+    Methods that only start a collective are named `start_...`, and what they return has a `wait`. The other methods wait
+    themselves.
 
     The argument `device` is the device that trains, kept as `training_device`; waiting is measured on it. The attribute `device`
     is where tensors to send must be: the CPU with gloo, which gathers only there, otherwise the training device. `axis` is the
@@ -150,7 +151,7 @@ class Comms:
         return self.start_plain_all_reduce(tensor, what)
 
     def start_plain_all_reduce(self, tensor: torch.Tensor, what: str) -> PendingCollective:
-        """Start summing `tensor` over the axis, in place, as it is and on one connection."""
+        """Start summing `tensor` over the axis, in place, unrounded and on one connection."""
         sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
         return PendingCollective(self, what, self.start_work(what, sent, dist.all_reduce, tensor), tensor)
 
@@ -161,7 +162,7 @@ class Comms:
             gathered[0] = tensor
             return PendingCollective(self, what, None, gathered)
         sent = (self.size - 1) * tensor.numel() * tensor.element_size()
-        flat = gathered.view(-1), tensor.reshape(-1)  # as gloo wants both
+        flat = gathered.view(-1), tensor.reshape(-1)  # gloo requires both to be flat
         work = self.start_work(what, sent, ALL_GATHER, *flat)
         return PendingCollective(self, what, work, gathered)
 
@@ -213,8 +214,8 @@ class Comms:
         """Start a torch.distributed collective over this axis, with `tensors` as its arguments, and count the `sent` bytes that
         this rank sends."""
         arrived = self.note_message(what, sent)
-        # Other collectives wait for one round trip only. On connections that each of them uses now and then, TCP would start
-        # slowly every time.
+        # Other collectives wait for one round trip only. If they were spread over the connections, each would be used only now
+        # and then, and TCP would start slowly every time.
         number = self._least_used() if collective is dist.all_reduce else 0
         try:
             work = collective(*tensors, group=self.groups[number], async_op=True)
@@ -234,7 +235,7 @@ class Comms:
 
     def open_exchange(self, what: str, part_bytes: int) -> CollectiveExchange | PeerExchange:
         """Return an exchange in which each rank sends `part_bytes` bytes on `device` to each other rank. Over gloo it is ready to
-        receive at once, so open it before the work on what is sent."""
+        receive at once, so open it before computing what is sent."""
         return PeerExchange(self, what, part_bytes) if self.is_gloo else CollectiveExchange(self, what, part_bytes)
 
     def _least_used(self) -> int:

@@ -24,13 +24,13 @@ TRIES = 5
 
 
 def connections_for(round_trip: float) -> int:
-    """Return the number of connections between replicas whose round trip takes that many seconds."""
+    """Return the number of connections between replicas whose round trip takes `round_trip` seconds."""
     return SEVERAL if round_trip >= FAR_SECONDS else 1
 
 
 def longest_round_trip(replica: Comms, all_ranks: Comms) -> float:
-    """Return the seconds of the longest round trip between replicas, equal on all ranks: the longest of every rank's shortest
-    exchange. A collective of all ranks."""
+    """Return the seconds of the longest round trip between replicas, equal on all ranks: the maximum over ranks of each rank's
+    shortest exchange. A collective of all ranks."""
     uncounted, nothing, seconds = replica.with_own_traffic(), [torch.zeros(1)] * replica.size, []
     for _ in range(TRIES):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Interface of an engine, which runs one replica, to the rest of the package."""
+"""Interface between an engine, which runs one replica, and the rest of the package."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) 
     least fp32. A collective of the shard group.
 
     With `exact`, squares are summed in float64 and the norm is rounded once. It then does not depend on the order of summation,
-    which differs between devices. Replicas that average their gradients need that, because all must clip by the same norm.
+    which differs between devices. Replicas that average their gradients need exact norms, because all must clip by the same norm.
     """
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
     if exact:
@@ -122,10 +122,10 @@ class Engine(Replica):
     ) -> torch.Tensor:
         """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, a scalar on the device.
 
-        For the gradients, the replica's summed loss is divided by `mean_replica_tokens`: the tokens of the global batch
-        divided by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over
-        all tokens of the global batch, however unequally these are distributed over the ranks. None means that all ranks
-        have as many tokens as this one, and that none is padding.
+        For the gradients, the replica's summed loss is divided by `mean_replica_tokens`: the tokens of the global batch divided
+        by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over all tokens of
+        the global batch, however unequally these are distributed over the ranks. None means that all ranks have as many tokens as
+        this one, and that there is no padding.
         """
 
     @abstractmethod
@@ -150,8 +150,8 @@ class Engine(Replica):
 
     @abstractmethod
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the DTensors by parameter name of a flat tensor, such as an anchor, that is laid out like `block.shards`
-        end to end. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
+        """Return, by parameter name, the DTensors of a flat tensor, such as an anchor, that is laid out like `block.shards` end
+        to end. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
 
     @abstractmethod
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:

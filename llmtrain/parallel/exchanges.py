@@ -1,9 +1,9 @@
 """Exchanges of rounded and sparse messages, in which every rank sends a part to every other rank.
 
 gloo sends a message once its receiver has signaled that it is ready. In gloo's own all-to-all, a rank signals this after it has
-handed over what it sends itself, so the signal waits in the queue behind those bytes. On a slow network it arrives so late that
-the link is idle for a fifth of the time, and on a long one every exchange takes a round trip. Over gloo an exchange therefore
-consists of messages between two ranks, and all of its receives are posted before anything is computed or sent.
+handed over what it sends itself, so the signal waits in the queue behind those bytes. On a slow network, the signal arrives so
+late that the link is idle for a fifth of the time. On a long link, every exchange takes a round trip. Over gloo an exchange
+therefore consists of messages between two ranks, and all of its receives are posted before anything is computed or sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 """All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
 
 TAGS = range(1 << 29, 1 << 30)
-"""Tags of messages between two ranks. Those of users' own messages on the same group are hardly that large."""
+"""Tags of messages between two ranks. Users' own messages on the same group hardly have tags that large."""
 _NUMBERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Next exchange number of each process group. It is counted per group, not per `Comms`: a `Comms` that was dropped may have left
 receives posted, and messages of a later `Comms` on the same group must not match them."""

@@ -83,8 +83,8 @@ class Mesh:
 
 
 def local_device(world: World) -> torch.device:
-    """Return this process's GPU by its local rank, or the CPU. Raises RecipeError if the node has fewer GPUs than
-    ranks, unless they may share."""
+    """Return this process's GPU by its local rank, or the CPU. Raises RecipeError if the node has fewer GPUs than ranks, unless
+    ranks may share GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and _is_a_task_with_a_gpu(world):

@@ -32,7 +32,7 @@ are such programs (pytorch/gloo#54, NVIDIA/nccl#388), so this setting alone dete
 PORTS_TO_TRY = 256
 """Number of ports at each end of the range, one of which must be free. Each rank of a node needs up to two for a moment."""
 LOCAL_PORTS = 10000, 32768
-"""First port from which one is chosen for a server on loopback, and the one after the last if the host's range is not known."""
+"""Range of ports for a server on loopback: the first, and the one after the last if the host's range is not known."""
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
@@ -127,8 +127,8 @@ def is_loopback(address: str) -> bool:
 
 
 def port_range() -> tuple[int, int] | None:
-    """Return the first and the last port that this host gives to listeners that ask for none, or None if the system does not
-    report them."""
+    """Return the first and the last port that this host gives to listeners that ask for no particular one, or None if the system
+    does not report them."""
     try:
         first, last = PORT_RANGE.read_text(encoding="utf-8").split()
     except OSError:
@@ -229,7 +229,7 @@ def using_interface(interface: str | None) -> Iterator[None]:
 
 def given_interface() -> str | None:
     """Return the first interface in GLOO_SOCKET_IFNAME that this host has, or its first name if the host has none of them. Return
-    None if it is not set. gloo itself would use all of them, and fail where one is missing."""
+    None if the variable is not set. gloo itself would use all of its names, and fail where one is missing."""
     names = [part.strip() for part in os.environ.get(GLOO, "").split(",") if part.strip()]
     here = interfaces() if len(names) > 1 else []
     return next((name for name in names if name in here), names[0] if names else None)

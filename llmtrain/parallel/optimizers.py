@@ -1,6 +1,7 @@
 """Inner optimizers, built from the recipe's `optim` section.
 
-They have from the start the state that torch would create in their first step, so that a checkpoint can be loaded before it.
+From the start, they have the state that torch would create in their first step, so that a checkpoint can be loaded before that
+step.
 """
 
 from __future__ import annotations

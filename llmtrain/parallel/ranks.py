@@ -1,4 +1,4 @@
-"""Ranks of a run: how they start, meet and form a mesh. Here each is a process; those of `in_process` are threads."""
+"""Ranks of a run: how they start, meet and form a mesh. Here each rank is a process; in `in_process`, each is a thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Ranks(ABC):
 
     @abstractmethod
     def find_peers(self, memory: Callable[[World], float]) -> Peers:
-        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use. If it raises a
-        UserError on one of them, all raise a RecipeError."""
+        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use. If it
+        raises a UserError in one process, all processes raise a RecipeError."""
 
     @abstractmethod
     def open_mesh(self, world: World, peers: Peers, shards: int) -> AbstractContextManager[Mesh]:

@@ -55,7 +55,7 @@ class RankInfo:
     network: str = ""
     """Identifier of its network interfaces; see `network.network_stack`."""
     ranks_per_gpu: int = 1
-    """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all must know."""
+    """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all ranks must know it."""
     digest: str = ""
     """Digest of the values that all ranks must have in common."""
     local_size: int = 1
@@ -156,8 +156,8 @@ def _refuse_inconsistency(values: Sequence[Mapping[str, str]], hosts: Sequence[s
 def _check_local_sizes(ranks: Sequence[RankInfo]) -> None:
     """Raise RecipeError if the environment of a rank counts more ranks on its node than there are.
 
-    Without LOCAL_WORLD_SIZE, all ranks count as one node's. The ranks of a node would then divide work among themselves of which
-    a part, such as the check of token shards, falls to ranks that are elsewhere.
+    Without LOCAL_WORLD_SIZE, all ranks count as one node's. Work that the ranks of a node divide among themselves, such as the
+    check of token shards, would then fall in part to ranks on other nodes.
     """
     on_node = Counter(rank_info.node for rank_info in ranks)
     for rank, rank_info in enumerate(ranks):
@@ -188,7 +188,7 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
 def job_prefix(world: World) -> str:
     """Return a prefix of the store's keys that separates this job from others that use the same store.
 
-    The Slurm step is in it only if Slurm numbers the ranks, because only then are all of them in one step.
+    The prefix has the Slurm step only if Slurm numbers the ranks, because only then are all ranks in one step.
     """
     step = "" if "RANK" in os.environ else slurm_step()
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{step}/{world.size}"

@@ -1,4 +1,4 @@
-"""Roll calls through a store: which ranks have come, and what each of them says.
+"""Roll calls through a store: which ranks are present, and the answer of each.
 
 Every wait ends within the timeout plus GRACE_SECONDS, and every present rank reports the same missing ranks.
 """
@@ -26,7 +26,7 @@ the same time, so that they can read its answer."""
 QUIET_SECONDS = 10.0
 """Seconds that rank 0 waits silently, because ranks that a launcher starts together do not take equally long to import."""
 POLL_SECONDS = 0.2
-"""Seconds between two looks for a newer start."""
+"""Seconds between two checks for a newer start."""
 AT_START = "at the start"
 START = "llmtrain/start"
 """Key of the name that rank 0 has given to the present start."""
@@ -57,10 +57,10 @@ def open_roll_call(store: dist.Store, world: World, mine: Any, timeout_seconds: 
     """Return the part of `store` that belongs to this start of the ranks, and every rank's `mine`, a JSON value, by rank. A
     collective of all ranks, through the store. Raises as `gather_over_store` does.
 
-    A launcher that restarts ranks may keep the store with the keys of earlier starts. No number of restarts is the same on all
-    nodes: each of torchrun's agents counts its own, and one that joins later begins at 0. So rank 0 draws a name for the
-    start, with which all further keys begin. A rank that is faster than rank 0 reads the name of an earlier start. It notices
-    that the answers under this name are not its own, and looks for a newer name.
+    A launcher that restarts ranks may keep the store with the keys of earlier starts. Nodes do not agree on a number of restarts:
+    each of torchrun's agents counts its own, and one that joins later begins at 0. Rank 0 therefore draws a name for the start,
+    with which all further keys begin. A rank that is faster than rank 0 reads the name of an earlier start. It notices that the
+    answers under this name are not its own, and looks for a newer name.
     """
     began, own = time.monotonic(), uuid4().hex
     with _naming_the_store(world, AT_START):
@@ -112,7 +112,7 @@ def _close(store: dist.Store, world: World, when: str, timeout_seconds: float) -
 
 
 def _read_answers(store: dist.Store, world: World, when: str) -> Answers:
-    """Return the answers that rank 0 has told; without rank 0, those of the ranks that are present."""
+    """Return the answers that rank 0 has told; if it has told none, those of the ranks that are present."""
     if not store.check([_key(when, "told")]):
         return _present(store, _key(when), world)
     told = json.loads(store.get(_key(when, "told")))

@@ -1,4 +1,4 @@
-"""This rank's part of what FSDP2 has sharded. It needs torch alone: your own training loop may have no model of transformers."""
+"""This rank's part of what FSDP2 has sharded. This module needs torch alone: a user's own loop may have no transformers model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Base of the engines in which torch computes the gradients and a torch optimizer, or one with its interface, uses them.
 
-The loss is divided by the mean tokens per replica, which are the same on all ranks even if replicas have unequally many
-(`Engine.forward_backward`), and gradients are *summed* over the shard group. The result is the replica's gradient, with or
-without other replicas. In a synchronous step, a block's gradient is averaged over the replicas as soon as backward has
+The loss is divided by the mean tokens per replica, a number that is the same on all ranks even if replicas have different numbers
+of tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group. The result is the replica's gradient, with
+or without other replicas. In a synchronous step, a block's gradient is averaged over the replicas as soon as backward has
 completed it and those of all later blocks.
 """
 

@@ -1,7 +1,7 @@
 """Virtual clock of replicas in one process.
 
-The replicas take turns on one device, so their own speed says nothing. Methods whose results depend on which replica is ahead
-need speeds nevertheless. They are given in the recipe, and a run is then the same every time.
+The replicas take turns on one device, so their real speeds mean nothing. Methods whose results depend on which replica is ahead
+still need speeds. The recipe gives these, and a run is then the same every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TICKS = 2**20
 
 class VirtualClock:
     """Clock of one replica. A training step takes the recipe's seconds, and messages take none. A replica that waits for others
-    continues when the last of them has arrived. Called, it returns the seconds since this start."""
+    continues when the last of them has arrived. Calling the clock returns the seconds since this start."""
 
     def __init__(self, section: VirtualClockSection, seed: int, replica: int):
         """Create the clock of replica `replica`, at 0. `seed` decides which replica is late in which step."""

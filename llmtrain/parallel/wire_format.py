@@ -25,8 +25,8 @@ LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
 COMPILED_PIECE_VALUES = 2**19
-"""Values in a piece of compiled code. It passes over them only twice, for the scales and for the codes, so that a call costs more
-than a value that has left the cache."""
+"""Values per piece in compiled code. This code passes over them only twice, for the scales and for the codes, so a call costs
+more than values that have left the cache."""
 
 Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -141,8 +141,8 @@ def _integers(groups: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Te
 def _encode_fp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     quotients, scales = _quotients(groups, 1)
     magnitudes = quotients.abs().to(torch.float32)
-    # A power of two is an exponent alone, here as the bits of fp32 have it. Nearly half of a power is added first, so that
-    # what is above 1.5 times a power counts as the next one. Between 0 and 2^-6 the boundary is 2^-7.
+    # A power of two is an exponent alone, here taken from the bits of fp32. Nearly half of a power is added first, so that values
+    # above 1.5 times a power count as the next power. Between 0 and 2^-6 the boundary is 2^-7.
     exponents = (magnitudes.view(torch.int32) + 0x3FFFFF) >> 23
     powers = torch.maximum(exponents - 120, _ones(magnitudes > 2.0**-7)).clamp_(max=7)  # NaN has a large exponent
     return _packed(powers + 8 * _ones(quotients < 0), 4), scales
@@ -181,7 +181,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes [G, n], from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, the first one its
     lowest bits."""
     codes = codes.to(torch.int8)
-    if bits == 4 and torch.compiler.is_compiling():  # into one loop over a processor's vectors
+    if bits == 4 and torch.compiler.is_compiling():  # compiles to one loop over a processor's vectors
         first, second = codes.to(torch.int32).unflatten(1, (-1, 2)).unbind(2)
         return (first | (second << 4)).to(torch.uint8)
     # Neighbors are read as one integer, because a strided slice of bytes is slow.
@@ -212,7 +212,7 @@ _TABLES: dict[tuple[tuple[float, ...], torch.dtype, torch.device], torch.Tensor]
 
 
 def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return the values as a tensor with the dtype and device of `like`. It is kept for later calls, because the host
+    """Return the values as a tensor with the dtype and device of `like`. The tensor is kept for later calls, because the host
     would wait for the GPU at every copy."""
     key = values, like.dtype, like.device
     if torch.compiler.is_compiling():
@@ -223,8 +223,8 @@ def _table(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled_groups(function: Compilable) -> Compilable:
-    """Compile an encoder or decoder for messages of all sizes. It divides as torch itself does, so that its codes have the same
-    bits. Triton's own division is approximate."""
+    """Compile an encoder or decoder for messages of all sizes. The compiled code divides as torch itself does, so that its codes
+    have the same bits. Triton's own division is approximate."""
     for option in DIVISION_OPTIONS:
         with suppress(RuntimeError):  # not all versions of torch have this option
             return torch.compile(function, dynamic=True, options={option: True})

@@ -18,7 +18,7 @@ from llmtrain.waiting import announced
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 INTERACTIVE_STEP = "4294967290"
-"""Number of the step in which Slurm runs the shell of `salloc`. The shell is one process, whatever the job has."""
+"""Number of the step in which Slurm runs the shell of `salloc`. The shell is one process, however many the job has."""
 MAX_PORT = 65_535
 STEP_PORTS = range(15_000, 32_000)
 """Ports on which the ranks of a Slurm step meet, below the ephemeral ports of Linux (32768 to 60999 by default)."""
@@ -70,7 +70,8 @@ class World:
             names, defaults = TORCH, {"LOCAL_RANK": env.get("RANK"), "LOCAL_WORLD_SIZE": of_node}
             given = {name: env.get(name) or defaults.get(name) or "nothing" for name in names}
         elif is_slurm_task() and env["SLURM_STEP_NUM_TASKS"] != "1":
-            # Not what the job asks for (SLURM_NTASKS, SLURM_NTASKS_PER_NODE), because steps may be smaller, and its shell is none.
+            # Not what the job asks for (SLURM_NTASKS, SLURM_NTASKS_PER_NODE), because steps may be smaller, and the job's shell
+            # is no step.
             given = {name: env.get(name) or "nothing" for name in SLURM}
             given[SLURM[-1]] = _entry_of_node(given[SLURM[-1]])
         else:
@@ -91,8 +92,8 @@ class World:
 
 
 def check_is_alone(advice: str) -> None:
-    """Raise RecipeError, which ends with `advice`, if an unknown launcher started this process as one of several. Each of them
-    would train by itself."""
+    """Raise RecipeError, which ends with `advice`, if an unknown launcher started this process as one of several. Otherwise, each
+    of these would train by itself."""
     for name in OTHER_SIZES:
         size = os.environ.get(name, "").strip()
         if size not in ("", "0", "1"):

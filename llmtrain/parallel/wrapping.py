@@ -30,8 +30,8 @@ def named_parameters_of(model: LanguageModel, block: ModelBlock) -> list[tuple[s
 
 
 def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths_vary: bool = False) -> None:
-    """Wrap every layer's forward in activation checkpointing, and that in torch.compile, as far as the recipe asks for them,
-    and choose the head's loss. Module hooks stay outside both, so they run once per forward.
+    """Wrap every layer's forward in activation checkpointing, and the result in torch.compile, if the recipe asks for these.
+    Choose the head's loss. Module hooks stay outside both, so they run once per forward.
 
     If the lengths of micro-batches vary, layers are compiled for all lengths at once. Static kernels would be compiled
     again for each length, up to torch's limit of eight.

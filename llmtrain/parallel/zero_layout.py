@@ -99,7 +99,7 @@ class ShardAxis:
 
 
 BUCKET = 50_000_000
-"""Number of gradient values that DeepSpeed reduces together. It allocates buffers for them in advance, and its default is
+"""Number of gradient values that DeepSpeed reduces together. DeepSpeed allocates buffers for these in advance, and its default is
 ten times larger."""
 PREFETCHED = 50_000_000
 """Number of parameter values that each layer of DeepSpeed's stage 3 has gathered ahead of its use."""
@@ -113,8 +113,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_
     The batch sizes in it have no effect, because `ZeroEngine` marks the last micro-batch of a step itself and divides the loss
     by the number of tokens.
     """
-    # In stages 1 and 2, DeepSpeed overlaps reductions with backward, and then waits for the whole device after it: for messages between
-    # replicas, too, which would no longer overlap with training.
+    # In stages 1 and 2, DeepSpeed overlaps reductions with backward, and then waits for the whole device, including messages
+    # between replicas, which would no longer overlap with training.
     overlaps = parallel.zero_stage == 3 or not sends_while_training
     zero: dict[str, Any] = {"stage": parallel.zero_stage, "overlap_comm": overlaps, "contiguous_gradients": True}
     zero |= {"reduce_bucket_size": BUCKET}

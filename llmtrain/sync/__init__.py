@@ -1,6 +1,7 @@
-"""Synchronization of replicas: periods, reductions, outer steps and schedules. It works on tensors and process groups alone.
+"""Synchronization of replicas: periods, reductions, outer steps and schedules. This package works on tensors and process groups
+alone.
 
-`LocalUpdates` adds it to your own training loop (docs/library.md).
+`LocalUpdates` adds synchronization to your own training loop (docs/library.md).
 """
 
 from __future__ import annotations

@@ -96,14 +96,14 @@ class Anchors:
         return {name: list(kept) for name, kept in self.kept.items()}
 
     def fingerprint(self) -> torch.Tensor:
-        """Return a checksum of the bits of all anchors and the state: an int64 scalar where they are, below 2^53, which a float64
-        holds exactly. It is equal on ranks that hold the same shard of the same values. It detects one changed bit if elements
-        have at most 4 bytes."""
+        """Return a checksum of the bits of all anchors and the state: an int64 scalar on their device, below 2^53, so that a
+        float64 holds it exactly. It is equal on ranks that hold the same shard of the same values. It detects one changed bit if
+        elements have at most 4 bytes."""
         self._wait()
         total = torch.zeros((), dtype=torch.int64, device=self.anchor[0].device)
         for number, flat in enumerate(itertools.chain(*self.kept.values()), 1):
             total += number * flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-        return total.remainder(2**53)  # of sums modulo 2^64, which is the same
+        return total.remainder(2**53)  # sums wrap modulo 2^64, which does not change the remainder
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
         """Load copies of the tensors that `state_dict` returned."""

@@ -34,7 +34,8 @@ class PendingReduction:
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the mean and return it. With error feedback, keep what this rank's message lost by rounding for its next."""
+        """Wait for the mean and return it. With error feedback, keep what this rank's message lost by rounding for its next
+        message."""
         mean = self._pending.wait()
         if self._error is not None and (lost := self._pending.quantization_error()) is not None:
             # A broken replica's NaN spoils this mean anyway, but must not enter the next message.
@@ -44,8 +45,8 @@ class PendingReduction:
 
 
 class BlockSquares:
-    """Squared norms that an outer step measures on its way, because their operands are in the processor's cache: of this rank's
-    part of one block, float64 scalars."""
+    """Squared norms of this rank's part of one block, float64 scalars. An outer step measures them on its way, while their
+    operands are in the processor's cache."""
 
     def __init__(self) -> None:
         self._distances: list[torch.Tensor] = []
@@ -208,7 +209,7 @@ class BlockSync:
         """
         block = self.replica.blocks[index]
         anchor, *state = self.anchors.load(index)
-        # At the end of a run, the number may be one too low for a fragment that takes its step early.
+        # At the end of a run, the round number may be one too low for a fragment that takes its step early.
         outer = self.outer.in_round(self.rounds_done)
         parts = parts_of(parameter_parts(block), anchor, mean, *state)
         for parameters, anchor_part, mean_part, *state_parts in parts:
@@ -247,8 +248,8 @@ class BlockSync:
 
     def sync_blocks(self, blocks: Sequence[int], local_steps: LocalSteps) -> None:
         """Synchronize these blocks one after another, with equal weights. Afterwards replicas are equal in them. Requires
-        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all
-        replicas between those of groups."""
+        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all replicas
+        between averages of groups."""
         means = results_in_order((index, self.start_reduce(index)) for index in blocks)
         for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, with_state=True), means, strict=True):
             self.outer_step(index, mean, local_steps)

@@ -13,7 +13,7 @@ class LocalSteps:
 
     steps: float = 0
     last_lr: float = 0.0
-    """Learning rate of the last step that had one other than 0."""
+    """Learning rate of the last step whose rate was not 0."""
     lr_sum: float = 0.0
     tokens: float = 0
     """Tokens that this rank has trained on, or, in rows that replicas have exchanged, those of a complete replica. 0 unless the

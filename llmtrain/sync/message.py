@@ -70,7 +70,7 @@ class Message:
         self._record_weights()
 
     def wait(self) -> None:
-        """Wait for what has been sent, which changes nothing."""
+        """Wait for what has been sent, without changing anything."""
         self.means()
 
     def means(self) -> dict[int, torch.Tensor]:

@@ -92,11 +92,11 @@ class Method:
 
     def agreed_step(self, step: int) -> int | None:
         """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get a
-        number at the same moments, and it is the same number."""
+        number at the same times, and always the same number."""
         return self.period.agreed_step(step)
 
     def wait_for_messages(self) -> None:
-        """Wait for the messages in flight. They are used at the steps at which they would be without this call."""
+        """Wait for the messages in flight. They are used at the same steps as without this call."""
         self.schedule.wait_for_messages()
 
     def finish(self) -> None:
@@ -159,9 +159,9 @@ class Method:
         self.period.total_steps_changed(self.is_synchronized)
 
     def keep_warmup(self, step: int) -> None:
-        """Let the first round begin after global step `step`, of which the state was just loaded, or later, if it was in the
-        synchronous warm-up. Once local steps have begun, the run does not return to a synchronous warm-up: equal gradients
-        cannot make replicas equal again once their moments differ."""
+        """Let the first round begin after global step `step` or later, if the state just loaded, of that step, was in the
+        synchronous warm-up. Once local steps have begun, the run does not return to a synchronous warm-up: equal gradients cannot
+        make replicas equal again once their moments differ."""
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))
 

@@ -31,7 +31,8 @@ class MomentAverages:
         self._rounds += 1
         if self.replica_comms.size == 1:
             return
-        # Second moments first, because `_install` clears first moments whose second moment is 0, and averages rarely are.
+        # Second moments first, because `_install` clears first moments whose second moment is 0, and averaged second moments
+        # rarely are.
         orders = ((2, self.section.second), (1, self.section.first))
         if due := [order for order, every in orders if every is not None and self._rounds % every == 0]:
             self._check()
@@ -50,7 +51,7 @@ class MomentAverages:
         """Raise RecipeError, on every rank, unless all replicas have the moments to average, and for the same parameters. torch
         creates a parameter's moments with its first gradient. A collective of all ranks."""
         blocks, device = self.replica.blocks, self.replica_comms.device
-        # By order and block, which parameters have a moment here, and of which size; 0 if none has.
+        # By order and block, the size of each parameter's moment on this rank; 0 for a parameter without one.
         sizes = [
             [
                 [0 if m is None else m.numel() for m in self.replica.moments(index, order)]

@@ -22,7 +22,7 @@ class Period(ABC):
     """
 
     stop_agreed = False
-    """True if all ranks know that a stop was requested, for which the last round ended early."""
+    """True if all ranks know that a stop was requested, because of which the last round ended early."""
 
     def __init__(self, section: PeriodSection, warmup: int = 0):
         """Create a period with `warmup` synchronous steps before the first round."""
@@ -118,10 +118,9 @@ class FixedPeriod(Period):
 
 
 class QsrPeriod(Period):
-    """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps.
-    lr is that of the round's first step, or the peak while the learning rate warms up. The last round is shortened
-    so that the run ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have
-    `base` steps."""
+    """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps. lr is
+    the learning rate of the round's first step, or the peak while the rate warms up. The last round is shortened so that the run
+    ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have `base` steps."""
 
     def __init__(self, section: QsrSection, warmup: int, rates: LRSchedule):
         super().__init__(section, warmup)
@@ -177,7 +176,7 @@ PERIODS: dict[type[PeriodSection], Callable[[Any, int, LRSchedule], Period]] = {
     QsrSection: QsrPeriod,
 }
 """Constructors of periods of steps, by the class of `sync.period`. They take the section, the number of synchronous steps before
-the first round, and the run's learning rates. `build_method` builds those of seconds."""
+the first round, and the run's learning rates. `build_method` builds periods of seconds."""
 
 
 def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:

@@ -26,9 +26,10 @@ class TimedPeriod(Period):
     there if they have taken `section.min_steps` steps together, and otherwise continues to the next exchange.
 
     The next exchange comes earlier than `section.every` if, at the present pace, the run would complete its steps before it.
-    Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the
-    others. The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica
-    beyond `total_steps`. A round also ends once `stop_seen()` is true on a rank: it knows that a stop was requested.
+    Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the others.
+    The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica beyond
+    `total_steps`. A round also ends once `stop_seen()` is true on a rank, that is, once that rank knows that a stop was
+    requested.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TimedPeriod(Period):
         self.total_steps, self.clock = total_steps, clock
         self.replica_comms, self.shard_comms = replica_comms, shard_comms
         self.stop_seen = stop_seen
-        # Time of the last exchange, on this rank's clock, moved by what is not training.
+        # Time of the last exchange, on this rank's clock, shifted by time that is not training.
         self._exchanged_at: float | None = None
         # Seconds since the last exchange in a loaded state, until the first step: what comes before it is not training.
         self._resumed_after: float | None = None
@@ -91,7 +92,8 @@ class TimedPeriod(Period):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the enclosed seconds out of the round. After a validation longer than `section.every`, a round would have one step."""
+        """Keep the enclosed seconds out of the round. Otherwise, after a validation longer than `section.every`, a round would
+        have one step."""
         self._paused_at = self.clock()
         yield
         if self._exchanged_at is not None:

@@ -66,7 +66,7 @@ class Weighing:
             tokens = torch.tensor(local_steps.tokens, dtype=torch.float64, device=device)
             sums = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
             row = torch.cat([row.to(sums.device), sums[1:].sqrt()])
-            row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # those of the replica in place of this rank's
+            row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # the replica's tokens in place of this rank's
         elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
             return replica_comms.start_all_gather(row, "meeting for a synchronization")
         return replica_comms.start_all_gather(row.to(replica_comms.device), "meeting for a synchronization")

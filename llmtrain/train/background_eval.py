@@ -70,13 +70,14 @@ class BackgroundEval:
         self.section, self.run, self.console, self.stop = section, directory.path, console, stop
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
         self.newest = max(complete_checkpoints(directory.checkpoints), default=0)
-        """Step of the newest checkpoint. A run that goes back to an earlier one, because this one is damaged, sets it."""
+        """Step of the newest checkpoint. A run that goes back to an earlier checkpoint, because this one is damaged, sets it
+        again."""
         self.start = start_in_background
         self.worker = LatestStepWorker(self._evaluate, "evaluates checkpoints")
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._is_over = False
-        """True once no evaluation may start. One that ends later was terminated, and is not reported as a failure."""
+        """True once no evaluation may start. An evaluation that ends later was terminated, and is not reported as a failure."""
 
     def after_checkpoint(self, step: int) -> None:
         """Queue the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns immediately."""
@@ -88,7 +89,7 @@ class BackgroundEval:
             self._say(step, f"waits for the evaluation of step {running}{instead}")
 
     def pending_steps(self) -> set[int]:
-        """Return the steps of the checkpoints that are being evaluated or wait to be. Thread-safe."""
+        """Return the steps of the checkpoints that are being evaluated or are queued. Thread-safe."""
         return self.worker.pending_steps()
 
     def __enter__(self) -> BackgroundEval:

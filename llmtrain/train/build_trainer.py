@@ -54,7 +54,7 @@ from llmtrain.train.validation import Validator
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run as one rank has it open."""
+    """Open run, as one rank holds it."""
 
     recipe: Recipe
     directory: RunDirectory
@@ -70,7 +70,7 @@ class OpenRun:
     stop: StopRequest
     suites: BackgroundEval
     at_end: ExitStack
-    """Stack of what is called when the mesh is closed and no rank waits for this one any more."""
+    """Functions to call once the mesh is closed and no rank waits for this one any more."""
 
     @property
     def prepared(self) -> TokenDataset:
@@ -78,7 +78,7 @@ class OpenRun:
         return next(iter(self.texts.values()))
 
     def explain_out_of_memory(self) -> AbstractContextManager[None]:
-        """Say what has taken the memory if the enclosed code runs out of it."""
+        """Report what fills the memory if the enclosed code runs out of it."""
         return explain_out_of_memory(self.mesh.world.rank, self.mesh.device, self.directory.out_of_memory)
 
 
@@ -132,8 +132,8 @@ def build_trainer(run: OpenRun, weights: InitialWeights | None) -> Trainer:
 
 
 def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
-    """Let a step's virtual time pass before the forward of its last block: after what a synchronization does in the forward, and
-    before gradients are sent. A step without a gradient takes no time."""
+    """Let a step's virtual time pass just before the forward pass of its last block: a synchronization has then done its part of
+    the forward pass, and no gradients have been sent. A step without a gradient takes no time."""
     last = len(trainer.engine.blocks) - 1
 
     def before_block(index: int) -> None:
@@ -144,7 +144,7 @@ def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
 
 
 def _configure_process(recipe: Recipe, mesh: Mesh) -> None:
-    """Set what is global in this process: how it keeps memory, deterministic kernels and torch's seed."""
+    """Set what is global to the process: whether it keeps freed memory, deterministic kernels, and torch's seed."""
     if mesh.device.type == "cpu":
         keep_freed_memory()
     if recipe.train.deterministic:
@@ -153,7 +153,7 @@ def _configure_process(recipe: Recipe, mesh: Mesh) -> None:
 
 
 def _build_model(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> LanguageModel:
-    """Return the model, without memory for its parameters, and choose kernels of attention that can compute it."""
+    """Return the model, whose parameters have no memory yet, and choose attention kernels that can compute it."""
     is_packed = recipe.data.packing == "packed"
     separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     config = model_config(recipe.model, prepared.vocab_size)
@@ -169,7 +169,7 @@ def _build_engine(
     """Return the engine that trains `model`, from `weights` or random ones."""
     compiled = recipe.parallel.compile
     read = None if weights is None else weights.read
-    if read is None and recipe.model.from_weights is not None:  # continued; perhaps the model has no initial values
+    if read is None and recipe.model.from_weights is not None:  # a continued run; the model may have no initial values
         read = placeholders(model)
     parts = EngineParts(
         model=model,

@@ -79,7 +79,7 @@ class Checkpointer:
         self.seconds = 0.0
         """Seconds for which checkpoints have blocked training."""
         self.followers: list[BackgroundEval | Mirror] = []
-        """Readers of completed checkpoints. Those that they have yet to read are not deleted."""
+        """Readers of complete checkpoints. A checkpoint that one of them has yet to read is not deleted."""
         self._holder = holder_text(directory.parent)  # this process, if it has locked the run directory
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
@@ -140,7 +140,7 @@ class Checkpointer:
         self.poll()
 
     def finish_writing(self) -> None:
-        """Wait up to LAST_SECONDS for the checkpoint that is being written, after an error that ends the run: its state is from
+        """Wait up to LAST_SECONDS for a checkpoint that is being written when an error ends the run, because its state is from
         before the error. Raises nothing."""
         if self._writing is not None:
             with suppress(TrainingError):
@@ -164,10 +164,10 @@ class Checkpointer:
     def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `rules` determine how the plain values stored by `save` are resharded. A rank whose position the old mesh did not
-        have derives the state of its random number generators from `seed`. Raises CheckpointError, on every rank, if the
-        checkpoint is damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or
-        has more steps.
+        `rules` determine how the plain values stored by `save` are resharded. A rank whose position the old mesh did not have
+        derives the state of its random number generators from `seed`. Raises CheckpointError, on every rank, if the checkpoint is
+        damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or has more steps than the
+        recipe.
         """
         state, length = raise_on_all(self.mesh, lambda: self._open(path))
         size = self.mesh.replicas, self.mesh.shard_comms.size
@@ -175,7 +175,7 @@ class Checkpointer:
         change = MeshChange(*state["mesh"], *size, *position, global_step=state["step"])
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
-        # For a rank whose position the old mesh did not have. `_read_engine` replaces it on the others.
+        # This seeds ranks whose position the old mesh did not have. `_read_engine` replaces the state on the others.
         torch.manual_seed(derive_seed(seed, "rank", *position, "since", state["step"]))
         generators = self._generators()
         self._read_engine(path, change, generators)
@@ -218,8 +218,8 @@ class Checkpointer:
     def _read_kind(
         self, path: Path, prefix: str, present: list[bool], change: MeshChange | None = None, factor: float = 1.0
     ) -> BlockTensors:
-        """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the
-        device holds one kind at a time. `present` says which blocks the checkpoint has. See `_fill` for the others."""
+        """Read one kind of the method's tensors, such as the anchors, and return them on the CPU by block, so that the device
+        holds one kind at a time. `present` says which blocks the checkpoint has. See `_fill` for `change` and `factor`."""
         blocks = list(zip(self.engine.blocks, present, strict=False))
         flats: BlockTensors = [torch.empty_like(flat_view(block)) if is_stored else None for block, is_stored in blocks]
         parts = self._named_parts(flats, as_is)
@@ -228,8 +228,8 @@ class Checkpointer:
         return [self.engine.from_dtensors(block, parts).cpu() if is_stored else None for block, is_stored in blocks]
 
     def _named_parts(self, flats: BlockTensors, keep: Keep) -> dict[str, torch.Tensor]:
-        """Return the parts of the blocks' flat tensors by parameter. An offloaded block is on the device only until `keep` has copied
-        it."""
+        """Split the blocks' flat tensors by parameter, and return the parts by name. An offloaded block is on the device only
+        until `keep` has copied it."""
         return {
             name: keep(tensor)
             for block, flat in zip(self.engine.blocks, flats, strict=False)
@@ -245,8 +245,8 @@ class Checkpointer:
         return states
 
     def _prune(self, newest: int) -> None:
-        """Delete expired checkpoints that no follower has yet to read. Called on the main rank, once the checkpoint of `newest` is
-        complete. Raises OSError if a loss can't be read now: the best checkpoint might be the one."""
+        """Delete expired checkpoints, except those that a follower has yet to read. Called on the main rank, once the checkpoint
+        of `newest` is complete. Raises OSError if a loss can't be read now, because that checkpoint might be the best."""
         self._losses = {
             step: self._losses[step] if step in self._losses else stored_loss(path)
             for step, path in complete_checkpoints(self.directory).items()
@@ -264,8 +264,8 @@ class Checkpointer:
 def _fill(
     stored: CheckpointReader, tensors: dict[str, torch.Tensor], change: MeshChange | None, factor: float = 1.0
 ) -> None:
-    """Fill `tensors` in place: those that replicas share or, with `change`, this replica's. If the number of replicas has changed,
-    the latter become `factor` x the mean of the old replicas'. Not a collective."""
+    """Fill `tensors` in place. They are tensors that replicas share or, with `change`, this replica's own. If the number of
+    replicas has changed, its own become `factor` x the mean of the old replicas'. Not a collective."""
     if change is None:
         stored.read(tensors)
     elif not change.replicas_changed:

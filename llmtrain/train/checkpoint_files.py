@@ -47,13 +47,13 @@ VALIDATED_ANCHOR = "anchor"
 """Value of `validated` in the state.json of a checkpoint whose run validates the anchor and not the replicas' mean."""
 CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
-"""Ending of the folder of a damaged checkpoint after which a run has continued from an older one."""
+"""Suffix of a damaged checkpoint's folder once a run has continued from an older checkpoint."""
 TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
-"""Numbers of transient errors, which do not mean that a file is damaged: of network file systems and mounts that are gone, and of a
-lack of memory or handles."""
+"""Numbers of transient errors, which do not mean that a file is damaged: those of network file systems and mounts that are gone,
+and those of a lack of memory or file handles."""
 READ_AGAIN_SECONDS = (1.0, 3.0, 6.0)
-"""Pauses after which a file is read again that had an I/O error. A network file system reports one for seconds while its server is
-replaced, a broken disk for good."""
+"""Pauses before a file that had an I/O error is read again. While its server is replaced, a network file system reports such
+errors for seconds; a broken disk reports them for good."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
@@ -168,8 +168,8 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
 
 
 def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> None:
-    """Rename the checkpoints after `step`, the one from which a run continues because those are damaged. They then count neither
-    among the newest nor as the best. `note` receives a line for each. Called on the main rank."""
+    """Rename the checkpoints after `step`, which are damaged, so that they count neither as the newest nor as the best. The run
+    continues from `step`. `note` receives a line for each. Called on the main rank."""
     for path in checkpoint_folders(directory):
         if step_of(path) <= step:
             continue
@@ -185,7 +185,8 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 
 def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
     """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in memory
-    although the disk is at another site. Those of ranks that do not exist now are divided, and the main rank has the rest."""
+    although the disk is at another site. Files of ranks that do not exist now are divided among the ranks. The main rank reads
+    all others."""
     written_by = {name: int(found[1]) if (found := TENSOR_FILE.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, writer in written_by.items() if writer % ranks == rank)
 
@@ -224,11 +225,11 @@ class CheckpointWriter:
     """Writer of one checkpoint. Every rank creates one, over `comms`, which nothing else may use until the
     writer is done.
 
-    `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`;
-    each rank contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all
-    ranks know it, because they would wait for slow work.
-    Ranks share the work of writing what several of them have, unless the first of these is to write it (`shared_by_first`).
-    With a `holder`, the checkpoint fails if the run directory has another one by now (`holder_text`), and nothing is deleted.
+    `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`; each rank
+    contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all ranks
+    know it, because they would otherwise wait for slow work. Ranks share the work of writing what several of them have; with
+    `shared_by_first`, the first of these ranks writes it. With a `holder` (`holder_text`), the checkpoint fails if another
+    process has locked the run directory by now, and nothing is deleted.
     """
 
     def __init__(
@@ -309,8 +310,8 @@ class CheckpointWriter:
         self.seconds = time.monotonic() - began
 
     def _save(self, tensors: dict[str, torch.Tensor], **where: Any) -> None:
-        # torch would copy tensors to the CPU ahead of writing. These are there already, and for each of them torch would wait
-        # for the GPU's stream, and so for all work that training has queued on it.
+        # By default, torch copies tensors to the CPU ahead of writing. These are on the CPU already, and for each of them torch
+        # would wait for the GPU's stream, and thus for all work that training has queued on it.
         writer = dcp.FileSystemWriter(self.temporary, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=self._planner, **where)
 

@@ -1,7 +1,7 @@
 """Reader of the tensors in a checkpoint's files: a rank's rows of them, full tensors, and means.
 
-torch pickles the metadata, which says which tensors there are and where in the files. Unpickling can run any code, so the metadata
-may contain known classes only.
+torch pickles the metadata, which lists the tensors and their positions in the files. Unpickling can run any code, so only known
+classes are accepted in the metadata.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CheckpointReader:
         """Shape and dtype of each tensor, by name."""
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill each tensor in place with the stored tensor of the same name; a DTensor with this rank's rows of it. Raises
+        """Fill each tensor in place with the stored tensor of the same name. A DTensor receives this rank's rows. Raises
         CheckpointError if one can't be read."""
         try:
             dcp.load(dict(into), storage_reader=self._reader, no_dist=True)

@@ -47,14 +47,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def memory_of_rank(world: World) -> float:
-    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the host's. Raises
-    RecipeError if there are fewer GPUs than ranks, unless they may share."""
+    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the host's. Raises RecipeError if there
+    are fewer GPUs than ranks, unless ranks may share GPUs."""
     return memory_bytes(local_device(world)) / ranks_per_device(world)
 
 
 def enable_determinism(device: torch.device) -> None:
-    """Make GPU kernels deterministic, before the first matrix product of the process, at which torch reads how cuBLAS is
-    configured. CPU kernels already are."""
+    """Make GPU kernels deterministic; CPU kernels already are. Call before the process's first matrix product, at which torch
+    reads the configuration of cuBLAS."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -62,10 +62,10 @@ def enable_determinism(device: torch.device) -> None:
 
 
 def avoid_cudnn_attention(device: torch.device) -> None:
-    """Exclude cuDNN from the kernels among which torch chooses for attention, on Hopper its first choice.
+    """Exclude cuDNN, torch's first choice on Hopper, from the kernels that torch may choose for attention.
 
-    With a mask, its backward pass may return NaN in torch 2.11 to 2.13 (pytorch issue 196678), and it prepares itself anew for
-    every new shape of its inputs.
+    With a mask, cuDNN's backward pass may return NaN in torch 2.11 to 2.13 (pytorch issue 196678), and cuDNN prepares itself anew
+    for every new shape of its inputs.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -128,7 +128,7 @@ def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
     """Collect garbage after every step that is a multiple of `steps` within this context, instead of when Python would.
     None keeps Python's own collections. Yields the function to call after each step.
 
-    Python collects after a number of allocations, which ranks reach at different steps. All ranks would wait for each rank's
+    Python collects after a number of allocations, which ranks reach at different steps, so all ranks would wait for each rank's
     pause.
     """
     if steps is None or not gc.isenabled():

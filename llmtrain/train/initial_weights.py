@@ -140,8 +140,8 @@ def _of_export(folder: Path) -> dict[str, Digest] | None:
 
 
 def _match(model: LanguageModel, stored: dict[str, torch.Size], name: str) -> dict[str, list[str]]:
-    """Return the stored names of each weight of the model, by the model's name. A tied embedding may be stored under two.
-    Raises ModelError if weights are missing, unexpected or of another shape."""
+    """Return, by the model's name for each weight, the names under which it is stored. A tied embedding may have two. Raises
+    ModelError if weights are missing, unexpected or of another shape."""
     prefix, found = f"{model.causal_lm.base_model_prefix}.", dict[int, list[str]]()
     for full, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
         names = dict.fromkeys((full, full.removeprefix(prefix)))  # files of a model without its head have no prefix
@@ -199,7 +199,7 @@ def open_initial_weights(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> 
     name = recipe.model.from_weights
     if name is None:
         return None
-    # Rank 0 chooses the checkpoint, because the run that writes them may still be training and add others.
+    # Rank 0 chooses the checkpoint, because the run that writes checkpoints may still be training and add others.
     chosen = mesh.broadcast_from_main(lambda: find_pretrained(name, download=True))
 
     def find() -> InitialWeights:

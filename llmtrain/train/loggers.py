@@ -24,8 +24,8 @@ from llmtrain.train.run_dir import RunDirectory
 
 
 class Logger:
-    """Destination of log lines and samples on the main rank, which by default ignores them. Its methods raise OSError if writing
-    fails."""
+    """Destination of log lines and samples on the main rank. By default, its methods ignore them. Methods raise OSError if
+    writing fails."""
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Record one line: the global step, training tokens of all replicas, training seconds and values by tag."""
@@ -272,8 +272,8 @@ class Console:
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:
-    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape; `connections` are those
-    of a rank to each peer in another replica."""
+    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape; `connections` is the
+    number of connections from a rank to each peer in another replica."""
     several = f" · {connections} connections to each replica" if connections > 1 else ""
     return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason}){several}"
 

@@ -32,8 +32,8 @@ SKIPS_IN_A_ROW = 10
 
 @dataclass
 class IntervalMetrics:
-    """This rank's sums since its last log line, by the names under which they are gathered. What depends on the device's results
-    stays there until then, so that training does not wait for it."""
+    """This rank's sums since its last log line, by the names under which they are gathered. Sums of the device's results stay on
+    the device until they are gathered, so that training does not wait for them."""
 
     loss_sum: Number = 0.0
     grad_norm_sum: Number = 0.0
@@ -49,8 +49,8 @@ class IntervalMetrics:
     def add_gradient(
         self, tokens: int, padding: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: Number
     ) -> Number:
-        """Add a gradient of `tokens` tokens, with their summed `loss`. Add nothing if its step was skipped, in which case `skipped`
-        is 1, otherwise 0. Return the number of tokens that the optimizer's step has used."""
+        """Add a gradient of `tokens` tokens, with their summed `loss`. If its step was skipped (`skipped` is 1, otherwise 0), add
+        nothing. Return the number of tokens that the optimizer's step has used."""
         if isinstance(skipped, torch.Tensor):
             loss, grad_norm = (torch.where(skipped.bool(), 0.0, number) for number in (loss, grad_norm))
         used = 1 - skipped
@@ -94,8 +94,8 @@ class DeviceNumbers:
 
 @dataclass
 class LogLine:
-    """Log line: this rank's numbers, of which a GPU may still compute some, and later the `columns` of all ranks, with their reductions
-    over ranks."""
+    """Log line: this rank's numbers, some of which a GPU may still be computing, and later the `columns` of all ranks, with
+    reductions over ranks."""
 
     step: int
     seconds: float
@@ -103,14 +103,14 @@ class LogLine:
     common: dict[str, float]
     """Values by tag that every rank knows without a gather: learning rate, period, counters."""
     numbers: DeviceNumbers
-    """This rank's numbers, without the three times of waiting."""
+    """This rank's numbers, without the three waiting times."""
     more_step_seconds: float = 0.0
-    """Time of the interval's steps after the line was opened."""
+    """Seconds for which the interval's steps continued after the line was opened."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     """Each number's values by rank, float64. Empty until they are gathered."""
 
     def row(self, waiting: Mapping[str, float]) -> dict[str, float]:
-        """Return this rank's numbers with the times of waiting, once the device has computed them."""
+        """Return this rank's numbers with the waiting times, once the device has computed them."""
         row = {**self.numbers.read(), **waiting}
         return row | {"step_seconds": row["step_seconds"] + self.more_step_seconds}
 
@@ -132,7 +132,7 @@ class LogLine:
         return self.total(name) > 0
 
     def slowest(self, name: str) -> float:
-        """Return the seconds per step of the rank for which they are largest."""
+        """Return the slowest rank's seconds per step."""
         return float((self.columns[name] / self.columns["steps"]).max())
 
 
@@ -144,7 +144,7 @@ class AsyncMetricGather:
         self._pending: tuple[LogLine, list[str], PendingCollective] | None = None
 
     def submit(self, line: LogLine, waiting: Mapping[str, float]) -> None:
-        """Start gathering the numbers of one line, with this rank's times of `waiting`. The previous line must have been
+        """Start gathering the numbers of one line, with this rank's `waiting` times. The previous line must have been
         collected."""
         assert self._pending is None
         row = line.row(waiting)
@@ -158,8 +158,8 @@ class AsyncMetricGather:
             self._pending[-1].wait()
 
     def wait_all(self, only_if_done: bool = False) -> LogLine | None:
-        """Return the numbers of the line in flight and forget it; None if there is none. Waits for the slowest rank's numbers, or
-        with `only_if_done` returns None instead of waiting."""
+        """Return the line in flight, with all ranks' numbers, and forget it; None if no line is in flight. Waits for the slowest
+        rank's numbers, or with `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         line, names, pending = self._pending

@@ -41,12 +41,12 @@ METRICS_RULES: Rules = {
 """Resharding rules for `Metrics.state_dict`."""
 
 CLEAR_RISE, CLEAR_RISE_OF_WEIGHTS = 0.01, 0.1
-"""Relative rise of the validation loss from which on a run diverges. One that starts from trained weights first rises a little,
-because its learning rate is higher than it was at their end."""
+"""Relative rise of the validation loss above which a run diverges. With trained weights, the loss first rises a little, because
+the learning rate is higher than at the end of their training."""
 
 
 def rise_of_loss(first: float, last: float, is_continued: bool) -> str | None:
-    """Return a warning about a validation loss that is above the one before the first step; None if it is not. `is_continued` is
+    """Return a warning if the `last` validation loss is above the one before the first step, else None. `is_continued` says
     whether the run began with trained weights."""
     if last <= first:
         return None
@@ -133,9 +133,9 @@ class Metrics:
         self.run_log.console.advance(state.step, is_alone=state.step > state.global_step + 1)
 
     def log(self, state: TrainState, lr: float) -> None:
-        """Finish the previous log line, then open that of the interval that ends now. On a CPU, or if every step has a line,
-        its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until
-        then. `lr` is the learning rate to log."""
+        """Finish the previous log line, then open the line of the interval that ends now. On a CPU, or if every step has a line,
+        its numbers are gathered at once. Otherwise they are gathered after the next step, which keeps the GPU busy until then.
+        `lr` is the learning rate to log."""
         self.wait()
         stats = self.method.stats
         common = {
@@ -155,7 +155,7 @@ class Metrics:
         }
         numbers: dict[str, Number] = {  # of this rank, by the names under which `MetricReducer` reduces them
             **vars(self.interval),  # since the last line
-            # Since the start of the run. `_submit` adds times of waiting.
+            # Since the start of the run. `_submit` adds waiting times.
             "steps_total": state.step,
             "gradients_total": state.gradients,
             "tokens_total": state.predicted_tokens,
@@ -205,7 +205,7 @@ class Metrics:
                 self.run_log.io_errors.check()
 
     def wait_for_ranks(self, state: TrainState) -> None:
-        """Wait for this rank's device, and then, counting tokens, for the slowest rank. Both are training time."""
+        """Wait for this rank's device, and then for the slowest rank, by counting tokens. Both waits are training time."""
         with self.training_time():
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream(self.mesh.device).synchronize()
@@ -220,7 +220,7 @@ class Metrics:
             self._displayed = self._display(self._gather.wait_all(only_if_done=True))
 
     def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
-        """Log the results of a validation, after `wait` and, if the last line is older than this step, `wait_for_ranks`."""
+        """Log the results of a validation. Call `wait` first and, if the last line is older than this step, `wait_for_ranks`."""
         self.last_eval = found[0][1]
         self.first_eval = self.first_eval or self.last_eval
         state.last_evaluated = state.global_step
@@ -277,7 +277,7 @@ class Metrics:
 
     def _submit(self) -> None:
         """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy
-        with the line's steps, their time ends now."""
+        with the line's steps, their time is counted up to now."""
         line, self._open_line = self._open_line, None
         if line is None:
             return
@@ -300,8 +300,8 @@ class Metrics:
         return self.method.stats.count + (not state.is_done) if number is None else number
 
     def _round_step(self, state: TrainState) -> int:
-        """Return how many local steps the present round has taken. With rounds of seconds, they are those since the last exchange:
-        a line is logged after one, when the next round has none."""
+        """Return how many local steps the present round has taken. With rounds of seconds, a line is logged just after an
+        exchange, when the next round has no steps yet, so the steps before that exchange are returned."""
         period = self.method.period
         return period.step_in_round(state.step) or period.round_length(state.step)
 

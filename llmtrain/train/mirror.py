@@ -42,7 +42,7 @@ STOPPED_SECONDS = 30.0
 LOCAL = (None, "file", "local")
 """Protocols of the local file system, where folders must be created."""
 UNUSABLE = (ImportError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
-"""Errors of a URL, or of the rights to it, which do not pass by themselves."""
+"""Errors of a URL, or of missing rights to it, which do not pass by themselves."""
 
 
 class RemoteRun:
@@ -119,8 +119,8 @@ class RemoteRun:
             half_copied.rename(here)
 
     def upload(self, checkpoint: Path, step: int, metrics: Path) -> None:
-        """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step. Its
-        state.json comes last, so that a partial copy is incomplete."""
+        """Copy a complete checkpoint and the metrics to the mirror, replacing a checkpoint of the same step. Its state.json comes
+        last, so that a partial copy counts as incomplete."""
         self._losses.pop(step, None)
         self._remove(step)
         there = self._path_of(step)
@@ -155,7 +155,7 @@ class RemoteRun:
         return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
 
     def _remove(self, step: int) -> None:
-        """Delete a checkpoint, state.json first, so that a partly deleted checkpoint is incomplete."""
+        """Delete a checkpoint, state.json first, so that a partly deleted checkpoint counts as incomplete."""
         for path in (f"{self._path_of(step)}/{STATE_FILE}", self._path_of(step)):
             if self._files.exists(path):
                 self._files.rm(path, recursive=True)
@@ -204,7 +204,7 @@ class Mirror:
         self._there: int | None = None
         """Step of a checkpoint that the mirror had at the start, and that is therefore not copied again."""
         self._candidates: set[int] = set()
-        """Steps of the checkpoints of which the best is being looked for or copied."""
+        """Steps of the checkpoints among which the best is being found; then the step of the best, while it is copied."""
 
     # ---- at the start, on all ranks
 
@@ -269,7 +269,7 @@ class Mirror:
             self.note(f"step {replaced} is not copied to {self.url}: step {running} still is, and step {step} is next")
 
     def pending_steps(self) -> set[int]:
-        """Return the steps of the checkpoints that are being copied or wait to be. Thread-safe."""
+        """Return the steps of the checkpoints that are being copied or are queued. Thread-safe."""
         return self.worker.pending_steps() | self._candidates
 
     def finish(self, mesh: Mesh, is_stopped: bool = False) -> str | None:
@@ -343,9 +343,9 @@ class Mirror:
     # ---- on the main rank
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
-        """Run `work` on the main rank and return its result on every rank. It may take any time, as long as fetched bytes keep
-        arriving. A file system's errors become an error on every rank: RecipeError if it can't be used, TrainingError if it
-        can't be reached, perhaps only now."""
+        """Run `work` on the main rank and return its result on every rank. `work` may take any time, as long as fetched bytes
+        keep arriving. Errors of the file system are raised on every rank, as RecipeError if it can't be used and as TrainingError
+        if it can't be reached, perhaps only for now."""
 
         def attempt() -> Any:
             try:

@@ -1,7 +1,7 @@
-"""Output of a process whose reader may go away: a terminal when its ssh session ends, or `tee`.
+"""Output of a process whose reader may go away, such as a terminal whose ssh session ends, or `tee`.
 
-Every write then fails, as it does while the disk of a log file is full. The run should end with a checkpoint nevertheless, or go on
-under nohup.
+Every write then fails, as it does while the disk of a log file is full. The run should nevertheless end with a checkpoint or,
+under nohup, continue.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 from typing import Any, TextIO
 
 READER_IS_GONE = {errno.EIO, errno.EPIPE}
-"""Numbers of errors after which nobody reads what is written. Other errors, such as a full disk, may pass."""
+"""Numbers of errors after which the output has no reader any more. Other errors, such as a full disk, may pass."""
 
 
 class _LastingStream:
-    """Text stream without errors: what can't be written is lost. Once its reader is gone, its file descriptor leads nowhere."""
+    """Text stream that raises no OSError: text that can't be written is lost. Once its reader is gone, its file descriptor is
+    that of /dev/null."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -45,7 +46,7 @@ class _LastingStream:
 
 
 def outlive_readers() -> None:
-    """Make this process pass over errors of its output: of a terminal or a pipe that is gone, or of a full disk."""
+    """Make this process ignore errors in writing its output: those of a terminal or a pipe that is gone, or of a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _LastingStream):

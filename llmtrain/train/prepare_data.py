@@ -22,12 +22,12 @@ from llmtrain.errors import DataError
 def prepare_texts(
     recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
 ) -> dict[str, TokenDataset]:
-    """Prepare those token shards of a recipe that do not exist yet, also of `eval.sets`. Return each training text by its name:
-    "" for `data.source`, and those of a list in its order.
+    """Prepare those token shards of a recipe, including `eval.sets`, that do not exist yet. Return the training texts by name: ""
+    for `data.source`, and the names of a list in its order.
 
-    With `to_begin`, a text that can be tokenized during training is prepared for the first step only. Of `data.per_replica`,
+    With `to_begin`, a text that can be tokenized during training is prepared for the first step only. From `data.per_replica`,
     only the texts of the given `replicas` are prepared; None means all. A mixture's tokenizer is trained on its first text.
-    Raises DataError if texts of a mixture have other tokenizers, or if the recipe needs separators that a text lacks.
+    Raises DataError if texts of a mixture have different tokenizers, or if the recipe needs separators that a text lacks.
     """
     texts = texts_of(recipe.data, replicas)
     check_token_files(recipe.data, texts)
@@ -57,8 +57,8 @@ def prepare_texts(
 
 
 def _check_one_tokenizer(name: str, texts: Sequence[TokenDataset]) -> None:
-    """Raise DataError if texts were tokenized with different versions of a hub tokenizer. A folder's name has a digest of a local
-    tokenizer's files, but of one on the hub only its name."""
+    """Raise DataError if texts were tokenized with different versions of a hub tokenizer. The name of a text's folder has a
+    digest of a local tokenizer's files, but only the name of a hub tokenizer."""
     if tokenizer_files(name) or trained_size(name) is not None:
         return
     first = tokenizer_digest(texts[0])

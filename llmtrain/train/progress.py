@@ -22,11 +22,11 @@ class CountColumn(ProgressColumn):
 
 
 class DelayedProgress(Progress):
-    """Bars of several tasks, one below the other. Those added by `delayed` appear after `DELAY_SECONDS`."""
+    """Bars of several tasks, one below the other. Bars added by `delayed` appear after `DELAY_SECONDS`."""
 
     def __init__(self, console: RichConsole):
         columns = (TextColumn("{task.description}"), BarColumn(), CountColumn(), TimeRemainingColumn())
-        # Long enough for slow steps: with one step within it, there is no estimate.
+        # Long enough for slow steps: with only one step in this period, there is no estimate.
         super().__init__(*columns, console=console, transient=True, speed_estimate_period=1800)
 
     def get_renderables(self) -> Iterable[RenderableType]:

@@ -1,4 +1,4 @@
-"""A run of one rank, from start to end. Read `_run_rank`: it is the outline, and the functions below it are in its order."""
+"""One rank's part of a run, from start to end. Start with `_run_rank`, the outline; the functions below follow its order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from llmtrain.train.trainer import Trainer
 
 
 def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] = lambda trainer: None) -> int:
-    """Train `recipe`, or continue its run, as the rank `world`, which this process is. Returns the exit code. `alter` may change the
+    """Train `recipe`, or continue its run, in this process, whose rank is `world`. Returns the exit code. `alter` may change the
     trainer before its first step; a comparison uses it to inject faults.
 
     Raises UserError if the recipe can't be trained and TrainingError if the run fails; both on every rank.
@@ -72,7 +72,8 @@ def run_training(recipe: Recipe, world: World, alter: Callable[[Trainer], None] 
 
 
 def _ranks_of(recipe: Recipe, world: World) -> Ranks:
-    """Return the run's ranks: the processes among which this one is `world` or, with `parallel.in_process`, threads of this one."""
+    """Return the run's ranks: processes, of which this one is `world`, or, with `parallel.in_process`, threads of this
+    process."""
     parallel, timeout = recipe.parallel, recipe.run.timeout_seconds
     if not parallel.in_process:
         return Processes(world, parallel, timeout, common_values(recipe) if world.size > 1 else {})
@@ -85,8 +86,9 @@ def _ranks_of(recipe: Recipe, world: World) -> Ranks:
 def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Trainer], None]) -> int:
     """Train as the rank `world`, which is this process or, with `parallel.in_process`, this thread. Return the exit code.
 
-    Until `_train`, the start may be refused, for damaged weights, a checkpoint of another recipe or another text. So until then the
-    run is not changed. Its directory is locked, gets the tokenizer, and gets back from the mirror what it has lost.
+    The start may be refused at any point before `_train`: for damaged weights, a checkpoint of another recipe or another text.
+    Until then, the run is not changed. Its directory is only locked, given the tokenizer, and refilled from the mirror with what
+    it has lost.
     """
     with _open(recipe, ranks, world) as run:
         if run.mesh.broadcast_from_main(lambda: _is_finished(run.directory)):
@@ -109,10 +111,10 @@ def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Train
 
 @contextmanager
 def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
-    """Meet the other ranks, choose the mesh and prepare the text. Then open what training uses.
+    """Find the other ranks, choose the mesh and prepare the text. Then open what training uses.
 
-    On exit, it is closed in reverse order: first the mesh, so that no rank waits for the last evaluation and the loggers of the
-    main rank, and last the lock on the directory.
+    On exit, all of it is closed in reverse order: the mesh before the last evaluation and the loggers of the main rank, so that
+    no other rank waits for them, and the lock on the directory last.
     """
     console, directory = Console(enabled=world.rank == 0), RunDirectory(recipe)
     with console.progress("waiting for the other ranks"):
@@ -149,15 +151,15 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
 
 
 def _usable_memory(recipe: Recipe, world: World) -> float:
-    """Return the bytes that this rank may use. Raises UserError, on rank 0, if that could not evaluate the recipe's suite."""
+    """Return the bytes that this rank may use. Raises UserError on rank 0 if the recipe's suite could not be evaluated there."""
     if world.rank == 0:
         check_suite_data(recipe.eval.suite)
     return memory_of_rank(world)
 
 
 def _prepare_own(recipe: Recipe, world: World, shards: int) -> Mapping[str, TokenDataset]:
-    """Prepare the texts that this rank reads. With a text per replica, one replica's text may be faulty and the others' not. The
-    first rank of that replica then prints the error."""
+    """Prepare the texts that this rank reads. With one text per replica, a single replica's text may be faulty. The first rank of
+    that replica then prints the error."""
     replica, shard = divmod(world.rank, shards)
     try:
         return prepare_texts(recipe, show_progress=world.local_rank == 0, to_begin=True, replicas=[replica])
@@ -167,9 +169,9 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> Mapping[str, Toke
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
-    """Provide `StopRequest.seen` through the job's store for rounds of seconds, whose log lines are too rare for agreeing on a stop.
-    Otherwise ranks agree at log lines. So they do by a virtual clock, too: a round that a signal cuts short would make another run of
-    one that is continued."""
+    """Provide `StopRequest.seen`. With rounds of seconds, log lines are too rare for agreeing on a stop, so it uses the job's
+    store. Otherwise, ranks agree at log lines. With a virtual clock they do so, too, because a continued run would differ from an
+    uninterrupted one if a signal cut a round short."""
     if not recipe.sync.period.is_timed or mesh.clock is not None:
         return nullcontext(lambda: False)
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
@@ -189,13 +191,13 @@ def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:
 
 
 def _newest_checkpoint(run: OpenRun) -> Path | None:
-    """Return the newest valid checkpoint of the run directory and the mirror, from which it is fetched; None if there is none.
-    Raises RecipeError then if the run was complete. A collective of all ranks."""
+    """Return the newest valid checkpoint of the run directory and the mirror, fetched from the mirror if necessary. If there is
+    none, return None, or raise RecipeError if the run was complete. A collective of all ranks."""
     here, problem = None, None
     try:
         here = latest_valid(run.directory.checkpoints, run.mesh, run.console.print)
     except NewerFormatError:
-        raise  # it is not damaged, and the mirror may end before it
+        raise  # it is not damaged, and the mirror may only have older ones
     except CheckpointError as error:
         problem = error
     there = run.mirror.fetch(run.mesh, newer_than=-1 if here is None else step_of(here))
@@ -247,7 +249,7 @@ def _train(run: OpenRun, trainer: Trainer, checkpoint: Path | None) -> str:
 
 
 def _claim(run: OpenRun, checkpoint: Path | None) -> None:
-    """Write the recipe to the run directory and the mirror, which are then those of a run that continues from `checkpoint`. A
+    """Write the recipe to the run directory and the mirror, which then belong to this run, continued from `checkpoint`. A
     collective of all ranks."""
     run.mesh.broadcast_from_main(run.directory.claim)
     if checkpoint is not None and run.mesh.is_main:
@@ -266,8 +268,8 @@ def _traced(run: OpenRun, step: int) -> AbstractContextManager[None]:
 
 
 def _finish_mirror(run: OpenRun, ended: str) -> None:
-    """Wait for the last copy to the mirror. If that fails, raise TrainingError on every rank of a complete run, but only
-    print the problem for a stopped one, which can copy it later."""
+    """Wait for the last copy to the mirror. If the copy fails, raise TrainingError on every rank of a complete run. For a stopped
+    run, only print the problem, because its next start can copy the checkpoint."""
     if (problem := run.mirror.finish(run.mesh, is_stopped=ended != "done")) is None:
         return
     if ended == "done":
@@ -279,8 +281,8 @@ def _finish_mirror(run: OpenRun, ended: str) -> None:
 
 @contextmanager
 def _handle_errors(run: OpenRun, trainer: Trainer, in_summary: bool = False) -> Iterator[None]:
-    """If the enclosed code fails, end the trainer's messages and checkpoints, and write the error to summary.json if it belongs
-    `in_summary`. Explain the loss of a peer and a lack of memory."""
+    """Clean up if the enclosed code fails: end the trainer's messages and checkpoints and, with `in_summary`, write the error to
+    summary.json. Explain the loss of a peer and a lack of memory."""
     try:
         with run.explain_out_of_memory():
             yield

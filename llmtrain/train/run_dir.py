@@ -66,11 +66,12 @@ RESUMABLE_KEYS = (
     "parallel.loss_kernel",
     "sync.offload",
 )
-"""Keys that may differ when a run is continued. They change nothing in training but the order of additions. The exceptions
-are the number of replicas (`reshard`), their texts (`_other_sites`) and the length (`run_length`), which have rules."""
+"""Keys that may differ when a run is continued. They change nothing in training but the order of additions, except three that
+have their own rules: the number of replicas (`reshard`), the replicas' texts (`_other_sites`) and the run's length
+(`run_length`)."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
-"""Keys that may differ if the run's length does: those that with the length determine the learning rate, and those that
-`sync.outer: auto` derives from it."""
+"""Keys that may differ if the run's length does: those that determine the learning rate together with the length, and those that
+`sync.outer: auto` derives from the length."""
 
 MOST_NAMED = 5
 """Maximum number of differing keys that a message names."""
@@ -163,8 +164,7 @@ class RunDirectory:
             self.check_may_begin()
 
     def check_may_begin(self) -> None:
-        """Raise RecipeError if the directory, for which no checkpoint was found, is that of a run that was complete with fewer
-        steps."""
+        """Raise RecipeError if the run in the directory was complete with fewer steps. Called if no checkpoint was found."""
         summary = self.summary()
         if summary is not None and summary["stopped"] == "done" and self.finished() is None:
             raise RecipeError(
@@ -180,17 +180,17 @@ class RunDirectory:
         return LengthChange(stored_recipe(state["recipe"], str(self.path)), self.recipe, state["step"])
 
     def newest_state(self) -> dict[str, Any] | None:
-        """Return the state.json of the newest checkpoint that has one that can be read; None if there is none."""
+        """Return the newest readable state.json of the run's checkpoints; None if there is none."""
         for path in reversed(complete_checkpoints(self.checkpoints).values()):
             with suppress(CheckpointError):
                 return read_state(path)
         return None
 
     def lock(self) -> None:
-        """Create and lock the directory, and delete partial checkpoints. The directory is not a run before `claim` writes
-        the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process trains in
-        it, TrainingError if that process is on another host, UnavailableError if the disk does not answer, or is full and the
-        run has a checkpoint."""
+        """Create and lock the directory, and delete partial checkpoints. The directory does not count as a run until `claim`
+        writes the recipe. Main rank only. Raises RecipeError if the directory can't be written or another process on this host
+        trains in it, TrainingError if a process on another host does, and UnavailableError if the disk does not answer, or is
+        full and the run has a checkpoint."""
         with self._os_errors_as_user_errors():
             self._lock = self._lock or lock_folder(self.path, "choose another run.name")
         for half_written in self.checkpoints.glob("*.tmp"):  # first, because they may be filling the disk
@@ -237,8 +237,8 @@ class RunDirectory:
             raise RecipeError(f"{cause}; make room, or choose another folder") from error
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Give other names (`.old`) to exports and results of evaluations of steps after `step`, which will be trained again, so that
-        none of them counts as the run's. Return their new paths. Main rank only. Raises OSError."""
+        """Rename (to `.old`) the exports and evaluation results of steps after `step`. These steps will be trained again, so
+        their old results must not count as the run's. Return their new paths. Main rank only. Raises OSError."""
         moved = []
         for path in sorted([*self.path.glob("export/step-*"), *self.path.glob(f"{EVALUATIONS}/*.json")]):
             if path.suffix in ("", ".json") and _step_of_result(path) > step:
@@ -293,8 +293,8 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
 
 
 def _shortened(changed: list[str], there: Recipe, recipe: Recipe) -> str:
-    """Return the lines of `recipe_changes` as one. Another method is named without the keys that differ because of it, and the last
-    of many lines are only counted."""
+    """Return the lines of `recipe_changes` as one line. If the method differs, keys that differ because of it are left out. Lines
+    beyond the first MOST_NAMED are only counted."""
     methods = [one.sync.method for one in (there, recipe)]
     if methods[0] != methods[1]:
         follows = ("sync.", *(f"optim.{key}{end}" for one in methods for key in inner_preset(one) for end in ":."))
@@ -322,17 +322,18 @@ def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
 
 
 PATIENCE_SECONDS, PATIENCE_WITH_OTHER_HOSTS = 10.0, 120.0
-"""Seconds to wait for a process that is about to end: on this host, or on another one. If that host was lost, the server of a
-network file system keeps its lock for a while (NFSv4: for a lease, 90 s on Linux)."""
+"""Seconds to wait for a process that is about to end, on this host and on another one. If the other host was lost, the server of
+a network file system keeps its lock for a while (NFSv4: for a lease, 90 s on Linux)."""
 
 
 def lock_folder(folder: Path, otherwise: str) -> FileLock:
     """Lock a folder until the returned lock is deleted or the process ends, however it ends.
 
-    Raises an error, which suggests `otherwise`, if another process holds the lock: RecipeError on this host, and TrainingError on
-    another host, because that may have been lost and a later start may succeed. Raises OSError if the folder can't be written.
-    On a file system without locks, newer versions of filelock put a file in the lock's place, which a process leaves there if it
-    is killed; with older versions, and on NFS without a lock server, one line says that nothing is locked.
+    Raises an error, which suggests `otherwise`, if another process holds the lock: RecipeError if that process is on this host,
+    TrainingError if it is on another, because that host may have been lost and a later start may succeed. Raises OSError if the
+    folder can't be written. On a file system without locks, newer versions of filelock use a file as the lock, and a process that
+    is killed leaves it behind. With older versions, and on NFS without a lock server, one printed line says that nothing is
+    locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)

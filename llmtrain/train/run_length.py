@@ -46,7 +46,7 @@ class LengthChange:
         return "" if self.is_none else f", for {new:,} steps instead of {old:,}{self._other_outer_step()}"
 
     def _other_outer_step(self) -> str:
-        """Return the values of `sync.outer` that the new length or its recipe gives, for `describe`."""
+        """Return, for `describe`, the values of `sync.outer` that the new length or recipe changes."""
         before, after = (recipe.sync.outer.model_dump() for recipe in (self.before, self.after))
         given = [f"sync.outer.{key}={value}" for key, value in after.items() if value != before.get(key)]
         return f" (now {', '.join(given)})" if given else ""
@@ -57,7 +57,7 @@ class LengthChange:
         old, new, following = LRSchedule.of(self.before), LRSchedule.of(self.after), self.step + 1
         step = max(1, self.step)
         last, found = old.at(step), new.at(following)
-        # A rate that is the old one before or after the checkpoint is followed by what its schedule has next.
+        # If both schedules agree at the checkpoint or in the step after it, the new one continues without a jump.
         if following > new.total_steps or _is_close(new.at(step), last) or _is_close(found, old.at(following)):
             return None
         kinds = [self.before.schedule.kind, self.after.schedule.kind]
@@ -78,8 +78,8 @@ class LengthChange:
         """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
         that it has now.
 
-        A hub dataset, which is tokenized as far as a run reads it, had those of that run's steps; any other text had
-        all. `of_text` returns, for a number of sequences that a run reads, how many are of this text.
+        A hub dataset is tokenized only as far as a run reads it, so it had the samples for that run's steps. Any other text had
+        all samples. `of_text` returns, for a number of sequences that a run reads, how many come from this text.
         """
         texts = {**self.after.data.texts(), **self.before.data.texts()}
         data, train = texts[name], self.before.train

@@ -14,7 +14,7 @@ from llmtrain.train.state import TrainState
 
 
 class RunLog:
-    """Console and loggers of one rank. Only those of the main rank show anything, but every rank calls the same methods. Errors in
+    """Console and loggers of one rank. Only the main rank's show anything, but every rank calls the same methods. Errors in
     writing are recorded in `io_errors`, until all ranks can raise them together."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, console: Console, io_errors: IoErrors, is_main: bool):
@@ -28,8 +28,8 @@ class RunLog:
 
     @contextmanager
     def open(self, state: TrainState, tokens: int, rounds: int | None) -> Iterator[None]:
-        """Open the loggers and the progress bar for the enclosed training. It continues from `state`, with training `tokens` of all
-        replicas. `rounds` is as in `Console.start`. A collective of all ranks.
+        """Open the loggers and the progress bar for the enclosed training. Training continues from `state`, after `tokens`
+        training tokens of all replicas. `rounds` is as in `Console.start`. A collective of all ranks.
 
         Raises TrainingError, on every rank, if metrics cannot be written, and RecipeError if a
         logger can't be used.
@@ -72,8 +72,8 @@ class RunLog:
         self._to_loggers(lambda logger: logger.log(step, tokens, seconds, all_tags))
 
     def log_sample(self, state: TrainState, tokens: int, text: str) -> None:
-        """Log a text that the model has generated, and print its beginning. That of the last step is printed with the
-        report."""
+        """Log a text that the model has generated, and print its beginning. The text of the last step is printed with the report
+        instead."""
         self.last_sample = (state.global_step, text)
         self._to_loggers(lambda logger: logger.log_sample(state.global_step, tokens, text))
         if not state.is_done:

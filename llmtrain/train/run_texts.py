@@ -1,5 +1,5 @@
-"""Texts that a rank reads, with their loader, validation and summaries: what all kinds of runs have in common, and the checks
-of prepared texts against a run's checkpoint."""
+"""Texts that a rank reads, with their loader, validation and summaries, as far as all kinds of runs have these in common, and
+checks of prepared texts against a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmtrain.train.validation import ValidationSet
 
 
 def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing: bool) -> dict[str, TextIdentity]:
-    """Return the identity of each text by name. Of a text that grows, it is that of the part that every host has before the
+    """Return the identity of each text by name. The identity of a growing text is that of the part that every host has before the
     first step."""
     sections = recipe.data.texts()
     return {
@@ -35,8 +35,8 @@ def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing:
 
 
 def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored: before ranks are
-    started, which refuse it. Of a text that is not tokenized to its end, nothing is known yet."""
+    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored. Ranks would
+    refuse it, too, but this check precedes their start. Nothing is known yet about a text that is not tokenized to its end."""
     recipe, state = directory.recipe, directory.newest_state()
     if state is None:
         return
@@ -61,7 +61,7 @@ class RunTexts(ABC):
     recipe: Recipe
     mesh: Mesh
     texts: Mapping[str, TokenDataset]
-    """Texts that this rank reads, by name; "" is the only one of a run without a list of texts."""
+    """Texts that this rank reads, by name. A run without a list of texts has one, named ""."""
     sets: Mapping[str, TokenDataset]
     """Texts of `eval.sets`, by name."""
 

@@ -14,8 +14,8 @@ from llmtrain.seeding import derive_seed
 from llmtrain.train.loggers import Console
 
 CHEAP_READS = 5e9
-"""Product of parameters and generated tokens up to which a text is generated at each validation. It takes two to five seconds
-on a CPU."""
+"""Product of parameters and generated tokens up to which a text is generated at each validation. Generating it takes two to five
+seconds on a CPU."""
 
 
 class Sampler:

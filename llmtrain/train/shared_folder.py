@@ -17,7 +17,7 @@ from llmtrain.run_files import RECIPE
 from llmtrain.waiting import announced
 
 PATIENCE_SECONDS, LOOK_SECONDS = 10.0, 0.2
-"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its looks."""
+"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its checks."""
 MAX_NAMED = 3
 """Maximum number of hosts in the message."""
 ADVICE = "mount the same file system on all nodes, or give run.out_dir a folder that they share"
@@ -27,7 +27,8 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
     """Raise an error, on every rank, if the hosts do not share a run directory, which exists on rank 0's host. A collective of all
     ranks.
 
-    RecipeError for a run that has not begun. TrainingError for one that has, because a host may lack the file system only now.
+    RecipeError for a run that has not begun. TrainingError for one that has, because a host may lack the file system only for
+    now.
     """
     if mesh.world.local_size == mesh.world.size:
         return
@@ -51,13 +52,13 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
 
 
 def probe_file(folder: Path) -> Path:
-    """Return a path for a file by which hosts see whether they share a folder. No host has asked for its name before."""
+    """Return the path of a file by which hosts find out whether they share a folder. No host has looked up its name before."""
     return folder / f".{secrets.token_hex(8)}.shared"
 
 
 def not_shared(hosts: Sequence[tuple[str, str, bool]]) -> str:
-    """Return which hosts do not share the run directory, or "" if all do. Each has its name, the folder as it names it and whether it
-    sees there what rank 0, on the first of them, has written."""
+    """Return a message that names the hosts that do not share the run directory, or "" if all do. Each host is given as its name,
+    its path of the folder, and whether it sees there what rank 0, on the first host, has written."""
     without = [(host, path) for host, path, is_there in hosts if not is_there]
     if not without:
         return ""
@@ -75,7 +76,7 @@ def _create(path: Path) -> str:
 
 
 def wait_for_file(path: Path, patience: float) -> bool:
-    """Wait until a file is there, and return False if it still is not after `patience` seconds."""
+    """Wait until a file exists, and return False if it does not after `patience` seconds."""
     deadline = time.monotonic() + patience
     with announced(f"the run directory {path.parent} to be that of rank 0", patience):
         while not os.path.exists(path):

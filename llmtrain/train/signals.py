@@ -2,7 +2,7 @@
 ranks that know of it, and agreed (`Metrics.stop_agreed`) once all ranks know of it at the same step, where they stop.
 
 A second signal of the same kind ends the process at once. A different signal does not, because Slurm sends SIGUSR1 some time
-before SIGTERM, and the checkpoint that the first one started should be completed.
+before SIGTERM, and the checkpoint that SIGUSR1 started should be completed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 RUN = "LLMTRAIN_RUN"
 """Environment variable with the process id of the run whose background evaluation a process is."""
 WATCH_SECONDS = 2.0
-"""Seconds between two looks whether a process is still there."""
+"""Seconds between two checks that a process still exists."""
 SAME_REQUEST_SECONDS = 2.0
 """Interval within which equal signals count as one request, because the terminal and the launcher both forward a
 single Ctrl-C."""
@@ -37,7 +37,8 @@ class StopRequest:
         self.requested = False
         """True once this process was asked to stop."""
         self.seen: Callable[[], bool] = lambda: False
-        """Function that returns whether this rank knows that any rank was asked; False where ranks agree at log lines alone."""
+        """Function that returns whether this rank knows that any rank was asked; it returns False where ranks agree at log lines
+        alone."""
         self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -66,7 +67,8 @@ def stop_without_torchrun() -> None:
 
 
 def stop_without_run() -> None:
-    """If this process is a run's background evaluation, end it once the run is gone: killed, perhaps. Nothing else would."""
+    """If this process is a run's background evaluation, end it once the run is gone, perhaps killed. Nothing else would end
+    it."""
     if (pid := os.environ.get(RUN)) is None:
         return
     import psutil
@@ -108,8 +110,8 @@ def stop_requests() -> Iterator[StopRequest]:
     """Install handlers for stop requests, and restore the previous handlers on exit. Do nothing unless this is the main
     thread, because Python allows handlers only there. Without handlers, a stop is never requested.
 
-    After an error, a rank of torchrun keeps its handlers until it ends: torchrun sends SIGTERM as soon as another rank has failed, and
-    this one has yet to say why it fails itself."""
+    After an error, a rank of torchrun keeps its handlers until it ends: torchrun sends SIGTERM as soon as another rank has
+    failed, and this one has yet to print its own error."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

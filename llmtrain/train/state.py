@@ -15,7 +15,7 @@ Number = torch.Tensor | float
 
 
 def host_numbers(numbers: Mapping[str, Number]) -> dict[str, float]:
-    """Return all numbers as the host's. Waits for the device if one of them is there."""
+    """Return all numbers as plain numbers on the host. Waits for the device if one of them is there."""
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers.items()}
 
 
@@ -57,7 +57,7 @@ class TrainState:
 
     def advance(self, global_step: int | None) -> bool:
         """Record the global step after a step of this replica; None if the ranks do not agree on one now. Return whether they
-        do. Only then may a rank issue collectives for logging, validation or checkpoints."""
+        agree. Only if they do may a rank issue collectives for logging, validation or checkpoints."""
         if global_step is None:
             return False
         self.previous_global_step, self.global_step = self.global_step, global_step

@@ -1,5 +1,5 @@
-"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank. Exports read them, and
-runs that start from another run's weights."""
+"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank. Exports read them, as do runs
+that start from another run's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.train.checkpoint_reader import FullTensorReader, mean_of
 
 class StoredWeights:
     """Weights of a checkpoint by transformers' names, read one at a time in fp32. A weight is the mean of the tensors that are
-    stored for it under each of `prefixes`, such as those of the replicas."""
+    stored for it under each of `prefixes`, such as one prefix per replica."""
 
     def __init__(self, stored: FullTensorReader, prefixes: Sequence[str]):
         self.stored, self.prefixes = stored, prefixes

@@ -129,19 +129,19 @@ def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def every_step_bytes(lines: Iterable[Mapping[str, Any]], parameters: int) -> float:
-    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. The number of
-    replicas may have changed between them."""
+    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. The number
+    of replicas may have changed between lines."""
     total, before = 0.0, 0
     for line in lines:
-        if "train/lr" in line:  # no validation's
+        if "train/lr" in line:  # not a line of a validation
             total += (line["step"] - before) * 2 * (line["comm/replicas"] - 1) * 4 * parameters
             before = line["step"]
     return total
 
 
 COMPARE_WITH = ("synchronous", "local_sgd")
-"""Methods that the report suggests to compare with: the baseline, and for the baseline the simplest other method. Neither has
-an outer step, which would have to be tuned."""
+"""Methods with which the report suggests a comparison: the baseline, or for a run of the baseline, the simplest other method.
+Neither has an outer step, which would have to be tuned."""
 
 
 def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> list[str]:

@@ -66,7 +66,8 @@ class SingleText(RunTexts):
     def samples(self, loader: Loader) -> dict[str, int] | None:
         if self.train_text is None:
             return {"": loader.num_samples}
-        # The loader counts what a growing text may have at most, even when it is complete. It refuses a text without samples.
+        # For a growing text, the loader counts the most that it may have, even once it is complete. The loader refuses a text
+        # without samples.
         tokens = self.train_text.tokens
         samples = (len(tokens) - 1) // loader.sequence_length if tokens.is_complete else 0
         return {"": samples} if samples > 0 else None
@@ -76,7 +77,7 @@ class SingleText(RunTexts):
 
 
 class ListedTexts(RunTexts):
-    """Texts of a run whose recipe has a list of them."""
+    """Texts of a run whose recipe has a list of texts."""
 
     kind: ClassVar[str]
     """Name of the kind on the console."""
@@ -114,7 +115,7 @@ class ListedTexts(RunTexts):
 
 @dataclass(frozen=True)
 class MixtureTexts(ListedTexts):
-    """Texts of which every rank reads its part, by weight."""
+    """Texts of a mixture, of which every rank reads its part, by weight."""
 
     kind = "mixture"
 
@@ -136,7 +137,7 @@ class MixtureTexts(ListedTexts):
 
 @dataclass(frozen=True)
 class SiteTexts(ListedTexts):
-    """Texts of the sites of a run, of which this rank has that of its own site."""
+    """Texts of the sites of a run. This rank has only the text of its own site."""
 
     sites: Sites
     kind = "sites"
@@ -161,8 +162,8 @@ class SiteTexts(ListedTexts):
         return ChecksumScan(self.all.values(), ranks.index(self.mesh.world.rank), len(ranks))
 
     def _at_site(self, site: SiteText, batches: int) -> ValidationSet:
-        """Return the text of a site, of which ranks at other sites have no batches. The site's own ranks have `batches`
-        batches, the same number at every site, for engines whose forward passes wait for all ranks."""
+        """Return the text of a site. Ranks at other sites have no batches of it. The site's own ranks have `batches` batches, the
+        same number at every site, because the forward passes of some engines wait for all ranks."""
         if site.name not in self.texts:
             return ValidationSet(site.name, tuple, site.bytes_per_token, share=site.validated)
         replicas, shards = _site_of_replica(self.recipe, self.mesh), self.mesh.shard_comms
@@ -181,7 +182,7 @@ def _site_loader(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset]) 
 
 
 def _site_text(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset]) -> SiteText | DataError:
-    """Return what other sites need to know of this rank's text, or the error for which this rank can't read it."""
+    """Return what other sites need to know of this rank's text, or the error that keeps this rank from reading it."""
     ((name, text),) = texts.items()
     train = recipe.train
     try:

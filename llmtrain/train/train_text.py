@@ -32,7 +32,7 @@ def tokens_read(recipe: Recipe) -> int:
 @contextmanager
 def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Iterator[TrainText | None]:
     """Provide the training tokens if the run reads its first epoch in shuffled blocks, which may be tokenized while it trains;
-    None otherwise. The first rank of each host, or of the hosts that see one folder, starts the process that tokenizes what is
+    None otherwise. The first rank of each host, or of all hosts that share a folder, starts the process that tokenizes what is
     missing, and ends it on exit. A collective of all ranks."""
     if not shuffles_in_blocks(recipe.data):
         yield None

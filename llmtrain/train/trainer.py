@@ -44,8 +44,8 @@ class Trainer:
         """Functions called after each step, with the number of this replica's step."""
 
     def fit(self) -> str:
-        """Train to the end ("done") or to a requested stop ("signal"), save a checkpoint, and return which it was. To continue a
-        run, call `load` first."""
+        """Train to the end or to a requested stop, save a checkpoint, and return "done" or "signal". To continue a run, call
+        `load` first."""
         state, recipe = self.state, self.recipe
         with self.metrics.open(state):  # metrics.jsonl, TensorBoard, progress bar
             if state.global_step == 0:
@@ -70,7 +70,7 @@ class Trainer:
                 self.finish()
             with (
                 self.method.period.paused()
-            ):  # writing is not a part of the round of seconds that a resumed run continues
+            ):  # a resumed run continues the round of seconds, to which writing does not belong
                 self.save()
             self._wait_for_checkpoint()
             self.method.end_threads()
@@ -97,8 +97,8 @@ class Trainer:
             call(state.step)
 
     def validate(self) -> None:
-        """Validate the replicas' mean, or the anchor if the method validates that, and log the loss and a text that the model
-        generates. The validation before the first step generates none. Each replica's own parameters stay as they were."""
+        """Validate the replicas' mean, or the anchor if the method validates the anchor. Log the loss and a text that the model
+        generates; the validation before the first step generates no text. Each replica's own parameters stay as they were."""
         if self.state.global_step != self.state.last_evaluated:
             self._wait_in_training_time()
             with_sample = self.state.global_step > 0
@@ -117,8 +117,9 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start a checkpoint of the global step, unless that step is saved already. If its log line is missing, log first: `metrics.wait`
-        then checks all steps, so that a run with a bad state ends before it is saved, and no interval has to be stored."""
+        """Start a checkpoint of the global step, unless that step is saved already. If the step has no log line, log first:
+        `metrics.wait` then checks all steps, so that a run with a bad state ends before that state is saved, and no partial
+        interval has to be stored."""
         if self.state.global_step != self.state.last_saved:
             if self.metrics.has_unlogged_steps:
                 self.metrics.log(self.state, self.lr.at(self.state.step))
@@ -134,8 +135,9 @@ class Trainer:
         self.metrics.run_log.io_errors.check()
 
     def _wait_in_training_time(self) -> None:
-        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count it. Otherwise, a
-        validation or a checkpoint, which do not count, would hide how late the slowest rank is, and messages would arrive meanwhile."""
+        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count this as training
+        time. Otherwise, a validation or a checkpoint, which do not count, would hide how late the slowest rank and the messages
+        are."""
         self.metrics.wait()
         if self.metrics.has_unlogged_steps:  # else the line was this step's, and all ranks have reached it
             self.metrics.wait_for_ranks(self.state)

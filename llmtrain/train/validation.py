@@ -45,7 +45,7 @@ class ValidationSet:
     bytes_per_token: float
     """UTF-8 bytes of the text divided by its tokens. NaN for a text with parts."""
     parts: Sequence[ValidationSet] = ()
-    """Texts of which this one consists, those of a mixture or of the sites. A text with parts has no batches of its own."""
+    """Parts of this text: the texts of a mixture or of the sites. A text with parts has no batches of its own."""
     share: float = 1.0
     """If this text is a part, the weight of its loss in the loss of the text to which it belongs."""
 
@@ -59,8 +59,9 @@ class ValidationSet:
         }
 
     def bits_per_byte(self, found: Validation) -> float:
-        """Return the bits per byte of the text; of a text with parts, the mean of theirs by the shares. The loss of all parts
-        divided by their bytes would depend on the tokenizer, which decides how many bytes a token of each part has."""
+        """Return the bits per byte of the text; for a text with parts, the mean of the parts' bits per byte, weighted by share.
+        The loss of all parts divided by their bytes would depend on the tokenizer, which decides how many bytes a token of each
+        part has."""
         if not self.parts:
             return found.loss / math.log(2) / self.bytes_per_token
         bits = (part.share * found.parts[part.name] / math.log(2) / part.bytes_per_token for part in self.parts)
@@ -83,7 +84,7 @@ def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
 def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
     """Set the engine's parameters, within this context, to `given`, a flat tensor for each block, or else to the mean over
     replicas. On exit, this replica's own parameters are restored bit for bit. A collective of all ranks."""
-    # The bytes of validation are not the method's traffic. They count with those of metrics.
+    # The bytes of validation are not the method's traffic. They count with the bytes of metrics.
     replica = mesh.replica_comms.with_own_traffic()
     # Copies from and to a GPU use pinned memory and run in the order of its stream, so that the host need not wait for them.
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
@@ -134,8 +135,8 @@ class Validator:
     def run(
         self, is_synchronized: bool, with_sample: bool, given: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[tuple[ValidationSet, Validation]], str | None]:
-        """Return the loss on each text, and a text that the model generates if that is asked for (`with_sample`) and
-        cheap, else None. A collective of all ranks.
+        """Return the loss on each text, and a text that the model generates if `with_sample` asks for it and it is cheap, else
+        None. A collective of all ranks.
 
         The validated parameters are `given`, a flat tensor for each block, or else the replicas' mean, which is not computed if
         replicas are equal (`is_synchronized`).

@@ -20,16 +20,16 @@ from llmtrain.train.run_dir import RunDirectory
 from llmtrain.waiting import announced
 
 WANDB_SECONDS, WANDB_SECONDS_FAILED = 60.0, 2.0
-"""Maximum seconds that the end of a run, and of one that has failed, waits for Weights & Biases. After a failure, the launcher kills
-ranks that take longer than its PATIENCE_SECONDS, and the error is printed after the wait."""
+"""Maximum seconds for which the end of a run waits for Weights & Biases, normally and after a failure. After a failure, the
+launcher kills ranks that take longer than its PATIENCE_SECONDS, and the error is printed only after the wait."""
 
 
 class WandbLogger(Logger):
     """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id,
     unless its folder was copied or renamed.
 
-    A thread makes all calls, because they may hang. The first error ends it: wandb's own process may be killed, and
-    metrics.jsonl has the lines, too.
+    A thread makes all calls, because they may hang. The first error ends the thread: wandb's own process may have been killed,
+    and metrics.jsonl has the lines, too.
     """
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, resumed_step: int, note: Callable[[str], None]):
@@ -113,8 +113,8 @@ class WandbLogger(Logger):
 
 
 def _id_of(file: Path, name: str, is_new: bool) -> str:
-    """Return the id that `file` keeps for the run `name`, or a new one. A copy of a run's folder under another name has another
-    run's id, whose lines would mix with its own. Earlier versions kept no name."""
+    """Return the id that `file` keeps for the run `name`, or a new one. A copy of a run's folder under another name has the id of
+    the original, and the lines of both would mix. Earlier versions stored no name."""
     run_id, _, owner = ("" if is_new or not file.exists() else file.read_text(encoding="utf-8").strip()).partition(" ")
     if not run_id or owner not in ("", name):
         run_id = uuid.uuid4().hex[:8]

@@ -4,7 +4,7 @@ Rule      at the end of round k, replica n sends D_k,n = anchor_k - theta_n and 
           before: m <- beta m + D_(k-1) / L, with every element of m limited to [-phi, phi]; anchor_(k+1) <- anchor_k - lr m;
           theta_n <- anchor_(k+1). L >= 1 is the staleness gap: the mean learning rate of round k-1
           over that of round k. The last mean is applied at the end of the run. With several fragments
-          (`sync.schedule.fragments`), each has such rounds for itself, which end in turn at even intervals.
+          (`sync.schedule.fragments`), each has its own such rounds, which end in turn at even intervals.
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, hidden behind the next round.
 Memory    anchor, momentum and the mean in flight: 12 bytes per parameter, sharded like the parameters (the paper's CO2*).
 Defaults  H = 48, beta = 0.5, lr = 1 and phi = 1 are the published code's, which does not clip by default. In units of

@@ -5,9 +5,9 @@ Rule      theta <- mean theta_n after every H local steps; v <- mean v_n, the se
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica for the parameters, and a third and a sixth of that for
           the moments: 1.5 times Local SGD's.
 Memory    no extra state: the mean replaces the parameters and the moments. Moments of three blocks are in flight at once.
-Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not at hand.
+Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not available to us.
 Differs   moments that are due are averaged at the end of a round, while training waits, and in master precision whatever the wire
-          and the schedule. A value whose second moment is 0 on a replica, such as those of a token that it has not met, gets a
+          and the schedule. A value whose second moment is 0 on a replica, such as those of a token that it has not seen, gets a
           first moment of 0 there: AdamW would divide the others' mean by its epsilon. With Muon, matrices have a first moment
           alone.
 """

@@ -11,7 +11,7 @@ Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the par
 Defaults  H = 128, warm-up 1000, outer lr 0.8 and momentum 0.85, phi = 10, alpha = 0.02, z = 3: the paper's, from memory and
           unverified. The published code's README has outer lr 0.7, momentum 0.8 and no clip.
 Differs   the norms of all blocks are gathered at the first block, not one by one; running statistics are bias-corrected
-          (the published code's are not); by default they are of norms per summed learning rate, lowered by
+          (the published code's are not); by default they describe norms per summed learning rate, lowered by
           sqrt(steps / usual steps) in a shorter round (by steps / usual steps if the schedule mixes the anchor with own
           parameters), and an excluded norm enters them at a bound, so that a lasting rise of up to 100 times is followed
           within 15 rounds (`statistics: paper` never lets one in, and stays locked in); the test starts after 10 rounds (120

@@ -2,7 +2,7 @@
 
 Rule      in every local step each replica draws independently: with probability p it computes no gradient, but
           theta_n <- theta_n - (lr eta / p)(theta_n - anchor); otherwise it takes an inner step at learning rate lr / (1 - p).
-          After H steps follows DiLoCo's outer step. The expectation of a step is lr times (inner step + eta (theta_n - anchor)).
+          DiLoCo's outer step follows after H steps. The expectation of a step is lr times (inner step + eta (theta_n - anchor)).
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica; pulls send nothing.
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  p = 0.2, eta = 1, H = 32 after 32 synchronous steps, momentum 0.9: from the published example; the paper's own are not

@@ -5,7 +5,7 @@ Rule      after every H steps of the inner optimizer, D = anchor - theta; b <- m
 Traffic   none with one replica.
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  H = 30, outer lr 0.7 and momentum 0.8: what the MuLoCo paper reports for DiLoCo with one worker.
-Differs   the paper's own settings were not at hand.
+Differs   the paper's own settings were not available to us.
 """
 
 PAPER = "arXiv 2510.15830"

@@ -1,1 +1,1 @@
-"""Synchronization in a training loop of the user's own (docs/library.md). `LocalUpdates` is all of its interface."""
+"""Synchronization in a user's own training loop (docs/library.md). `LocalUpdates` is its complete interface."""

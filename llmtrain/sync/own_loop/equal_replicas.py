@@ -15,7 +15,7 @@ from llmtrain.parallel.comms import Comms
 from llmtrain.sync.own_loop.module_replica import ModuleReplica
 
 LISTED = 4
-"""Number of ranks that a message names at most."""
+"""Maximum number of ranks that a message names."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class LoopStart:
 
 def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, start: LoopStart) -> str | None:
     """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
-    they must be equal. Return a warning if the optimizers differ without need, or None. A collective of all ranks."""
+    they must be equal. Return a warning if the optimizers differ where they need not be equal, or None. A collective of all
+    ranks."""
     row = (start.steps, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
     row = (_rank(), *row, start.is_synchronized, start.averages_gradients)
     found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
@@ -80,11 +81,11 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
 
 
 def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
-    """Raise TrainingError, on all of them, if replicas have taken different numbers of steps. Return whether they have the same
+    """Raise TrainingError, on all replicas, if they have taken different numbers of steps. Return whether they have the same
     `note`. A collective of the replica group.
 
-    It comes before all other messages of a step or of the end, and all these comparisons have the same shape. So ranks that are not at
-    the same place meet here, and not in collectives of different kinds, in which gloo may end the process."""
+    This comparison comes before all other messages of a step or of the end, and always has the same shape. Ranks at different
+    points of the loop therefore meet here, and not in collectives of different kinds, in which gloo may end the process."""
     row = torch.tensor((_rank(), steps, note), device=replicas.device)
     ranks, taken, notes = replicas.all_gather(row, "comparing the ranks' steps").cpu().unbind(-1)
     if (taken != taken[0]).any():
@@ -94,8 +95,8 @@ def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
 
 
 def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, elsewhere: Set[nn.Parameter]) -> None:
-    """Raise TrainingError, on every rank, if replicas differ after the last synchronization, also in parameters that this loop does
-    not synchronize, except those in `elsewhere`, which open loops do. A collective of all ranks."""
+    """Raise TrainingError, on every rank, if replicas differ after the last synchronization, also in parameters that this loop
+    does not synchronize, except those in `elsewhere`, which other open loops synchronize. A collective of all ranks."""
     of_rest = _gather(
         replicas, shards, replica.fingerprint_without(elsewhere), "comparing the module's other parameters"
     )

@@ -1,4 +1,4 @@
-"""Means of gradients over the replicas, in the synchronous steps of a loop of the user's own."""
+"""Means of gradients over the replicas, in the synchronous steps of a user's own loop."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BUCKET_BYTES = 25 * 2**20
 def average_gradients(
     replicas: Comms, parameters: Sequence[nn.Parameter], steps: int, wire: AnyFormat | None = None
 ) -> None:
-    """Replace each gradient with its mean over the replicas, before optimizer step `steps`. A replica that has not used a parameter,
-    and so has no gradient for it, counts as 0. A collective of the replica group; the parameters must have the same order on all
-    ranks.
+    """Replace each gradient with its mean over the replicas, before optimizer step `steps`. A replica that has not used a
+    parameter, and so has no gradient for it, contributes 0. A collective of the replica group; the parameters must have the same
+    order on all ranks.
 
     Raises TrainingError if replicas have taken different numbers of steps, and RecipeError for sparse gradients."""
     if replicas.size == 1:

@@ -80,10 +80,10 @@ class LocalUpdates:
         `period={"every": 50}` or `wire="int8"`.
 
         `replicas` is the process group of the ranks with the same shard, one per replica (default: all ranks, for unsharded
-        replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules
-        that are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow
-        the learning rate need `lr`, and warn once if the optimizer has another rate. The wait-avoiding schedule needs `store`.
-        Its waits end after `timeout_seconds`; those of the groups end after their own timeouts. Raises RecipeError for choices
+        replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules that
+        are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow the
+        learning rate need `lr`, and warn once if the optimizer has another rate. The wait-avoiding schedule needs `store`. Its
+        waits end after `timeout_seconds`; waits in the groups end after the groups' own timeouts. Raises RecipeError for choices
         that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
         check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
@@ -122,7 +122,7 @@ class LocalUpdates:
             timeout_seconds=timeout_seconds,
         )
         if self.sync.schedule.syncs_in_forward:
-            # It runs before the hook of the schedule, whose messages need replicas that have begun alike.
+            # This hook runs before the schedule's, whose messages need replicas that have begun alike.
             self.replica.register_block_hook(lambda index: self._begin())
         self.steps_done = 0
         """Optimizer steps so far."""
@@ -146,8 +146,8 @@ class LocalUpdates:
 
     def finish(self) -> None:
         """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal, and a further step of the
-        optimizer is refused until `close` or a new `LocalUpdates`. Calls after a complete one do nothing. Raises TrainingError, on
-        every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
+        optimizer is refused until `close` or a new `LocalUpdates`. Once it has completed, further calls do nothing. Raises
+        TrainingError, on every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
         if self._is_finished:
             return
         check_equal_steps(self._replicas, self.steps_done)
@@ -251,7 +251,7 @@ class LocalUpdates:
             self._warn(text)
         if self.steps_done & (self.steps_done - 1) == 0 and needs_equal_rates(
             self.sync
-        ):  # at steps 1, 2, 4, 8, ...: it costs a message
+        ):  # only at steps 1, 2, 4, 8, ..., because it costs a message
             check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
             plan = self._method.begin_step(self.steps_done, rate)
@@ -266,8 +266,8 @@ class LocalUpdates:
                 average_gradients(self._replicas, self.replica.parameters, self.steps_done, self._gradient_wire)
 
     def _begin(self) -> None:
-        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing but before the first step
-        after the construction or `load_state_dict`."""
+        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing except before the first
+        step after construction or `load_state_dict`."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -287,7 +287,7 @@ class LocalUpdates:
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         if self._method.period.ends_round(self.steps_done):
             self.replica.check_storage()
-            if self.sync.schedule.syncs_all_blocks:  # others would wait here for messages that overlap with training
+            if self.sync.schedule.syncs_all_blocks:  # other schedules would wait here for messages in flight
                 check_equal_steps(self._replicas, self.steps_done)
         with torch.no_grad():
             self._method.end_step(self.steps_done)
@@ -311,8 +311,8 @@ class LocalUpdates:
 
 @atexit.register
 def warn_of_unfinished() -> None:
-    """At the end of a process that has not failed, warn of loops that were not finished."""
-    if hasattr(sys, "last_value"):  # of the error that has ended it
+    """Warn of loops that were not finished, at the end of a process that has not failed."""
+    if hasattr(sys, "last_value"):  # set if an error has ended the process
         return
     for loop in list(_LOOPS_OPEN):
         if loop.steps_done and not loop.is_synchronized:
@@ -327,7 +327,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
 
 
 class _Choices(Section):
-    """A recipe's `sync` section in its place, for messages with whole keys."""
+    """Recipe with a `sync` section only, so that messages name complete keys."""
 
     sync: SyncSection
 

@@ -27,7 +27,7 @@ def check_types(
     lr: LRSchedule | None,
     timeout_seconds: float,
 ) -> None:
-    """Raise RecipeError for an argument of another kind than its parameter says."""
+    """Raise RecipeError for an argument that is not of its parameter's kind."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise RecipeError(f"LocalUpdates({given}, ...) takes the module, then its torch.optim.Optimizer")
@@ -124,7 +124,7 @@ def follows_rates(sync: SyncSection) -> bool:
 
 def find_other_rate(rates: LRSchedule, step: int, optimizer: torch.optim.Optimizer) -> str | None:
     """Return a message if no parameter group of the optimizer has the schedule's learning rate in this step, or None. In the
-    schedule's warm-up, which no round follows, any rate is right."""
+    schedule's warm-up, on which no round depends, any rate is right."""
     if step <= rates.warmup_steps:
         return None
     groups = optimizer.param_groups
@@ -137,7 +137,7 @@ def find_other_rate(rates: LRSchedule, step: int, optimizer: torch.optim.Optimiz
 
 
 def needs_equal_rates(sync: SyncSection) -> bool:
-    """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own."""
+    """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own rate."""
     follows_rates = getattr(sync.outer, "normalize", "none") != "none" or getattr(sync.schedule, "gap_penalty", False)
     return follows_rates and not sync.schedule.syncs_all_blocks
 
@@ -156,8 +156,8 @@ def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:
 
 
 def check_current_device(device: torch.device) -> None:
-    """Raise RecipeError if a replica is on another GPU than the one that this process uses by default, which NCCL and CUDA's
-    streams and events would then use."""
+    """Raise RecipeError if a replica is on another GPU than this process's default one, which NCCL and CUDA's streams and events
+    would use instead."""
     if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
         raise RecipeError(
             f"the parameters are on {device}, but this process's current device is cuda:{current}; call "

@@ -1,4 +1,4 @@
-"""A module and its optimizer as a replica: blocks for synchronization, and what cannot be one."""
+"""A module and its optimizer as a replica: its blocks for synchronization, and checks that it can be one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ModuleReplica(Replica):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
-        """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not of the module, or if the
-        parameters are on several devices."""
+        """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not a part of the module, or
+        if the parameters are on several devices."""
         layers = list(layers)
         names = {parameter: name for name, parameter in model.named_parameters()}
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -74,7 +74,7 @@ class ModuleReplica(Replica):
             )
 
     def check_storage(self) -> None:
-        """Raise RecipeError if a parameter has other memory than at construction, for example after `model.to`."""
+        """Raise RecipeError if a parameter's memory has changed since construction, for example after `model.to`."""
         for block, unit in zip(self.blocks, self._units, strict=True):
             for parameter, shard in zip(unit, block.shards, strict=True):
                 if local(parameter.detach()).data_ptr() != shard.data_ptr():
@@ -114,8 +114,8 @@ class ModuleReplica(Replica):
             self._handles.pop().remove()
 
     def parameters_changed(self, block: Block) -> None:
-        """Release what FSDP2 has gathered before the change. After a forward without backward, it keeps the root's parameters, which
-        may be those of any block."""
+        """Release what FSDP2 has gathered before the change. After a forward without backward, FSDP2 keeps the root's parameters,
+        which may be those of any block."""
         release_gathered(self._model)
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:

@@ -52,7 +52,7 @@ class EditPenalty(Reduction):
         self.excluded = torch.where(anomalous, self.excluded + 1, 0)
         self._update(scaled_norms, steps, anomalous)
         weights = self._weights(norms, anomalous)
-        # At the end of a run that only undoes the mixing of fragments, no replica has taken a step.
+        # If the end of a run only undoes the mixing of fragments, no replica has taken a step.
         if self.section.step_weight > 0 and steps.any():
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
@@ -95,10 +95,10 @@ class EditPenalty(Reduction):
         return warnings
 
     def _shortness(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return, for each block [replicas, blocks], the factor of a norm per summed learning rate that was measured after fewer
-        steps than usual: sqrt(steps / their running mean), at most 1. Steps in changing directions cancel each other in a
-        longer round, so that the norm grows with the square root of their number at least, and not in proportion. With mixing,
-        steps / their running mean: what mixing leaves is as long after few steps as after many."""
+        """Return the factors [replicas, blocks] by which norms per summed learning rate are multiplied if they were measured
+        after fewer steps than usual: sqrt(steps / their running mean), at most 1. In a longer round, steps in changing directions
+        cancel each other, so that the norm grows at least with the square root of their number, but not in proportion to it. With
+        mixing, the factor is steps / their running mean, because what mixing leaves is as long after few steps as after many."""
         usual = self.steps.mean
         ratio = torch.where(usual > 0, steps[:, None] / usual, 1.0).clamp(max=1)
         return ratio if self.is_mixed else ratio.sqrt()
@@ -134,9 +134,9 @@ class EditPenalty(Reduction):
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
     def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
-        """Return the clip for each block whose mean may be longer than it, and infinity for the other blocks, whose means need
-        no norm. An unrounded mean is at most as long as the weighted mean of the replicas' norms [replicas, blocks]. In most
-        rounds, this saves computing its norm, a collective."""
+        """Return the clip for each block whose mean may be longer than it, and infinity for the other blocks, whose means need no
+        norm. An unrounded mean is at most as long as the weighted mean of the replicas' norms [replicas, blocks]. In most rounds,
+        this bound saves computing the mean's norm, a collective."""
         longest, clip = (weights * norms.masked_fill(anomalous, 0.0)).sum(0), self.section.clip
         if clip is None:
             return torch.full_like(longest, math.inf)

@@ -16,8 +16,8 @@ import torch
 from llmtrain.sync.local_steps import LocalSteps
 
 STATE_KEY = "penalty"
-"""Key of a reduction's state in the state of a schedule. It stays, because checkpoints have it, from a time when EDiT's penalty was
-the only reduction."""
+"""Key of a reduction's state in the state of a schedule. It is from a time when EDiT's penalty was the only reduction, and stays
+because checkpoints contain it."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class TokenWeighted(Reduction):
 
     def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
         work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in rounds], dtype=torch.float64)
-        if not work.any():  # at the end of a run that only undoes the mixing of fragments
+        if not work.any():  # if the end of a run only undoes the mixing of fragments
             work = torch.ones_like(work)
         relative = work / work.max()  # 1, exactly, for equal work
         weights = (relative / relative.sum())[:, None].repeat(1, len(blocks))
@@ -33,7 +33,7 @@ class Radial(Reduction):
 
     The mean of N directions is lengthened by a factor of at most N. N orthogonal directions need a factor of sqrt(N). If
     directions cancel each other, their mean consists of rounding errors, which a larger factor would amplify. The paper was not
-    at hand. It is inferred that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
+    available to us. We infer that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
     """
 
     def __init__(self, replicas: int):

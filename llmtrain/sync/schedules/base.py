@@ -20,7 +20,8 @@ from llmtrain.sync.reductions.reduction import Reduction
 class Schedule(ABC):
     """Order in which a synchronization is carried out, relative to training.
 
-    The method calls `begin_step` and `end_step` in local steps only. It passes in the period's decision when a round ends.
+    The method calls `begin_step` and `end_step` in local steps only. The method passes in the period's decision on when a round
+    ends.
     """
 
     staleness = 0
@@ -34,8 +35,8 @@ class Schedule(ABC):
         """Prepare a local step, before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. If the section says `syncs_in_forward`, called in every
-        training forward, also in synchronous steps, and otherwise never."""
+        """Carry out the work that is due before block `index` is gathered. Called in every training forward, also in synchronous
+        steps, if the section says `syncs_in_forward`; otherwise never."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
@@ -43,13 +44,13 @@ class Schedule(ABC):
         advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
 
     def forget_tokens(self) -> None:
-        """Count the tokens of the round from 0 again, because a rollback has undone its steps. They still count as steps."""
+        """Count the tokens of the round from 0 again, because a rollback has undone its steps. The steps still count."""
 
     def flush(self) -> None:
         """Carry out the work left to the next forward. Called before the parameters change without a forward."""
 
     def wait_for_messages(self) -> None:
-        """Wait for the messages in flight, which are used in their own time, as without this call. A collective of all ranks."""
+        """Wait for the messages in flight, which are used at the same steps as without this call. A collective of all ranks."""
 
     @abstractmethod
     def finish(self) -> None:

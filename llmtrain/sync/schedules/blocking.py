@@ -164,7 +164,7 @@ class BlockingSchedule(Schedule):
 
     def _end_synchronization(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
-        # Training stands still until the device is done. In a forward, it continues.
+        # Training waits until the device is done, except in a forward, where it continues.
         if not self.section.syncs_in_forward:
             self.block_sync.wait_for_device()
         self._closed_at = own_time()

@@ -11,9 +11,9 @@ from llmtrain.sync.schedules.fragments import FragmentSchedule
 
 
 class DelayedSchedule(FragmentSchedule):
-    """Delayed synchronization of fragments. At a fragment's turn (with one fragment, at the end of a round), every replica
-    sends the fragment's pseudo-gradient, takes the outer step with the mean of those sent one turn earlier, and continues
-    from the new anchor.
+    """Delayed synchronization of fragments. At a fragment's turn (with one fragment, at the end of a round), every replica sends
+    the fragment's pseudo-gradient, takes the outer step with the mean of the pseudo-gradients sent one turn earlier, and
+    continues from the new anchor.
 
     If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
     seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were

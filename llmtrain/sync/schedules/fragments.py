@@ -134,7 +134,7 @@ class FragmentSchedule(Schedule):
         return [merged.get(index) for index in self.block_sync.blocks]
 
     def _fragments_due(self, step: int, ends_round: bool) -> list[int]:
-        """Return the fragments whose turn is at the end of `step`. That of the last fragment is the end of the round."""
+        """Return the fragments whose turn is at the end of `step`. The turn of the last fragment is the end of the round."""
         place, length = self.period.step_in_round(step), self.period.round_length(step)
         parts = len(self.fragments)
         within = [p for p in range(parts - 1) if place == math.ceil((p + 1) * length / parts)]

@@ -68,8 +68,8 @@ class GroupAverager:
     """Background thread that sums messages over the group `group_of(iteration)`.
 
     The thread skips iterations for which `is_global` is true. In these, the training threads average over all replicas, and
-    afterwards no replica contributes an older message. The iteration from which a message is, is its version. In a replica
-    with several ranks, the first rank chooses the version that all of them contribute, and sends its number over
+    afterwards no replica contributes an older message. A message's version is the iteration in which it was published. In a
+    replica with several ranks, the first rank chooses the version that all of them contribute, and sends its number over
     `shard_comms`.
     """
 
@@ -188,7 +188,8 @@ class GroupAverager:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:
                 return
-            # First this, so that a replica that is never late keeps two models in CPU memory, as planned, and not three.
+            # Drop older messages first, so that a replica that is never late keeps two models in CPU memory, as planned, and not
+            # three.
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
             message = [copy_of(part, part) for part in self._posted[version]]
         group = self.group_of(iteration)

@@ -1,8 +1,9 @@
 """Group averages of replicas in one process, at the times of their virtual clocks (WAGMA, arXiv 2005.00124).
 
-Who is late follows from the durations of steps, which all replicas know. So which message is contributed to which average is known
-in advance, and a replica that has the turn may run ahead of others or behind them: it waits until the messages are there. The
-results are those of `GroupAverager`'s threads if steps took exactly these times and messages none.
+Which replica is late follows from the durations of steps, which all replicas know. It is therefore known in advance which message
+is contributed to which average. A replica that has the turn may run ahead of others or behind them, because it waits until the
+messages are there. The results are those of `GroupAverager`'s threads if steps took exactly these times and messages took no
+time.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class SharedAverages:
         self._run_all_due()
 
     def publish(self, replica: int, iteration: int, message: Payloads) -> None:
-        """Add a replica's message, and run what only waited for it."""
+        """Add a replica's message, and run the iterations that waited only for it."""
         self.posted[replica][iteration] = message
         self._run_all_due()
 
     def collect(self, replica: int, iteration: int) -> tuple[Payloads, int]:
-        """Return (a copy of the group's sum, iteration of the replica's message in it). Let others run until it is there. As
-        messages from a GPU are in pinned memory, the copy is, too, so that the host need not wait when it comes to the GPU."""
+        """Return (a copy of the group's sum, iteration of the replica's message in it). Let other replicas run until the sum is
+        there. Messages from a GPU are in pinned memory, so the copy is, too, and the host need not wait for its way to the
+        GPU."""
         key = (iteration, replica)
         self.turns.wait_for(lambda: key in self.sums, lambda: f"the group's sum of iteration {iteration}")
         total, version = self.sums.pop(key)
@@ -94,7 +96,8 @@ class SharedAverages:
         self._schedule(common + 1)
 
     def _schedule(self, iteration: int) -> None:
-        """Set the next iteration. It starts when the first replica arrives at it; what others have published until then counts."""
+        """Set the next iteration. It starts when the first replica arrives at it; what other replicas have published by then
+        counts."""
         self._iteration = iteration
         for replica, arrivals in enumerate(self._arrivals):
             arrivals.append((iteration, arrivals[-1][1] + self.seconds_of(replica, iteration)))

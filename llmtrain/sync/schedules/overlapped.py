@@ -42,7 +42,7 @@ class OverlappedSchedule(FragmentSchedule):
                     else:
                         self._take_message(fragment).apply()
                 elif self._is_mixed:
-                    # Nothing was trained since its turn: another outer step would be of the mixing, and of momentum alone.
+                    # Nothing was trained since its turn, so another outer step would consist of the mixing and of momentum alone.
                     self.block_sync.reset_to_anchor(self.fragments[fragment])
             if has_short_round:
                 self.block_sync.complete_round()

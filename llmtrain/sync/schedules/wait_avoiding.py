@@ -43,8 +43,8 @@ class WaitAvoidingSchedule(Schedule):
     def begin_step(self) -> None:
         """Start the thread before the first local step, so that other replicas need not wait until this step ends.
 
-        The thread starts with the newest message of the checkpoint or, without one, with the current pseudo-gradient. That is
-        zero, unless a single replica began the round, which has no thread and stores no message.
+        The thread starts with the newest message of the checkpoint or, without one, with the current pseudo-gradient. This
+        pseudo-gradient is zero, unless the round was begun by a single replica, which has no thread and stores no message.
         """
         if self.worker is not None and not self.worker.is_running:
             newest, message = self._resumed or (self._iteration - 1, self._message())
@@ -152,8 +152,8 @@ class WaitAvoidingSchedule(Schedule):
 
 
 def _averager(size: int, parts: ScheduleParts) -> GroupAverager | MemoryAverager:
-    """Return what averages in groups of `size` for late replicas: a thread and process groups or, in one process, what they
-    share."""
+    """Return the averager that takes part in groups of `size` for late replicas: a thread with process groups or, in one process,
+    an object that they share."""
     replica = parts.block_sync.replica_comms
     last_length = parts.period.round_length(parts.total_steps + 1)  # of the rounds beyond `total_steps`
 
@@ -177,7 +177,7 @@ def _memory_averager(
     replica = parts.block_sync.replica_comms
 
     def seconds_of(number: int, iteration: int) -> float:
-        # A checkpoint that is loaded later may change the warm-up.
+        # The warm-up is read here, because a checkpoint that is loaded later may change it.
         return replica.clock.seconds_of(number, parts.period.warmup + 1 + iteration)
 
     own = SharedAverages(replica.turns, groups_at, is_global, seconds_of, parts.block_sync.wire)
