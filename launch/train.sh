@@ -3,8 +3,8 @@
 # Two programs in one file. Read by bash, as in
 #     bash launch/train.sh recipes/quickstart.yaml run.name=mine
 # it starts torchrun with one process per GPU (on a CPU: as many as the recipe's mesh needs; NPROC_PER_NODE overrides
-# both). On several nodes start it once on each: with NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, else 29400), or
-# by srun --ntasks-per-node=1, which needs none of them. Read by Python, as DeepSpeed's launcher does in
+# both). On several nodes, start it once on each, with NNODES, NODE_RANK and MASTER_ADDR (and MASTER_PORT, else 29400), or
+# by srun --ntasks-per-node=1, which needs none of these. Read by Python, as DeepSpeed's launcher does in
 #     deepspeed launch/train.sh recipes/edit_1b.yaml
 # it is one rank, and this part is a string.
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)

@@ -2,14 +2,14 @@
 # Join hosts by an encrypted network (WireGuard), in which every host reaches every other one:
 #     bash launch/tunnel.sh up root@203.0.113.10 root@198.51.100.20          # from any machine that reaches them by ssh
 #     bash launch/tunnel.sh down root@203.0.113.10 root@198.51.100.20
-# The first host gets the address 10.98.0.1, the second 10.98.0.2, and so on; `up` prints how to start a run on them. Each
+# The first host gets the address 10.98.0.1, the second 10.98.0.2, and so on; `up` prints how to start a run on them. Each host
 # needs WireGuard (Debian and Ubuntu: apt install wireguard-tools, and wireguard-go if the kernel has no WireGuard), root by
 # ssh or sudo without a password, and its UDP port 51820 open to the others. user@HOST=ADDRESS gives the address at which the
-# other hosts reach a host, if it is not HOST. With an empty address (user@HOST=), the other hosts do not try to reach the host
-# and wait for its packets, as they must if it is behind NAT. Private keys are made on the hosts and never leave them. The
+# other hosts reach a host, if this is not HOST. With an empty address (user@HOST=), the other hosts do not try to reach the host
+# but wait for its packets, as they must if it is behind NAT. Private keys are created on the hosts and never leave them. The
 # network stays until `down` or a reboot.
 # Variables: TUNNEL_NET (10.98.0), TUNNEL_PORT (51820), TUNNEL_WAIT (20 seconds for the hosts to hear from each other) and
-# TUNNEL_MTU (1380 bytes per packet; by itself WireGuard would take the host's own, up to 8921, which the internet drops).
+# TUNNEL_MTU (1380 bytes per packet; WireGuard's default follows the host's MTU, up to 8921, and the internet drops such packets).
 set -euo pipefail
 
 net=${TUNNEL_NET:-10.98.0} port=${TUNNEL_PORT:-51820} mtu=${TUNNEL_MTU:-1380} wait_seconds=${TUNNEL_WAIT:-20}
@@ -24,10 +24,10 @@ fi
 
 hosts=("$@")
 
-# Quote a text for any shell: printf %q may write $'...', which dash and fish do not read.
+# Quote a text for any shell: printf %q may write $'...', which dash and fish do not understand.
 quote() { printf "'%s'" "$(sed "s/'/'\\\\''/g" <<< "$1")"; }
 
-# Run the bash script $2 on the host $1 as root. Further words are the script's arguments, from its $1 on, and it reads this
+# Run the bash script $2 on the host $1 as root. Further words are the script's arguments, from its $1 on. The script reads this
 # function's standard input.
 on() {
   local host=${1%%=*} program=$2
@@ -59,7 +59,7 @@ stop_network() {
   on "$1" 'wg-quick down "$1" > /dev/null 2>&1; rm -f "/etc/wireguard/$1.conf" "/etc/wireguard/$1.key"' "$card" < /dev/null
 }
 
-# Wait until a host has heard from all peers, for at most $wait_seconds. Print the numbers of those from which it has not.
+# Wait until a host has heard from all peers, for at most $wait_seconds. Print the numbers of the peers from which it has not.
 unheard() {
   on "$1" '
     for _ in $(seq "$2"); do
