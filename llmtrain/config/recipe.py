@@ -340,7 +340,7 @@ class SuiteSection(Section):
 
 
 class EvalSection(Section):
-    """Validation of the mean of the replicas. It works on a copy and never changes the run."""
+    """Validation of the mean of the replicas (with `gpa`, of the anchor). It works on a copy and never changes the run."""
 
     every: Count | None = 1000
     """Steps between validations; `null`: only after the last step."""

@@ -28,8 +28,8 @@ class TimedPeriod(Period):
     The next exchange comes earlier than `section.every` if, at the present pace, the run would complete its steps before it.
     Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the others.
     The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica beyond
-    `total_steps`. A round also ends once `stop_seen()` is true on a rank, that is, once that rank knows that a stop was
-    requested.
+    `total_steps`. Replicas also exchange their counts at once when `stop_seen()` is true on a rank, that is, when that
+    rank knows that a stop was requested.
     """
 
     def __init__(

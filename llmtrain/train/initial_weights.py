@@ -37,7 +37,6 @@ from llmtrain.train.stored_weights import StoredWeights, validated_weights
 
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"
-"""Manifest that `export` writes into its folder: the files with their digests."""
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 """Suffixes of the names of masks and frequencies, which old files store although they follow from the config."""
 

@@ -66,9 +66,9 @@ RESUMABLE_KEYS = (
     "parallel.loss_kernel",
     "sync.offload",
 )
-"""Keys that may differ when a run is continued. They change nothing in training but the order of additions, except three that
-have their own rules: the number of replicas (`reshard`), the replicas' texts (`_other_sites`) and the run's length
-(`run_length`)."""
+"""Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with four exceptions: the
+virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_other_sites`) and the run's length
+(`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length does: those that determine the learning rate together with the length, and those that
 `sync.outer: auto` derives from the length."""

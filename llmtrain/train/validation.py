@@ -17,7 +17,8 @@ from llmtrain.train.loggers import Console
 from llmtrain.train.sample import Sampler
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs (input_ids, labels), each [micro_batch, T]: this rank's part, with the same number of pairs on every rank."""
+"""Pairs (input_ids, labels), each [micro_batch, T]: this rank's part, with the same number of pairs on every rank unless each site
+has a text of its own."""
 
 
 @dataclass(frozen=True)
