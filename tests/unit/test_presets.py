@@ -86,7 +86,7 @@ VALUES: dict[str, dict[str, Any]] = {
         **steps(48),
         "outer.kind": "momentum",
         "outer.lr": 1.0,
-        "outer.momentum": 0.5,  # beta
+        "outer.momentum": 0.2,  # beta
         "outer.clip": 1.0,  # phi
         "outer.normalize": "none",
         "reduction.kind": "mean",

@@ -6,6 +6,8 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica for the 
           the moments: 1.5 times Local SGD's.
 Memory    no extra state: the mean replaces the parameters and the moments. Moments of three blocks are in flight at once.
 Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not available to us.
+          With betas of 0.9 and 0.95, 3 and 19 % of a mean moment are left after these 32 steps, so that averages of moments
+          have little effect; with slower betas or shorter rounds, they have more.
 Differs   moments that are due are averaged at the end of a round, while training waits, and in master precision whatever the wire
           and the schedule. A value whose second moment is 0 on a replica, such as those of a token that it has not seen, gets a
           first moment of 0 there: AdamW would divide the others' mean by its epsilon. With Muon, matrices have a first moment
@@ -13,7 +15,7 @@ Differs   moments that are due are averaged at the end of a round, while trainin
 """
 
 PAPER = "arXiv 2505.22549"
-CHOOSE_WHEN = "AdamW's moments diverge in long rounds"
+CHOOSE_WHEN = "AdamW's moments outlast a round"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 32},

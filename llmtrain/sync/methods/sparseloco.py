@@ -7,7 +7,8 @@ Traffic   per round, (N-1) x 120/4096 bytes x parameters from each replica: ever
           1.5 % of a round in fp32, with N = 16 6 %.
 Memory    anchor and what was not sent: 8 bytes per parameter, sharded like the parameters; the anchor in CPU memory with
           `sync.offload`.
-Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M parameters and 8 workers.
+Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M parameters and 8 workers. Its H
+          goes up to 250; the longer the round, the more values it keeps.
 Differs   chunks are of consecutive values of a rank's part of a block (in the paper, of 64 x 64 values of a matrix), the two
           magnitudes of a chunk are the means of the larger and smaller half of what it sends, and each takes 4 bytes
           (`llmtrain/parallel/sparse_format.py`). Unsent values are kept times 1/N, which changes nothing. The published code
