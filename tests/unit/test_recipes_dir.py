@@ -48,6 +48,7 @@ COMPARED = [
     *((method, model) for model in GPT_NEO for method in METHODS),
     *((method, "1b") for method in ON_1B),
     *((method, "350m") for method in ("synchronous", "edit", "qsr")),
+    *(("streaming_diloco", model) for model in ("350m", "3b", "7b")),
     *((method, model) for model in PAIRS for method in ("synchronous", "edit")),
 ]
 """(method, model) of the recipes that are comparisons of methods: `<method>_<model>.yaml`."""
