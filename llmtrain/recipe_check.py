@@ -373,7 +373,8 @@ def _check_model_keys(section: ModelSection) -> None:
 
 def _check_heads(section: ModelSection, config: PretrainedConfig) -> None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if hidden and heads and "head_dim" not in section.config and hidden % heads:
+    # Heads of some kinds of models, such as Qwen3, have a size of their own.
+    if hidden and heads and hidden % heads and getattr(config, "head_dim", None) in (None, hidden // heads):
         raise RecipeError(
             f"model.config: hidden_size {hidden} is not divisible by {heads} attention heads; change one of them"
         )

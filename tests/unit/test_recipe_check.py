@@ -34,6 +34,17 @@ def test_a_model_has_as_many_fragments_as_blocks_at_most(tmp_path: Path, is_tied
         check(load_recipe(path, [*choices, f"sync.schedule.fragments={blocks + 1}"]), None)
 
 
+def test_heads_of_some_models_have_a_size_of_their_own(tmp_path: Path) -> None:
+    heads = (
+        "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 6, num_key_value_heads: 6"
+    )
+    path = written(tmp_path, RECIPE)
+    short = "sync.warmup_steps=0"
+    check(load_recipe(path, [short, f"model={{type: qwen3, config: {{{heads}}}}}"]), None)
+    with pytest.raises(RecipeError, match="hidden_size 64 is not divisible by 6 attention heads"):
+        check(load_recipe(path, [short, f"model={{type: llama, config: {{{heads}}}}}"]), None)
+
+
 def test_deepspeeds_own_keys_are_passed_on_unless_one_of_ours_says_the_same(tmp_path: Path) -> None:
     path, zero = written(tmp_path, RECIPE), ["parallel.engine=zero", "sync.warmup_steps=0"]
     check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {overlap_comm: true}}"]), None)
