@@ -41,7 +41,7 @@ def test_heads_of_some_models_have_a_size_of_their_own(tmp_path: Path) -> None:
     path = written(tmp_path, RECIPE)
     short = "sync.warmup_steps=0"
     check(load_recipe(path, [short, f"model={{type: qwen3, config: {{{heads}}}}}"]), None)
-    with pytest.raises(ModelError, match="hidden size .64. is not a multiple of the number of attention heads"):
+    with pytest.raises(ModelError, match="is not a multiple of the number of attention heads"):
         check(load_recipe(path, [short, f"model={{type: llama, config: {{{heads}}}}}"]), None)
 
 
