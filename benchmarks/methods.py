@@ -60,7 +60,7 @@ PLOT = "validation_loss.png"
 NOTES = f"""\
 `recipes/<method>_gpt_neo_8m.yaml` with each method, 4 replicas of one process each, and for all of them: a vocabulary
 of 4096 (with which 2.1 M of the 8 M parameters are left), sequences of 128 tokens, 32 of them in a step, the learning
-rate of the recipes after 30 steps of warm-up. {WARMUP} synchronous steps, then
+rate of the synchronous recipe after 30 steps of warm-up. {WARMUP} synchronous steps, then
 rounds of {EVERY}, where a method has such; of QSR's rounds the shortest has {SHORTEST} (alpha = half the peak learning
 rate x sqrt({SHORTEST})), WAGMA averages globally every {GLOBAL_EVERY} steps, and post-local SGD is synchronous until the
 learning rate has fallen to half its peak. PALSGD's steps that pull read nothing; it makes as many more. SNOO and
@@ -85,7 +85,9 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     sync = recipe.sync
     if sync.period.kind == "every_step":
         return []
-    changes = [] if sync.warmup_until_lr is not None else [f"sync.warmup_steps={WARMUP}"]
+    # The recipes of MuLoCo and GPA have learning rates of their own.
+    changes = [f"optim.lr={load_recipe(ROOT / recipe_of('synchronous'), common).optim.lr:g}"]
+    changes += [] if sync.warmup_until_lr is not None else [f"sync.warmup_steps={WARMUP}"]
     if sync.period.kind == "qsr":
         alpha = recipe.optim.lr / 2 * math.sqrt(SHORTEST)
         return [*changes, f"sync.period.base={SHORTEST}", f"sync.period.alpha={alpha:.4g}"]

@@ -260,7 +260,7 @@ def _step_of_result(path: Path) -> int:
     """Return the step of an export, or of the latest checkpoint whose evaluation is in a file; 0 if there is none."""
     if named := STEP_NAME.match(path.name):
         return int(named[1])
-    with suppress(OSError, ValueError, LookupError, TypeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return max(int(each["checkpoint_step"]) for each in content.get("checkpoints", [content]))
     return 0
