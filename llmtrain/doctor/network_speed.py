@@ -295,10 +295,15 @@ def round_trip_ms(links: Sequence[Link]) -> float:
     return max((link.milliseconds for link in links if not link.error), default=0.0)
 
 
+def starts_slowly() -> bool:
+    """Return whether this host's TCP starts slowly after every pause, as Linux does by default."""
+    return SLOW_START.exists() and SLOW_START.read_text(encoding="utf-8").strip() != "0"
+
+
 def slow_start(links: Sequence[Link]) -> list[Finding]:
-    """Return a warning if hosts are far apart and this one's TCP starts slowly after every pause, as Linux does by default."""
+    """Return a warning if hosts are far apart and this one's TCP starts slowly after every pause."""
     longest = round_trip_ms(links)
-    if longest < 1000 * FAR_SECONDS or not SLOW_START.exists() or SLOW_START.read_text(encoding="utf-8").strip() == "0":
+    if longest < 1000 * FAR_SECONDS or not starts_slowly():
         return []
     return [
         warning(

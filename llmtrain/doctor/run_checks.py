@@ -1,5 +1,4 @@
-"""All checks in order, for a single process or for all ranks together: where the ranks are, whether they agree, and
-whether the recipe fits them."""
+"""All checks in order, for one process or for all ranks: where the ranks are, whether they agree, whether the recipe fits them."""
 
 from __future__ import annotations
 
@@ -36,6 +35,7 @@ from llmtrain.doctor.network_speed import (
     not_measurable,
     round_trip_ms,
     slow_start,
+    starts_slowly,
 )
 from llmtrain.doctor.network_use import network_use
 from llmtrain.doctor.run_folder import shared_run_folder
@@ -339,7 +339,7 @@ class ClusterCheck:
             if bytes_a_round is not None and rate is not None:
                 # One rank computes alone, because on a CPU the rate already takes into account how many share it.
                 flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))
-                rates = HardwareRates(flops, 8e-6 * rate * shards, round_trip / 2)
+                rates = HardwareRates(flops, 8e-6 * rate * shards, round_trip / 2, starts_slowly())
                 findings.append(network_use(self.recipe, plan.size, replicas, shards, rates))
         return findings
 

@@ -139,6 +139,8 @@ class HardwareRates:
     """Megabits per second from one replica to another, summed over its ranks."""
     latency_ms: float = 0.0
     """One-way latency between two replicas."""
+    slow_start: bool = True
+    """True if TCP starts slowly after every pause."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     latency, connections = rates.latency_ms / 1000, recipe.parallel.connections
     if connections == "auto":
         connections = connections_for(2 * latency)
-    link = NetworkLink(rates.mbit / shards, latency, connections=connections)
+    link = NetworkLink(rates.mbit / shards, latency, connections=connections, slow_start=rates.slow_start)
     values = [-(-parameters // shards) for parameters in size.block_parameters]
     master, _ = BYTES[recipe.parallel.precision]
     is_zero = recipe.parallel.engine == "zero"

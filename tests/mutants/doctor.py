@@ -70,11 +70,11 @@ TABLES = {
           - .replace("run.timeout_seconds", "--timeout")
           +
         doctor: a round trip is taken for the latency of one way
-          - 8e-6 * rate * shards, round_trip / 2)
-          + 8e-6 * rate * shards, round_trip)
+          - 8e-6 * rate * shards, round_trip / 2,
+          + 8e-6 * rate * shards, round_trip,
         doctor: the bandwidth of one rank is taken for that of its replica
-          - 8e-6 * rate * shards, round_trip / 2)
-          + 8e-6 * rate, round_trip / 2)
+          - 8e-6 * rate * shards, round_trip / 2,
+          + 8e-6 * rate, round_trip / 2,
     seen by unit/test_doctor.py
         doctor: GPUs for the first process are enough for all
           - World(processes - 1, processes, processes - 1, processes)

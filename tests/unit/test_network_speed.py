@@ -26,6 +26,7 @@ from llmtrain.doctor.network_speed import (
     measure_all,
     measure_link,
     slow_start,
+    starts_slowly,
     tournament,
 )
 from llmtrain.parallel import network
@@ -172,6 +173,7 @@ def test_a_slow_start_is_named_where_hosts_are_far_apart(
     assert slow_start(links) == []  # not on Linux
     network_speed.SLOW_START.write_text(f"{setting}\n")
     found = slow_start(links)
+    assert starts_slowly() == (setting != "0")
     assert [finding.level for finding in found] == [Level.WARNING] * warned
     assert all("round trips of 80 ms" in finding.what for finding in found)
 
