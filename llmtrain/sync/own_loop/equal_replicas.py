@@ -94,22 +94,23 @@ def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
     return bool((notes == notes[0]).all())
 
 
-def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, elsewhere: Set[nn.Parameter]) -> None:
-    """Raise TrainingError, on every rank, if replicas differ after the last synchronization, also in parameters that this loop
-    does not synchronize, except those in `elsewhere`, which other open loops synchronize. A collective of all ranks."""
-    of_rest = _gather(
-        replicas, shards, replica.fingerprint_without(elsewhere), "comparing the module's other parameters"
-    )
-    if (of_rest != of_rest[:, :1]).any():
-        raise TrainingError(
-            "replicas differ in parameters of the module that are not the optimizer's; if another optimizer trains them, give it a "
-            "LocalUpdates of its own"
-        )
+def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, elsewhere: Set[nn.Parameter]) -> str | None:
+    """Raise TrainingError, on every rank, if replicas differ after the last synchronization. Return a warning if they differ in
+    parameters of the module that this loop does not synchronize, or None. Parameters in `elsewhere`, which other open loops
+    synchronize, are not compared. A collective of all ranks."""
     if (name := _other_block(replicas, shards, replica)) is not None:
         raise TrainingError(
             f"replicas differ in {name} after the last synchronization, so something other than this loop has changed them: check that "
             "every rank loaded model, optimizer and state of the same step, and that nothing else writes to parameters"
         )
+    what = "comparing the module's other parameters"
+    others = _gather(replicas, shards, replica.fingerprint_without(elsewhere), what)
+    if (others == others[:, :1]).all():
+        return None
+    return (
+        "replicas differ in parameters of the module that are not the optimizer's; if another optimizer trains them, give it a "
+        "LocalUpdates of its own"
+    )
 
 
 def _rank() -> int:

@@ -161,7 +161,9 @@ class LocalUpdates:
             self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
             _REFUSALS[self._optimizer] = self._handles[0]
         elsewhere = {parameter for loop in _LOOPS_OPEN for parameter in loop.replica.parameters}
-        check_equal_end(self._replicas, self._shards, self.replica, elsewhere)
+        text = check_equal_end(self._replicas, self._shards, self.replica, elsewhere)
+        if text is not None:
+            self._warn(text)
         period = self._method.period
         if self.steps_done and not self.sync.period.averages_gradients and period.is_synchronous(self.steps_done):
             self._warn(
