@@ -145,7 +145,7 @@ def test_a_refused_end_can_be_repeated(ranks: RankPool) -> None:
 
 
 def end_a_round_after_other_steps() -> list[str]:
-    """In a round's last step, and in a synchronous one, while the other rank is at its end."""
+    """Return the errors of a round's last step and of a synchronous step, while the other rank finishes."""
     said = []
     for warmup in (0, 5):
         loop = Loop(warmup_steps=warmup)
@@ -164,7 +164,7 @@ def test_ranks_with_other_steps_meet_in_an_error(ranks: RankPool) -> None:
 
 
 def finish_one_of_two_optimizers() -> list[str]:
-    """Only the head's replicas are synchronized."""
+    """Return this rank's warnings at the end of a loop that synchronizes the head's replicas alone."""
     loop = Loop()
     loop.updates.close()
     head, rest = (torch.optim.SGD(part.parameters(), lr=LR) for part in (loop.model.head, loop.model.layers))

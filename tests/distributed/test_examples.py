@@ -54,7 +54,7 @@ def test_the_example_of_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def resume_with_more_processes(folder: str) -> list[int]:
-    """Of which the second has no checkpoints."""
+    """Return the steps of this rank's checkpoints after a start with two processes, of which only the first has any."""
     for step in (2, 4) if dist.get_rank() == 0 else ():
         plain_loop.checkpoint(Path(folder), step).touch()
     with pytest.raises(SystemExit, match="no step of which all ranks have a checkpoint"):

@@ -53,7 +53,7 @@ def in_parts(model: Layered) -> list[torch.optim.SGD]:
 
 
 def in_another_order(model: Layered) -> list[torch.optim.SGD]:
-    """On the second rank, as the parameters of a set may come."""
+    """Return an optimizer whose parameters have another order on the second rank, as those of a set may."""
     return [torch.optim.SGD(list(model.parameters())[:: -1 if dist.get_rank() else 1], LR)]
 
 
@@ -110,7 +110,7 @@ def move_after_loading() -> None:
 
 
 def move_after_a_step() -> None:
-    """The round ends with step 5."""
+    """Move the module within a round, which ends with step 5."""
     model = Layered()
     optimizer = sgd(model)
     LocalUpdates(model, optimizer, "diloco", **CHOICES)
@@ -140,7 +140,7 @@ def freeze() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, as Accelerate has."""
+    """Optimizer around another one, as Accelerate has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -108,7 +108,6 @@ def test_a_recipe_that_no_choice_helps_is_not_told_to_use_what_it_has(
 
 
 def test_a_quick_start_after_pauses_shortens_the_wait(recipe: Callable[..., Recipe], size: ModelSize) -> None:
-    """Where the doctor's advice was followed."""
     far = HardwareRates(1e10, 100.0, latency_ms=100.0)
     given = recipe("sync.method=diloco", "sync.warmup_steps=0", "sync.period.every=20")
     slow, quick = (estimate_time(given, size, *MESH, rates).waiting for rates in (far, replace(far, slow_start=False)))
