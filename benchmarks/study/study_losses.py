@@ -54,7 +54,7 @@ def figures_of(cell: Cell, done: Records) -> Row:
 def synchronous_beside(cell: Cell) -> Cell:
     """Return the cell of synchronous training with which a cell is compared."""
     inner = "muon" if cell.method == "muloco" else cell.inner
-    return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length)
+    return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length, text=cell.text)
 
 
 def name_of(cell: Cell) -> str:

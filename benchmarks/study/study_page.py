@@ -113,6 +113,8 @@ TITLES = {
     "rounds": "Lengths of rounds, 4 replicas",
     "batch": "Other batches, 4 replicas, H = 30",
     "long": "Four times the tokens, 4 replicas, H = 30",
+    "text": "TinyStories with the settings that were chosen on Python, 4 replicas, H = 30",
+    "muon": "Muon inside, 8 replicas, H = 30",
 }
 FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
@@ -166,15 +168,15 @@ that this is far too short, and that trials chose learning rates by how well the
 
 
 def row_of(cell: Cell, done: Records) -> Row | None:
-    """Return a cell's row, or None if nothing of it is done."""
-    tried = [run for run in trials(cell, done) if run.id in done]
-    if not tried:
+    """Return a cell's row, or None if nothing of it is done. A cell without trials of its own has no best one."""
+    tried = [run for run in trials(cell.tuned, done) if run.id in done]
+    if not tried or (cell.text and not finals_of(cell, done)):
         return None
     best = best_of(tried, done)
     every = "" if cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
     label = f"{cell.label}, M = {cell.replicas}{every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
-    trial = f"{loss_of(done[best.id]):.4f}{count}"
+    trial = "" if cell.text else f"{loss_of(done[best.id]):.4f}{count}"
     keys = {
         key.partition("=")[0]: key.removeprefix("sync.") for key in done[best.id]["keys"]
     }  # the last of each counts
@@ -286,7 +288,8 @@ def change_rows(done: Records) -> list[Row]:
         loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
         if gap:
             start = f", first {cell.together:.0%} synchronous" if cell.together else ""
-            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}"
+            text = ", TinyStories" if cell.text else ""
+            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{text}"
             tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
             beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
             # The fit is of runs with the best batch and a compute-optimal number of tokens.

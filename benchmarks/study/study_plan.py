@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from study_values import ALWAYS, IN_SHORT_ROUNDS, OUTER, PULL, SHORT_ROUNDS, Overrides, QsrRounds, nesterov, nesterovs
@@ -44,6 +44,11 @@ INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.m
 """Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
 CLOCKS = {"even": ((1, 1, 1, 1), 0), "half": ((1, 1, 1, 2), 0), "random": ((1, 1, 1, 1), 1)}
 """Virtual clocks of 4 replicas: seconds of each one's steps, and by how many one, drawn for every step, is late."""
+TEXTS: dict[str, Overrides] = {
+    "": (),
+    "tinystories": ("data.source=hf:roneneldan/TinyStories", "data.validation=validation"),
+}
+"""Keys of the texts by name; empty: Python, as in study.yaml."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa", "wagma")
 """Methods whose rounds have no fixed number of steps."""
 
@@ -67,15 +72,24 @@ class Cell:
     """Wire format of the gradients in synchronous steps; empty: fp32."""
     clock: str = ""
     """Virtual clock, for methods whose results depend on speeds: a key of CLOCKS."""
+    text: str = ""
+    """Text: a key of TEXTS. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
+
+    @property
+    def tuned(self) -> Cell:
+        """Return the cell whose trials choose this cell's setting."""
+        return replace(self, text="")
 
     @property
     def label(self) -> str:
         """Return the method's name, with the inner optimizer if it is not its own, the gradients' format, the percentage of
-        synchronous steps, how many times as many tokens it has, and an uneven clock."""
+        synchronous steps, how many times as many tokens it has, an uneven clock, and another text."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
         length = f"x{self.length}" if self.length > 1 else ""
         clock = self.clock if self.clock != "even" else ""
-        return "-".join(part for part in (self.method, self.inner, self.gradients, together, length, clock) if part)
+        return "-".join(
+            part for part in (self.method, self.inner, self.gradients, together, length, clock, self.text) if part
+        )
 
     @property
     def name(self) -> str:
@@ -164,6 +178,7 @@ class Run:
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
             *([f"sync.wire={{kind: {cell.gradients}, gradients: true}}"] if cell.gradients else []),
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
+            *TEXTS[cell.text],
             *(clock_keys(cell.clock) if cell.clock else []),
             f"eval.every={'null' if self.kind == 'trial' else self._every(self.steps / 8)}",
             f"checkpoint.every={self._every(self.steps / 4)}",
@@ -234,13 +249,14 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 def runs_of(cell: Cell, done: Records) -> list[Run]:
     """Return the cell's runs as far as they are determined, finished ones included."""
-    tried = list(trials(cell, done))
+    tried = list(trials(cell.tuned, done))
+    own_trials = [] if cell.text else tried
     if len(tried) < TRIALS or (best := best_of(tried, done)) is None:
-        return tried
+        return own_trials
     finals = [Run(cell, "final", seed, best.setting) for seed in FINAL_SEEDS]
     shares = SHORTENED.get(cell, ())
     return [
-        *tried,
+        *own_trials,
         *finals,
         *(Run(cell, "shorter", seed, best.setting, share) for share in shares for seed in FINAL_SEEDS),
         *(Run(cell, "heat", number, Setting(best.setting.lr, own)) for number, own in enumerate(HEAT.get(cell, ()))),
@@ -274,9 +290,16 @@ STAGES = {
     ),
     "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
     "long": tuple(Cell(method, 4, 30, BATCH[4], length=4) for method in ("synchronous", "diloco", "edit", "local_sgd")),
+    "text": (
+        *(Cell(method, 4, 30, BATCH[4], text="tinystories") for method in (*METHODS[:4], "qsr")),
+        Cell("a_edit", 4, 30, BATCH[4], clock="half", text="tinystories"),
+    ),
+    "muon": (Cell("synchronous", 8, 30, BATCH[8], inner="muon"), Cell("muloco", 8, 30, BATCH[8])),
 }
 """Cells by stage, in the order in which they are run."""
-SHORTENED = {cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0])}
+SHORTENED = {
+    cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0], STAGES["text"][0])
+}
 """Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
 HEAT_STEPS = tuple(
     (lr, momentum, warmup)
@@ -323,4 +346,4 @@ def total(stages: Sequence[str]) -> int:
     """Return the number of runs of some stages."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
-    return TRIALS * len(cells) + finals
+    return TRIALS * sum(not cell.text for cell in cells) + finals

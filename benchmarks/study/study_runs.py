@@ -1,12 +1,13 @@
 """Make the runs of the study (PROTOCOL.md), several at a time, as long as there is time.
 
-    python benchmarks/study/study_runs.py --hours 2
+    python benchmarks/study/study_runs.py --hours 2 --tinystories train.txt valid.txt
     python benchmarks/study/study_runs.py --list
 
 Each run has one core and the lowest priority. A run that is interrupted continues from its checkpoint the next time. Results are
 lines of benchmarks/results/study/runs.jsonl, one per run, written as runs end; commit them with the page that
 `python benchmarks/study/study_page.py --write` makes of them. A run that diverges is a result. Any other failure, such as a full
-disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it.
+disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it. Folders of runs on the
+second text stay, because their models are evaluated on benchmarks (PROTOCOL.md).
 """
 
 from __future__ import annotations
@@ -120,12 +121,13 @@ def cpu_name() -> str:
 class Job:
     """One run in a process of its own, on one core."""
 
-    def __init__(self, run: Run, core: int):
+    def __init__(self, run: Run, core: int, files: Sequence[str] = ()):
         self.run, self.core, self.began, self.commit = run, core, time.monotonic(), commit()
         RUNS.mkdir(parents=True, exist_ok=True)
         self.log = RUNS / f"{run.id}.log"
         self.log_file = self.log.open("w")
-        command = [sys.executable, "-m", "llmtrain", "train", RECIPE, *run.overrides()]
+        text = files if run.cell.text else ()
+        command = [sys.executable, "-m", "llmtrain", "train", RECIPE, *run.overrides(), *text]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=self.log_file, stderr=subprocess.STDOUT, start_new_session=True
@@ -152,8 +154,10 @@ class Job:
         return record_of(self.run, folder, self.commit, diverged)
 
     def clean_up(self, record: Mapping[str, Any]) -> None:
-        """Remove the folder of a run whose record is written, and the log unless the run diverged."""
-        shutil.rmtree(RUNS / self.run.id, ignore_errors=True)
+        """Remove the folder of a run whose record is written unless its model is to be evaluated, and the log unless the run
+        diverged."""
+        if not self.run.cell.text:
+            shutil.rmtree(RUNS / self.run.id, ignore_errors=True)
         if record.get("loss") is not None:
             self.log.unlink()
 
@@ -164,17 +168,17 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
     return next((run for run in pending(stages, done) if run.id not in taken), None)
 
 
-def make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
-    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. Return
-    the exit code: 1 if one has failed. Raises RecipeError if another process makes the study's runs in this checkout."""
+def make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[str] = ()) -> int:
+    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. `files` are
+    the keys of the second text's files, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises RecipeError if another process makes the study's runs in this checkout."""
     lock = lock_folder(RUNS, "stop it")
     try:
-        return _make_runs(stages, jobs, hours)
+        return _make_runs(stages, jobs, hours, files)
     finally:
         lock.release()
 
 
-def _make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
+def _make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[str]) -> int:
     done, deadline = read_records(), time.monotonic() + 3600 * hours
     cores, running = sorted(os.sched_getaffinity(0)), []
     stopping, code = False, DONE
@@ -192,7 +196,7 @@ def _make_runs(stages: Sequence[str], jobs: int, hours: float) -> int:
                 job.process.terminate()
         while not stopping and len(running) < jobs and (run := next_run(stages, done, running)) is not None:
             free = [core for core in cores if core not in {job.core for job in running}]
-            running.append(Job(run, free[0] if free else cores[len(running) % len(cores)]))
+            running.append(Job(run, free[0] if free else cores[len(running) % len(cores)], files))
         if not running:
             break
         time.sleep(POLL_SECONDS)
@@ -234,6 +238,9 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at a time; default: cores")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="parts of the study")
+    parser.add_argument(
+        "--tinystories", nargs=2, metavar=("TRAIN", "VALIDATION"), help="files of TinyStories; default: from the hub"
+    )
     parser.add_argument("--list", action="store_true", help="print what would be run now")
     options = parser.parse_args()
     if options.jobs < 1 or not options.hours > 0:
@@ -241,8 +248,10 @@ def main() -> None:
     if options.list:
         list_runs(options.stages)
     else:
+        paths = map(Path.resolve, map(Path, options.tinystories or ()))
+        files = [f"data.{key}={path}" for key, path in zip(("source", "validation"), paths, strict=False)]
         try:
-            sys.exit(make_runs(options.stages, options.jobs, options.hours))
+            sys.exit(make_runs(options.stages, options.jobs, options.hours, files))
         except RecipeError as error:
             sys.exit(f"error: {error}")
 

@@ -41,8 +41,8 @@ def record(run: Any, loss: float | None) -> dict[str, Any]:
 
 
 def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[Any], dict[str, Any]]:
-    """All runs of a cell, made in the order in which they can be, and their records."""
-    done: dict[str, Any] = {}
+    """All runs of a cell, made in the order in which they can be, and their records, with those of the cell that chose its setting."""
+    done: dict[str, Any] = finished(cell.tuned, loss_of)[1] if cell.text else {}
     made: list[Any] = []
     while left := [run for run in plan.runs_of(cell, done) if run.id not in done]:
         for run in left:
@@ -78,6 +78,7 @@ def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
     assert [*cells] == [
         "wagma-m4-b64",
         *(f"{cell}-b64" for clock in ("half", "random") for cell in (f"a_edit-{clock}-m4-h30", f"wagma-{clock}-m4")),
+        "a_edit-half-tinystories-m4-h30-b64",
     ]
     keys = plan.Run(
         cells["a_edit-random-m4-h30-b64"], "final", 11, plan.Setting(0.003, plan.ALWAYS["a_edit"])
@@ -152,6 +153,18 @@ def test_longer_runs_have_trials_and_warmups_in_proportion() -> None:
     assert made[12].id == "synchronous-x4-m4-b64-final-11" and made[-1].id == "synchronous-x4-m4-b64-shorter50-13"
 
 
+def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
+    *_, a_edit = plan.STAGES["text"]
+    assert plan.runs_of(a_edit, {}) == [], "its setting is not known yet"
+    _, chosen = finished(a_edit.tuned, likes(0.0055))
+    made = plan.runs_of(a_edit, chosen)
+    assert [run.id for run in made] == [f"a_edit-half-tinystories-m4-h30-b64-final-{seed}" for seed in (11, 12, 13)]
+    assert {(*run.setting.overrides(),) for run in made} == {(*chosen[f"{a_edit.tuned.name}-final-11"]["keys"],)}
+    data = load_recipe(ROOT / runs.RECIPE, made[0].overrides()).data
+    assert (data.source, data.validation) == ("hf:roneneldan/TinyStories", "validation")
+    assert plan.total(["text"]) == 6 * 3 + 6
+
+
 def test_short_rounds_begin_with_less_momentum() -> None:
     made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.006))
     assert {run.setting.own for run in made[:3]} == {plan.nesterov(0.7, 0.5)}
@@ -193,7 +206,7 @@ def test_a_record_of_another_setting_is_refused() -> None:
 def test_the_recipes_are_right(stage: str) -> None:
     for cell in plan.STAGES[stage]:
         made, _ = finished(cell, likes(0.0055))
-        for run in (made[0], made[5], made[12]):
+        for run in made[:1] if cell.text else (made[0], made[5], made[12]):
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
             check(recipe, 1)
             assert recipe.sync.method == cell.method and recipe.parallel.replicas == cell.replicas
@@ -306,6 +319,22 @@ def test_a_run_that_failed_is_no_record_and_ends_the_study(
     assert sorted(path.stem for path in tmp_path.glob("*.log")) == [run.id for run in first[:3]]
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: {first[0].id} failed with exit code") and "start the same command again" in error
+
+
+def test_runs_on_another_text_read_given_files_and_keep_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(tmp_path, monkeypatch, 'echo "$*"')
+    cell = plan.STAGES["text"][0]
+    _, chosen = finished(cell.tuned, likes(0.0055))
+    for run, files in ((plan.runs_of(cell, chosen)[0], ["data.source=a"]), (plan.pending(["main"], {})[0], [])):
+        (folder := tmp_path / run.id).mkdir()
+        job = runs.Job(run, min(os.sched_getaffinity(0)), ["data.source=a"])
+        job.process.wait(10)
+        assert job.log.read_text().split()[-1:] == (files or [f"optim.lr={run.setting.lr}"])
+        job.log_file.close()
+        job.clean_up(record(run, 3.0))
+        assert folder.exists() == bool(files) and not job.log.exists()
 
 
 def test_two_processes_do_not_make_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
