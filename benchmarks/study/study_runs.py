@@ -170,7 +170,8 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
 
 def make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[str] = ()) -> int:
     """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. `files` are
-    the keys of the second text's files, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises RecipeError if another process makes the study's runs in this checkout."""
+    the keys of the second text's files, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises
+    RecipeError if another process makes the study's runs in this checkout."""
     lock = lock_folder(RUNS, "stop it")
     try:
         return _make_runs(stages, jobs, hours, files)
