@@ -34,6 +34,8 @@ class MeshChange:
     shard: int
     global_step: int = 0
     """The step of the run at which the checkpoint was written."""
+    old_global_batch: int | None = None
+    """Sequences per step of the run that wrote the checkpoint; None if it has not changed."""
 
     @property
     def is_identity(self) -> bool:

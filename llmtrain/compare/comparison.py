@@ -43,6 +43,8 @@ class Stage:
 
     replicas: int
     until: int | None
+    global_batch: int | None = None
+    """Sequences per step; None: those of the recipe."""
 
 
 class HostsSection(Section):
@@ -125,6 +127,8 @@ class RestartSection(Section):
     """Logged step after which the run is asked to stop. It stops one or two log intervals later."""
     replicas: Count
     """Replicas after the restart, one per host."""
+    global_batch: Count | None = None
+    """`train.global_batch` after the restart; `null`: as in the recipe."""
 
 
 class ComparedRunSection(Section):
@@ -140,8 +144,10 @@ class ComparedRunSection(Section):
 
     def stages(self, hosts: int) -> tuple[Stage, ...]:
         """Return the parts of a trial on `hosts` hosts."""
+        ends = [*(restart.after_step for restart in self.restarts), None]
+        batches = [None, *(restart.global_batch for restart in self.restarts)]
         replicas = [self.replicas or hosts, *(restart.replicas for restart in self.restarts)]
-        return tuple(map(Stage, replicas, [*(restart.after_step for restart in self.restarts), None]))
+        return tuple(map(Stage, replicas, ends, batches))
 
 
 class TargetSection(Section):
@@ -205,11 +211,16 @@ class TrialSpec:
 
     def overrides_of(self, stage: Stage) -> tuple[str, ...]:
         """Return all overrides of the recipe for a stage."""
-        return (*self.overrides, f"parallel.replicas={stage.replicas}")
+        batch = () if stage.global_batch is None else (f"train.global_batch={stage.global_batch}",)
+        return (*self.overrides, f"parallel.replicas={stage.replicas}", *batch)
 
     def changes(self) -> list[str]:
-        """Return the changes of the number of hosts within the trial, in words."""
-        return [f"after step {one.until} with {other.replicas} hosts" for one, other in itertools.pairwise(self.stages)]
+        """Return the changes of the number of hosts, and of the batch, within the trial, in words."""
+        found = []
+        for one, other in itertools.pairwise(self.stages):
+            batch = "" if other.global_batch is None else f" and {other.global_batch} sequences per step"
+            found.append(f"after step {one.until} with {other.replicas} hosts{batch}")
+        return found
 
     def record(self) -> dict[str, Any]:
         """Return the content of the trial's trial.json; empty if the trial has not ended."""

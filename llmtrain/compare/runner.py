@@ -174,16 +174,18 @@ def _lines_about_trials(data: Any) -> list[str]:
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
-    """Return a line for each difference between how an ended trial was made and how it would be made now. The number of
-    replicas is not compared, because the stored recipe has that of the last stage."""
+    """Return a line for each difference between how an ended trial was made and how it would be made now. The number of replicas
+    is not compared, nor the batch if it changes, because the stored recipe has those of the last stage."""
     there = planned.record().get("condition_in_words")
     here, stored = _words(planned, comparison, shaping), planned.directory / RECIPE
     same = (
         (None, here) if shaping else (None, here, WITHOUT_LIMITS)
     )  # earlier versions did not name faults without shaping
     changed = [] if there in same else [f"{there} there, {here} here"]
+    batches = ["train.global_batch"] if any(stage.global_batch for stage in planned.stages) else []
+    ignored = ["parallel.replicas", *batches]
     try:
-        return [*changed, *(differences(load_recipe(stored), recipe, ["parallel.replicas"]) if stored.exists() else [])]
+        return [*changed, *(differences(load_recipe(stored), recipe, ignored) if stored.exists() else [])]
     except RecipeError as error:  # another version with other keys wrote it
         return [*changed, str(error)]
 

@@ -10,8 +10,7 @@ begins is not sorted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ import torch
 
 from llmtrain.data.documents import DocumentSamples
 from llmtrain.data.loader import BatchShape, Loader
-from llmtrain.data.order import SampleOrder, merge_cursors
+from llmtrain.data.order import SampleOrder
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX, inputs_and_labels
-from llmtrain.reshard import Rule, by_replica
 from llmtrain.seeding import derive_seed
 
 WINDOW_BATCHES = 32
@@ -117,8 +115,8 @@ class DocumentLoader(Loader):
     def state_dict(self) -> dict[str, Any]:
         return self.cursor.state_dict() | {"sizes": self.order.sizes, "unit": self.order.unit}
 
-    def reshard_rule(self) -> Rule:
-        return by_replica(partial(_merge, global_batch=self.global_batch))
+    def _merge(self, states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
+        return super()._merge(states, global_batch) | {"unit": states[0]["unit"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         sizes = state.get("sizes", [self.num_samples])
@@ -149,10 +147,6 @@ class DocumentLoader(Loader):
             padded(documents[first : first + self.micro_batch], self.micro_batch, self.sequence_length)
             for first in range(0, len(documents), self.micro_batch)
         ]
-
-
-def _merge(states: Sequence[Mapping[str, Any]], global_batch: int) -> dict[str, Any]:
-    return merge_cursors(states, global_batch) | {"unit": states[0]["unit"]}
 
 
 def padded(documents: Sequence[np.ndarray], rows: int, sequence_length: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
-from llmtrain.reshard import Rule, by_replica
+from llmtrain.reshard import FromAllRanks, MeshChange
 from llmtrain.threads import with_current_device
 from llmtrain.waiting import QUIET_SECONDS
 
@@ -95,8 +95,8 @@ class Loader:
     """Loader of this rank's part of the global batches.
 
     A step takes the next global_batch entries of the endless list of samples. Replica r reads the r-th equal part of
-    them, and shard rank s the s-th equal part of that. After the number of replicas changes, the entries that the
-    earlier replicas left unread come first (`merge_cursors`).
+    them, and shard rank s the s-th equal part of that. After the number of replicas or the global batch changes, the entries
+    that the earlier replicas left unread come first (`merge_cursors`).
     """
 
     def __init__(self, tokens: Tokens, shape: BatchShape, *, in_blocks: bool = False) -> None:
@@ -159,9 +159,19 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         return self.cursor.state_dict() | self.order.state_dict()
 
-    def reshard_rule(self) -> Rule:
+    def reshard_rule(self) -> FromAllRanks:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
-        return by_replica(partial(merge_cursors, global_batch=self.global_batch))
+        return FromAllRanks(self._reshard)
+
+    def _reshard(self, change: MeshChange, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        states = ranks[:: change.old_shards]
+        if not change.replicas_changed and change.old_global_batch is None:
+            return states[change.replica]
+        return self._merge(states, change.old_global_batch or self.global_batch)
+
+    def _merge(self, states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
+        """Return the state with which all replicas go on, given that of each earlier replica and their global batch."""
+        return merge_cursors(states, global_batch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.cursor.load_state_dict(state)
@@ -230,7 +240,7 @@ class PrefetchLoader:
         """Return the loader's state after the last batches that `next` returned."""
         return self._state
 
-    def reshard_rule(self) -> Rule:
+    def reshard_rule(self) -> FromAllRanks:
         """Return the rule by which `state_dict` is resharded."""
         return self.loader.reshard_rule()
 

@@ -19,7 +19,7 @@ from llmtrain.data.order import SampleCursor, grow, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import node_name
-from llmtrain.reshard import FromAllRanks, MeshChange
+from llmtrain.reshard import MeshChange
 
 
 class SiteLoader(Loader):
@@ -32,9 +32,9 @@ class SiteLoader(Loader):
         self.sites, self.site = list(sites), sites[shape.replica]
         self.absent: dict[str, dict[str, Any]] = {}
         """States of sites that have no replica now, by name."""
-        self._batch = shape.global_batch
+        self._run_batch = shape.global_batch
         own = [number for number, site in enumerate(sites) if site == self.site]
-        batch = self._batch_of(len(own), len(sites))
+        batch = _site_batch(shape.global_batch, len(own), len(sites))
         at_site = replace(shape, global_batch=batch, replica=own.index(shape.replica), replicas=len(own))
         try:
             super().__init__(tokens, at_site)
@@ -55,42 +55,42 @@ class SiteLoader(Loader):
         text had in that run."""
         return grow(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
 
-    def reshard_rule(self) -> FromAllRanks:
-        """Return the rule by which `state_dict` is resharded: each site continues where its replicas stopped."""
-        return FromAllRanks(self._reshard)
-
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
         """Return the number of sequences that a run has read at each site, by the site's name. `states` has the loader's
         state of each replica."""
         read = {}
-        for site, state in self._merge(states).items():
+        for site, state in self._by_site(states, self._run_batch).items():
             cursor = SampleCursor()
             cursor.load_state_dict(state)
             read[site] = cursor.num_read
         return read
 
-    def _reshard(self, change: MeshChange, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        states = ranks[:: change.old_shards]
-        if not change.replicas_changed and [state["site"] for state in states] == self.sites:
+    def _reshard(self, change: MeshChange, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state with which this rank's site continues where its replicas stopped."""
+        states, old_batch = ranks[:: change.old_shards], change.old_global_batch
+        if not change.replicas_changed and old_batch is None and [state["site"] for state in states] == self.sites:
             return states[change.replica]
-        cursors = self._merge(states)
+        cursors = self._by_site(states, old_batch or self._run_batch)
         absent = {site: state for site, state in cursors.items() if site not in self.sites}
         mine = cursors.get(self.site, SampleCursor().state_dict()) | {"site": self.site}
         return mine | ({"absent": absent} if absent else {})
 
-    def _merge(self, states: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the state of each site, given the state of each replica of one run."""
+    @staticmethod
+    def _by_site(states: Sequence[dict[str, Any]], run_batch: int) -> dict[str, dict[str, Any]]:
+        """Return the state of each site, given the state of each replica of one run and the run's global batch."""
         by_site: dict[str, list[dict[str, Any]]] = {}
         for state in states:
             by_site.setdefault(state["site"], []).append(state)
         merged = {
-            site: merge_cursors(members, self._batch_of(len(members), len(states))) for site, members in by_site.items()
+            site: merge_cursors(members, _site_batch(run_batch, len(members), len(states)))
+            for site, members in by_site.items()
         }
         return states[0].get("absent", {}) | merged
 
-    def _batch_of(self, members: int, replicas: int) -> int:
-        """Return the number of sequences per step of a site that has `members` of the run's `replicas`."""
-        return self._batch // replicas * members
+
+def _site_batch(run_batch: int, members: int, replicas: int) -> int:
+    """Return the number of sequences per step of a site that has `members` of the run's `replicas`."""
+    return run_batch // replicas * members
 
 
 def check_site(tokens: TokenShards, sites: Sequence[str], site: str, shape: BatchShape) -> None:

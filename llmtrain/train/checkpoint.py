@@ -53,7 +53,7 @@ class LoadedCheckpoint:
     how: str
     """Console text that describes how the state was resharded; empty if it was not."""
     length: LengthChange | None = None
-    """Change of the run's length; None if it has not changed."""
+    """Change of the run's length or global batch; None if neither has changed."""
 
 
 class Checkpointer:
@@ -172,7 +172,8 @@ class Checkpointer:
         state, length = raise_on_all(self.mesh, lambda: self._open(path))
         size = self.mesh.replicas, self.mesh.shard_comms.size
         position = self.mesh.replica_comms.rank, self.mesh.shard_comms.rank
-        change = MeshChange(*state["mesh"], *size, *position, global_step=state["step"])
+        old_batch = None if length is None else length.old_global_batch
+        change = MeshChange(*state["mesh"], *size, *position, state["step"], old_batch)
         progress = change.apply({**rules, "method": self.method.reshard_rules()}, state["ranks"])
         method = progress.pop("method")
         # This seeds ranks whose position the old mesh did not have. `_read_engine` replaces the state on the others.
@@ -191,7 +192,7 @@ class Checkpointer:
         return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], LengthChange | None]:
-        """Return the state of `path`, and how the run's length differs from the recipe's. Raises as `load` does."""
+        """Return the state of `path`, and how its run's length and batch differ from the recipe's. Raises as `load` does."""
         state = read_state(path)
         if self.recipe is None or "recipe" not in state:
             return state, None

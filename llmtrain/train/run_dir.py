@@ -24,7 +24,7 @@ from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, EVALUATIONS, LOCK, METRICS, RECIPE, STEP_NAME, SUMMARY, complete_checkpoints
 from llmtrain.sync.methods import inner_preset
 from llmtrain.train.checkpoint_files import read_state
-from llmtrain.train.run_length import LengthChange, length_key
+from llmtrain.train.run_length import LengthChange, batch_problem, length_key
 from llmtrain.waiting import announced, where_locks_exist
 
 RESUMABLE_KEYS = (
@@ -42,6 +42,7 @@ RESUMABLE_KEYS = (
     "data.per_replica",
     "train.steps",
     "train.tokens",
+    "train.global_batch",
     "train.micro_batch",
     "train.gc_every",
     "parallel.replicas",
@@ -67,10 +68,10 @@ RESUMABLE_KEYS = (
     "sync.offload",
 )
 """Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with four exceptions: the
-virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_other_sites`) and the run's length
-(`run_length`) have their own rules."""
+virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_other_sites`), and the run's
+length and global batch (`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
-"""Keys that may differ if the run's length does: those that determine the learning rate together with the length, and those that
+"""Keys that may differ if the run's length or global batch does: those that determine the learning rate, and those that
 `sync.outer: auto` derives from the length."""
 
 MOST_NAMED = 5
@@ -306,8 +307,11 @@ def _shortened(changed: list[str], there: Recipe, recipe: Recipe) -> str:
 
 def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
-    with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
+    sizes = [(one.train.total_steps, one.train.global_batch) for one in (there, recipe)]
+    with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
+    problem, batch = batch_problem(there, recipe), f"{there.train.global_batch} there, {recipe.train.global_batch} here"
+    of_batch = [f"train.global_batch: {batch} ({problem})"] if problem else []
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + of_batch + _other_sites(there, recipe)
 
 
 def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:

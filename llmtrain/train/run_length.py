@@ -1,5 +1,5 @@
-"""Length of a run that is continued for more or fewer steps: the changes that are refused, and the jump of the learning
-rate."""
+"""Length of a run that is continued for more or fewer steps, or with another global batch: the changes that are refused, and the
+jump of the learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VISIBLE_JUMP = 0.01
 
 @dataclass(frozen=True)
 class LengthChange:
-    """Difference in length between the recipe that wrote a checkpoint and the one that continues it."""
+    """Difference in length and global batch between the recipe that wrote a checkpoint and the one that continues it."""
 
     before: Recipe
     after: Recipe
@@ -26,15 +26,26 @@ class LengthChange:
 
     @property
     def is_none(self) -> bool:
-        """Return whether both recipes have the same number of steps."""
-        return self.before.train.total_steps == self.after.train.total_steps
+        """Return whether both recipes have the same number of steps and the same global batch."""
+        return not self.steps_differ and self.old_global_batch is None
+
+    @property
+    def steps_differ(self) -> bool:
+        """Return whether the recipes differ in their number of steps."""
+        return self.before.train.total_steps != self.after.train.total_steps
+
+    @property
+    def old_global_batch(self) -> int | None:
+        """Return the global batch of the recipe that wrote the checkpoint; None if the other recipe has the same one."""
+        before, after = self.before.train.global_batch, self.after.train.global_batch
+        return None if before == after else before
 
     def check(self, where: str) -> None:
         """Raise RecipeError unless steps are left to train, or the checkpoint is the last one of a run of this length.
         `where` names the checkpoint in the message."""
         total = self.after.train.total_steps
         is_end = self.step == total and self.before.train.total_steps <= self.step
-        if not self.is_none and self.step >= total and not is_end:
+        if self.steps_differ and self.step >= total and not is_end:
             raise RecipeError(
                 f"{length_key(self.after)} is {_length(self.after)}, but {where} has trained {self.step} steps already; give more to "
                 "continue it, or choose another run.name"
@@ -42,8 +53,10 @@ class LengthChange:
 
     def describe(self) -> str:
         """Return a short description for the console; empty if nothing changes."""
-        old, new = self.before.train.total_steps, self.after.train.total_steps
-        return "" if self.is_none else f", for {new:,} steps instead of {old:,}{self._other_outer_step()}"
+        old, new = self.before.train, self.after.train
+        steps = f", for {new.total_steps:,} steps instead of {old.total_steps:,}" if self.steps_differ else ""
+        batch = f", with {new.global_batch} sequences per step instead of {old.global_batch}"
+        return f"{steps}{batch if self.old_global_batch else ''}{self._other_outer_step()}"
 
     def _other_outer_step(self) -> str:
         """Return, for `describe`, the values of `sync.outer` that the new length or recipe changes."""
@@ -52,8 +65,10 @@ class LengthChange:
         return f" (now {', '.join(given)})" if given else ""
 
     def rate_jump(self) -> str | None:
-        """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause;
-        None if there is no jump."""
+        """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause; None if
+        there is no jump, or the length is the same."""
+        if not self.steps_differ:
+            return None
         old, new, following = LRSchedule.of(self.before), LRSchedule.of(self.after), self.step + 1
         step = max(1, self.step)
         last, found = old.at(step), new.at(following)
@@ -78,7 +93,7 @@ class LengthChange:
         """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
         that it has now.
 
-        A hub dataset is tokenized only as far as a run reads it, so it had the samples for that run's steps. Any other text had
+        A hub dataset is tokenized only as far as a run reads it, so it had the samples for that run's steps and batch. Any other text had
         all samples. `of_text` returns, for a number of sequences that a run reads, how many come from this text.
         """
         texts = {**self.after.data.texts(), **self.before.data.texts()}
@@ -86,6 +101,21 @@ class LengthChange:
         if is_fixed(data):
             return samples
         return min(samples, of_text(train.total_steps * train.global_batch))
+
+
+def batch_problem(before: Recipe, after: Recipe) -> str | None:
+    """Return the reason for which a run of `before` can't continue with the global batch of `after`; None if it can."""
+    there, here = before.train, after.train
+    if there.global_batch == here.global_batch:
+        return None
+    if here.steps is None:
+        return "to change it, give the length as train.steps"
+    if after.data.packing == "none":
+        return "data.packing=none keeps it, because the order of documents depends on it"
+    reads_less = here.total_steps * here.global_batch < there.total_steps * there.global_batch
+    if reads_less and not all(map(is_fixed, after.data.texts().values())):
+        return "a hub dataset is tokenized for train.steps x train.global_batch sequences, which may only grow; give more train.steps"
+    return None
 
 
 def _is_close(rate: float, other: float) -> bool:

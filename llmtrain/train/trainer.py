@@ -153,9 +153,10 @@ class Trainer:
         self.state.load_state_dict(progress, loaded.step)
         self.metrics.load_state_dict(progress, self.state)
         loader_state = progress["loader"]
-        if length is not None:  # the recipe has another number of steps than the checkpoint's
+        if length is not None:  # the recipe has other steps than the checkpoint's, or another global batch
             loader_state = self.loader.grown(loader_state, length.samples_before)
-            self.method.total_steps_changed(loaded.step)
+            if length.steps_differ:
+                self.method.total_steps_changed(loaded.step)
         self.loader.load_state_dict(loader_state)
         console.print(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
         if length is not None and (jump := length.rate_jump()):

@@ -235,6 +235,28 @@ def test_meshes_in_turn_read_every_sample_once_and_keep_the_validation_loss(
     assert starts == sorted(starts, reverse=True) and validation[-1][1] < validation[0][0] - 0.3
 
 
+def test_replicas_that_join_bring_their_part_of_the_batch(ranks: RankPool, folder: Path) -> None:
+    """With averaged gradients, one replica with twice the batch trains as two replicas do. In float64."""
+    small, large = (
+        ("sync.method=local_sgd", "sync.warmup_steps=8", "train.steps=9", *batch)
+        for batch in ((), ("train.global_batch=24",))
+    )
+    recipes = {name: [recipe_of(folder, name, *keys) for keys in (small, large)] for name in ("one", "two")}
+    run(ranks, *(Part(recipe, 1, 1, 4) for recipe, _ in recipes.values()))
+    [one] = run(ranks, Part(recipes["one"][1], 1, 1, 8))
+    [two] = run(ranks, Part(recipes["two"][1], 2, 1, 8))
+    assert said(two) == (
+        "step-00000004, with 24 sequences per step instead of 12, written by 1 replicas x 1 shards: 2 replicas start from it"
+    )
+    assert sorted(one[0].samples) == sorted(chain.from_iterable(rank.samples for rank in two))
+    assert len(set(one[0].samples)) == 4 * 24
+    of_two = lines(recipes["two"][1])
+    assert [line["tokens"] // 32 for line in of_two] == [0, 12, 4 * 12, 4 * 12 + 4 * 24]
+    for ours, theirs in zip(of_two, lines(recipes["one"][1]), strict=True):
+        numbers = {tag: value for tag, value in theirs.items() if tag.startswith(("train/", "eval/"))}
+        assert {tag: ours[tag] for tag in numbers} == pytest.approx(numbers, rel=1e-10, abs=1e-13)
+
+
 def test_damage_that_one_rank_finds_is_an_error_of_all(ranks: RankPool, folder: Path) -> None:
     recipe = recipe_of(folder, "damaged", "sync.method=local_sgd", "sync.warmup_steps=2")
     run(ranks, Part(recipe, 2, 1, 3))

@@ -194,9 +194,15 @@ TABLES = {
     "llmtrain/data/loader.py": r"""
     seen by distributed/test_reshard.py
         reshape: samples left by slow replicas are read by nobody
-          - return by_replica(partial(merge_cursors, global_batch=self.global_batch))
-          + return lambda change, values: values[0]
+          - if not change.replicas_changed and change.old_global_batch is None:
+          + if True:
     seen by unit/test_data_loader.py
+        reshape: with another batch, each replica reads on from its own place
+          - if not change.replicas_changed and change.old_global_batch is None:
+          + if not change.replicas_changed:
+        reshape: cursors are merged with the new batch
+          - self._merge(states, change.old_global_batch or self.global_batch)
+          + self._merge(states, self.global_batch)
         loader: all shards of a replica read the same
           - return (self.replica * self.shards + self.shard_rank) * self.per_rank
           + return self.replica * self.shards * self.per_rank

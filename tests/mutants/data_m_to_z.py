@@ -180,11 +180,17 @@ TABLES = {
           - return states[0].get("absent", {}) | merged
           + return merged
         sites: a cursor belongs to the replica's number
-          - if not change.replicas_changed and [state["site"] for state in states] == self.sites:
-          + if not change.replicas_changed:
+          - old_batch is None and [state["site"] for state in states] == self.sites:
+          + old_batch is None:
+        sites: with another batch, each replica reads on from its own place
+          - if not change.replicas_changed and old_batch is None and
+          + if not change.replicas_changed and
+        sites: cursors are merged with the new batch
+          - self._by_site(states, old_batch or self._run_batch)
+          + self._by_site(states, self._run_batch)
         sites: cursors are merged as if the site had all replicas
-          - return self._batch // replicas * members
-          + return self._batch
+          - return run_batch // replicas * members
+          + return run_batch
         sites: an absent site forgets how many samples it had
           - super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent
           + super().state_dict() | {"site": self.site} | absent

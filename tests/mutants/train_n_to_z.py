@@ -142,7 +142,7 @@ TABLES = {
           -
     seen by distributed/test_run_length.py
         length: the rate may be changed without the length
-          - with_length = () if there.train.total_steps == recipe.train.total_steps else KEYS_WITH_LENGTH
+          - with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
           + with_length = KEYS_WITH_LENGTH
         length: a finished run without checkpoints begins anew
           - is_lost = change is None and summary.get("stopped") == "done"
@@ -164,11 +164,21 @@ TABLES = {
     "llmtrain/train/run_length.py": r"""
     seen by unit/test_run_length.py, distributed/test_run_length.py
         length: fewer steps than are done end the run at once
-          - if not self.is_none and self.step >= total and not is_end:
+          - if self.steps_differ and self.step >= total and not is_end:
           + if False:
         length: another outer step is not said
-          - instead of {old:,}{self._other_outer_step()}"
-          + instead of {old:,}"
+          - {batch if self.old_global_batch else ''}{self._other_outer_step()}"
+          + {batch if self.old_global_batch else ''}"
+        batch: a new rate is a jump that the length causes
+          -         if not self.steps_differ:
+          -             return None
+          -
+        batch: a hub dataset may be read less far than it was
+          - if reads_less and not all
+          + if False and not all
+        batch: it may change where documents are sorted by it
+          - if after.data.packing == "none":
+          + if False:
         length: a decay that begins with the next step is a jump
           - _is_close(new.at(step), last) or␣
         length: the old rate is a jump
@@ -324,8 +334,8 @@ TABLES = {
           +
     seen by distributed/test_run_length.py
         length: the method is not told of another length
-          -             self.method.total_steps_changed(loaded.step)
-          -
+          - if length.steps_differ:
+          + if False:
         length: a jump of the rate is not said
           - if length is not None and (jump := length.rate_jump()):
           + if False:

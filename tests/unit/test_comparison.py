@@ -49,12 +49,15 @@ def test_a_run_may_restart_on_more_and_fewer_hosts(tmp_path: Path) -> None:
 recipe: ../edit_llama_stdlib.yaml
 hosts: {count: 4}
 runs:
-  elastic: {replicas: 2, restarts: [{after_step: 60, replicas: 4}, {after_step: 120, replicas: 1}]}
+  elastic: {replicas: 2, restarts: [{after_step: 60, replicas: 4, global_batch: 64}, {after_step: 120, replicas: 1}]}
 """
     (planned,) = trials(load_comparison(written(tmp_path, text)), tmp_path / "small.yaml")
     assert [(stage.replicas, stage.until) for stage in planned.stages] == [(2, 60), (4, 120), (1, None)]
     assert "parallel.replicas=2" in planned.overrides
-    assert planned.overrides_of(planned.stages[1]) == (*planned.overrides, "parallel.replicas=4")
+    more = (*planned.overrides, "parallel.replicas=4", "train.global_batch=64")
+    assert planned.overrides_of(planned.stages[1]) == more
+    assert planned.overrides_of(planned.stages[2]) == (*planned.overrides, "parallel.replicas=1"), "the recipe's batch"
+    assert planned.changes() == ["after step 60 with 4 hosts and 64 sequences per step", "after step 120 with 1 hosts"]
 
 
 def test_runs_take_turns_under_a_condition_and_seeds_come_last(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_after_a_change_of_replicas_the_documents_that_none_has_read_come_first(
         for _ in range(count):
             seen.update(row for batch in one.next() for row in documents_in(batch))
     change = MeshChange(old_replicas=2, old_shards=1, replicas=4, shards=1, replica=0, shard=0, global_step=6)
-    state = ranks[0].reshard_rule()(change, [one.state_dict() for one in ranks])
+    state = ranks[0].reshard_rule().combine(change, [one.state_dict() for one in ranks])
     assert state["left"] and state["unit"] == 1
     four = [rank(samples, replica, 4) for replica in range(4)]
     for one in four:

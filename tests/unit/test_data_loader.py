@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader, eval_batche
 from llmtrain.data.order import grow, merge_cursors
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
+from llmtrain.reshard import MeshChange
 from tests.end_to_end.runs import wait_until
 from tests.mother import session
 from tests.unit import processes
@@ -174,6 +176,27 @@ def test_an_error_of_the_thread_is_raised_by_next() -> None:
     broken.next = fail
     with pytest.raises(DataError, match="a shard is gone"):
         PrefetchLoader(broken, timeout_seconds=10).next()
+
+
+@pytest.mark.parametrize("replicas", [(2, 2, 2), (1, 2, 4), (4, 2, 1)])
+def test_another_batch_reads_on_where_the_replicas_stopped(replicas: tuple[int, ...]) -> None:
+    """Each replica has read another number of steps, and the batch is doubled twice."""
+    tokens, batch, seen = sequence(800), BATCH, Counter()
+    ranks = [loader(tokens, number, replicas[0]) for number in range(replicas[0])]
+    for count in replicas:
+        states = [rank.state_dict() for rank in ranks]
+        changes = [MeshChange(len(ranks), 1, count, 1, number, 0, 0, batch) for number in range(count)]
+        batch *= 2
+        ranks = [loader(tokens, number, count, global_batch=batch) for number in range(count)]
+        for rank, change in zip(ranks, changes, strict=True):
+            rank.load_state_dict(
+                change.apply({"loader": rank.reshard_rule()}, [{"loader": one} for one in states])["loader"]
+            )
+        for number, rank in enumerate(ranks):
+            seen.update(int(row[0]) // LENGTH for _ in range(2 + number) for part in rank.next() for row in part)
+    state = merge_cursors([rank.state_dict() for rank in ranks], batch)
+    lowest = min([state["position"], *(start for start, _ in state.get("left", []))])
+    assert set(seen.values()) == {1} and {ranks[0].order.sample(entry) for entry in range(lowest)} <= seen.keys()
 
 
 @pytest.mark.parametrize("done", [2, 3])

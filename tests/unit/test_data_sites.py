@@ -25,9 +25,9 @@ TEXTS = {name: TokenShards([10_000 * number + np.arange(480 * LENGTH + 1)]) for 
 SHAPE = BatchShape(LENGTH, BATCH, micro_batch=1, seed=7)
 
 
-def loaders(sites: str, shards: int = 1) -> list[list[SiteLoader]]:
+def loaders(sites: str, shards: int = 1, batch: int = BATCH) -> list[list[SiteLoader]]:
     """The loaders of each replica, which is at the site of its letter."""
-    run = replace(SHAPE, replicas=len(sites), shards=shards)
+    run = replace(SHAPE, replicas=len(sites), shards=shards, global_batch=batch)
     return [
         [SiteLoader(TEXTS[site], [*sites], replace(run, replica=replica, shard_rank=shard)) for shard in range(shards)]
         for replica, site in enumerate(sites)
@@ -44,13 +44,15 @@ def read(replicas: list[list[SiteLoader]], steps: Sequence[int]) -> list[tuple[s
     return found
 
 
-def continued(replicas: list[list[SiteLoader]], sites: str, shards: int = 1) -> list[list[SiteLoader]]:
-    """The loaders of a run that continues that of `replicas` at other sites, through a checkpoint."""
+def continued(
+    replicas: list[list[SiteLoader]], sites: str, shards: int = 1, batches: tuple[int, int] = (BATCH, BATCH)
+) -> list[list[SiteLoader]]:
+    """The loaders of a run that continues that of `replicas` at other sites, with the second of `batches`, through a checkpoint."""
     values = [{"loader": json.loads(json.dumps(rank.state_dict()))} for ranks in replicas for rank in ranks]
-    there = loaders(sites, shards)
+    there, old_batch = loaders(sites, shards, batches[1]), None if batches[0] == batches[1] else batches[0]
     for replica, ranks in enumerate(there):
         for shard, rank in enumerate(ranks):
-            change = MeshChange(len(replicas), len(replicas[0]), len(sites), shards, replica, shard)
+            change = MeshChange(len(replicas), len(replicas[0]), len(sites), shards, replica, shard, 0, old_batch)
             rank.load_state_dict(change.apply({"loader": rank.reshard_rule()}, values)["loader"])
     return there
 
@@ -123,15 +125,16 @@ def test_sites_belong_to_their_names_wherever_they_are_in_the_list(sites: str) -
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sample_comes_once_over_many_changes(seed: int) -> None:
-    drawn, replicas, seen = random.Random(seed), loaders("AB"), Counter()
+    drawn, replicas, seen, batch, sites = random.Random(seed), loaders("AAB"), Counter(), BATCH, "AAB"
     for _ in range(4):
         seen.update(read(replicas, [drawn.randrange(4) for _ in replicas]))
         states = [ranks[0].state_dict() for ranks in replicas]
         counted = replicas[0][0].read_by_text(states)
         assert {site: number for site, number in counted.items() if number} == Counter(site for site, _ in seen)
-        replicas = continued(
-            replicas, "".join(drawn.choices("ABC", k=drawn.choice([1, 2, 3, 4]))), drawn.choice([1, 2])
-        )
+        sites = drawn.choice([sites, "".join(drawn.choices("ABC", k=drawn.choice([1, 2, 3, 4])))])
+        batches = batch, drawn.choice([BATCH, 2 * BATCH])
+        replicas = continued(replicas, sites, drawn.choice([1, 2]), batches)
+        batch = batches[1]
     assert set(seen.values()) <= {1}
 
 

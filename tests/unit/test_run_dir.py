@@ -42,7 +42,7 @@ def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
     (tmp_path / "a/checkpoints/step-00000004").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-00000004/state.json").touch()
     many = [f"optim.{key}=0.5" for key in ("lr", "weight_decay", "clip_norm", "eps")]
-    many += ["run.seed=9", "train.global_batch=8"]
+    many += ["run.seed=9", "train.sequence_length=64"]
     with pytest.raises(
         RecipeError, match=rf"\(([^;]*; ){{5}}and 1 more\); choose another run.name, with model.from_weights={at} to"
     ):
@@ -300,6 +300,19 @@ def test_curves_over_steps_that_are_trained_again_are_set_aside(tmp_path: Path) 
         "long-over-time.png.old",
         *short,
     ]
+
+
+def test_the_batch_may_change_and_the_learning_rate_with_it(tmp_path: Path) -> None:
+    file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]
+    RunDirectory(load_recipe(file, keys)).claim()
+    RunDirectory(load_recipe(file, [*keys, "train.global_batch=64", "optim.lr=0.5"])).check_recipe()
+    for other, said in (
+        ("optim.lr=0.5", "optim.lr: .* there"),
+        ("train.global_batch=64 train.tokens=9e6", "train.steps"),
+    ):
+        changed = other.replace("train.tokens=9e6", "train.steps=null train.tokens=9000000").split()
+        with pytest.raises(RecipeError, match=rf"another recipe \(.*{said}"):
+            RunDirectory(load_recipe(file, [*keys, *changed])).check_recipe()
 
 
 @pytest.mark.parametrize(

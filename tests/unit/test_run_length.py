@@ -10,7 +10,7 @@ import pytest
 from llmtrain.config import Recipe
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_loader import load_recipe
-from llmtrain.train.run_length import LengthChange
+from llmtrain.train.run_length import LengthChange, batch_problem
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/edit_llama_stdlib.yaml"
 PER_STEP = 32 * 128
@@ -128,6 +128,45 @@ def test_a_run_with_wsd_jumps_from_within_a_decay() -> None:
 def test_a_checkpoint_of_no_step_has_no_jump() -> None:
     keys = ("schedule.warmup_steps=0",)
     assert jump(recipe(300, *keys), recipe(600, *keys), 0) is None
+
+
+def test_another_batch_is_said_and_is_no_jump_of_the_rate() -> None:
+    change = LengthChange(recipe(40), recipe(40, "train.global_batch=64", "optim.lr=0.5"), 20)
+    assert (change.is_none, change.steps_differ, change.old_global_batch, change.rate_jump()) == (
+        False,
+        False,
+        32,
+        None,
+    )
+    assert change.describe() == ", with 64 sequences per step instead of 32"
+    both = LengthChange(recipe(40), recipe(80, "train.global_batch=64"), 20).describe()
+    assert both.startswith(", for 80 steps instead of 40, with 64 sequences per step instead of 32")
+    assert LengthChange(recipe(40), recipe(40), 20).is_none
+
+
+HUB = "data.source=hf:owner/name"
+
+
+@pytest.mark.parametrize(
+    ("steps", "keys", "batch", "problem"),
+    [
+        (40, (), 64, None),
+        (40, (), 16, None),
+        (40, (HUB,), 64, None),
+        (40, (HUB,), 16, "may only grow; give more train.steps"),
+        (80, (HUB,), 16, None),
+        (40, (HUB, "data.max_tokens=100000"), 16, None),
+        (40, ("data.packing=none",), 64, "data.packing=none keeps it"),
+        (40, ("train.tokens=163840", "train.steps=null"), 64, "give the length as train.steps"),
+    ],
+)
+def test_a_batch_may_change_where_the_data_allows_it(
+    steps: int, keys: tuple[str, ...], batch: int, problem: str | None
+) -> None:
+    before, after = recipe(40, *keys), recipe(steps, f"train.global_batch={batch}", *keys)
+    found = batch_problem(before, after)
+    assert found is None if problem is None else problem in found
+    assert batch_problem(before, before) is None
 
 
 def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
