@@ -16,16 +16,17 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_plan import FINAL_SEEDS, STAGES, UNIT, Records, runs_of
 from study_runs import LOWEST, RECIPE, RECORDS, append, read_records
-from table import ROOT, commit
+from table import ROOT, Row, commit
 
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError
 from llmtrain.files import read_lines
@@ -133,6 +134,26 @@ def elastic_runs(done: Records) -> Iterator[ElasticRun]:
             period = () if method == "synchronous" else (f"sync.period.every={UNIT}",)
             for order in ORDERS:
                 yield ElasticRun(method, order, seed, (*period, *setting.overrides()))
+
+
+def elastic_rows(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return a row for each order and method: the mean loss after every stage, and the last one's spread and distance to synchronous
+    training. There are no rows unless all runs are done."""
+    if len(records) < len(ORDERS) * len(METHODS) * len(FINAL_SEEDS):
+        return []
+    rows = []
+    for order, replicas in ORDERS.items():
+        of_baseline = 0.0
+        for method in METHODS:
+            runs = [one for one in records.values() if (one["method"], one["order"]) == (method, order)]
+            after = [mean(losses) for losses in zip(*(one["after_stages"] for one in runs), strict=True)]
+            losses = [one["loss"] for one in runs]
+            gap = f"{mean(losses) / of_baseline - 1:+.1%}" if of_baseline else ""
+            of_baseline = of_baseline or mean(losses)
+            spread, sent = (max(losses) - min(losses)) / 2, mean(one["bytes"] for one in runs) / 1e6
+            stages = " → ".join(map(str, replicas))
+            rows.append((stages, method, *(f"{loss:.3f}" for loss in after), f"{spread:.3f}", gap, f"{sent:.0f} MB"))
+    return rows
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +141,12 @@ def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]
                         result = {key: value for key, value in result.items() if key != "against"}
                     runs.setdefault(trial.run, []).append(result)
             if runs:
-                yield suite, condition, _table(runs, results.baseline)
+                yield suite, condition, table_over_seeds(runs, results.baseline)
 
 
-def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame:
-    """Return the table of some runs, given each one's results by seed."""
+def table_over_seeds(runs: Mapping[str, Sequence[Mapping[str, Any]]], baseline: str) -> pd.DataFrame:
+    """Return the table of some runs: a row per score and a column per run. `runs` has each run's results of `llmtrain eval`, one per
+    seed. Cells are those of `benchmark_tables`."""
     everything = [result for of_run in runs.values() for result in of_run]
     rows = []
     for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
@@ -167,7 +168,7 @@ def _table(runs: dict[str, list[dict[str, Any]]], baseline: str) -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
-def _cell(of_run: Sequence[dict[str, Any]], task: str, metric: str) -> str:
+def _cell(of_run: Sequence[Mapping[str, Any]], task: str, metric: str) -> str:
     """Return a run's median over the seeds, with its range if seeds differ, and its significant differences."""
     values = [result["results"].get(task, {}).get(metric) for result in of_run]
     known = [value for value in values if value is not None]

@@ -52,7 +52,8 @@ def test_the_page_compares_with_synchronous_runs(
     (results := tmp_path / "results.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     monkeypatch.setattr(page, "RESULTS_PAGE", results)
     first = finished(MAIN[1], likes(0.001))[1]
-    monkeypatch.setattr(page, "read_records", lambda path=None: done if path is None else first)
+    records = {None: done, page.FIRST_RECORDS: first}
+    monkeypatch.setattr(page, "read_records", lambda path=None: records.get(path, {}))
     options = Namespace(write=False)
     monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
     page.main()
