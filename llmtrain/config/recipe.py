@@ -22,8 +22,9 @@ class RunSection(Section):
     """The only seed. Initialization, data order and every other random choice derive their own seeds from it by name."""
     timeout_seconds: PositiveFloat = 600
     """Maximum time that a collective waits for its peers; after that, the run fails. It must exceed the time between the arrival of
-    the fastest and of the slowest replica at the end of a round. With NCCL between replicas, add the duration of a whole
-    synchronization: the host starts the messages of all blocks at once, and NCCL's clock starts then."""
+    the fastest and of the slowest replica at the end of a round. With gloo between replicas, it must also exceed the duration of a
+    part of a message: 1 MB of a mean in fp32, but a block's whole message in the rounded formats. With NCCL between replicas, add
+    the duration of a whole synchronization: the host starts the messages of all blocks at once, and NCCL's clock starts then."""
     restarts: CountOrZero = 2
     """Maximum number of restarts by `launch/train.sh` after a rank fails, or after a node is lost with
     `on_replica_loss=continue`. All ranks on all nodes restart from the last checkpoint."""
