@@ -74,6 +74,13 @@ class Cell:
     """Virtual clock, for methods whose results depend on speeds: a key of CLOCKS."""
     text: str = ""
     """Text: a key of TEXTS. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
+    variant: str = ""
+    """Values of the method that trials compare, if not its usual ones: with the method's name, a key of OUTER."""
+
+    @property
+    def values(self) -> str:
+        """Return the key in OUTER and ALWAYS of the values that trials compare."""
+        return f"{self.method}-{self.variant}" if self.variant else self.method
 
     @property
     def tuned(self) -> Cell:
@@ -82,13 +89,13 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Return the method's name, with the inner optimizer if it is not its own, the gradients' format, the percentage of
+        """Return the method's name, with its variant, the inner optimizer if it is not its own, the gradients' format, the percentage of
         synchronous steps, how many times as many tokens it has, an uneven clock, and another text."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
         length = f"x{self.length}" if self.length > 1 else ""
         clock = self.clock if self.clock != "even" else ""
         return "-".join(
-            part for part in (self.method, self.inner, self.gradients, together, length, clock, self.text) if part
+            part for part in (self.values, self.inner, self.gradients, together, length, clock, self.text) if part
         )
 
     @property
@@ -195,9 +202,9 @@ def clock_keys(clock: str) -> list[str]:
 def trials(cell: Cell, done: Records) -> Iterator[Run]:
     """Yield the cell's trials in their order, as far as they are determined by the results so far."""
     runs: list[Run] = []
-    always = ALWAYS.get(cell.method, ())
+    always = ALWAYS.get(cell.values, ())
     start = (*always, *(IN_SHORT_ROUNDS.get(cell.method, ()) if cell.every <= SHORT_ROUNDS else ()))
-    others = [nesterov(0.7, 0.9) if (*always, *own) == start else own for own in OUTER[cell.method]]
+    others = [nesterov(0.7, 0.9) if (*always, *own) == start else own for own in OUTER[cell.values]]
 
     def add(setting: Setting) -> Run:
         runs.append(Run(cell, "trial", len(runs), setting, TRIAL_SHARE))
@@ -294,6 +301,7 @@ STAGES = {
         *(Cell(method, 4, 30, BATCH[4], text="tinystories") for method in (*METHODS[:4], "qsr")),
         Cell("a_edit", 4, 30, BATCH[4], clock="half", text="tinystories"),
     ),
+    "power": (Cell("qsr", 4, 30, BATCH[4], variant="power1"),),
     "muon": (Cell("synchronous", 8, 30, BATCH[8], inner="muon"), Cell("muloco", 8, 30, BATCH[8])),
 }
 """Cells by stage, in the order in which they are run."""

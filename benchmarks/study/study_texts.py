@@ -56,6 +56,7 @@ TITLES = {
     "batch": "Other batches, 4 replicas, H = 30",
     "long": "Four times the tokens, 4 replicas, H = 30",
     "text": "TinyStories with the settings that were chosen on Python, 4 replicas, H = 30",
+    "power": "QSR whose rounds grow with 1 / learning rate, not with its square, 4 replicas",
     "muon": "Muon inside, 8 replicas, H = 30",
 }
 TEXT = """\

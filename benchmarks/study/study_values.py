@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -12,11 +11,14 @@ class QsrRounds:
 
     base: int
     growth: float
-    """alpha, in units of peak learning rate x sqrt(base): with 1, rounds grow as soon as the learning rate falls."""
+    """alpha, in units of peak learning rate x base^(1 / power): with 1, rounds grow as soon as the learning rate falls."""
+    power: int = 2
 
     def key(self, lr: float) -> str:
         """Return the recipe's key."""
-        return f"sync.period={{kind: qsr, base: {self.base}, alpha: {self.growth * lr * math.sqrt(self.base):.6g}}}"
+        power = "" if self.power == 2 else f", power: {self.power}"
+        alpha = self.growth * lr * self.base ** (1 / self.power)
+        return f"sync.period={{kind: qsr, base: {self.base}, alpha: {alpha:.6g}{power}}}"
 
 
 Overrides = tuple[str | QsrRounds, ...]
@@ -46,6 +48,8 @@ HEAVY_BALLS = tuple(
     heavy_ball(*choice) for choice in ((1.0, 0.3), (1.0, 0.7), (0.7, 0.5), (0.7, 0.7), (1.0, 0.7, 4), (0.5, 0.7))
 )
 
+QSR = ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))
+"""Bases and growths of QSR's rounds, beside 10 and 1."""
 PULL = "sync.pull.probability="
 OUTER: dict[str, tuple[Overrides, ...]] = {
     "synchronous": (),
@@ -59,7 +63,8 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
         for decay, share in ((0.9934, 0.7), (0.984, 0.7), (0.96, 0.7), (0.92, 0.7), (0.984, 0.9), (0.96, 0.9))
     ),
     "post_local_sgd": tuple((f"sync.warmup_until_lr={lr}",) for lr in (0.25, 0.75, 0.9)),
-    "qsr": tuple((QsrRounds(*rounds),) for rounds in ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))),
+    "qsr": tuple((QsrRounds(*rounds),) for rounds in QSR),
+    "qsr-power1": tuple((QsrRounds(*rounds, power=1),) for rounds in QSR),
     "slowmo": HEAVY_BALLS,
     "diloco": nesterovs((0.7, 0.9, 4), (0.7, 0.5), (0.4, 0.9), (0.4, 0.9, 4), (1.0, 0.5), (1.0, 0.8, 4)),
     "muloco": nesterovs((0.7, 0.6), (1.0, 0.5), (0.8, 0.8, 4), (0.6, 0.8), (1.0, 0.8, 4), (0.7, 0.9, 4)),
@@ -93,6 +98,7 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
 instead."""
 ALWAYS: dict[str, Overrides] = {
     "qsr": (QsrRounds(10, 1.0),),
+    "qsr-power1": (QsrRounds(10, 1.0, power=1),),
     "palsgd": (f"{PULL}0.2",),
     "streaming_diloco": ("sync.schedule.fragments=3",),
     "a_edit": ("sync.period.min_steps=60",),
