@@ -6,8 +6,6 @@ cluster. `check_machine` (machine_check.py) makes the checks that depend on the 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.config import ModelSection, ParallelSection, Recipe
@@ -15,8 +13,7 @@ from llmtrain.config.section import leaves
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
-from llmtrain.recipe_messages import closest, one_of
-from llmtrain.run_files import CHECKPOINTS
+from llmtrain.recipe_messages import closest
 from llmtrain.step_counts import warmup_steps
 from llmtrain.suites import check_suite
 from llmtrain.sync.compatibility import find_conflict
@@ -279,12 +276,6 @@ def _check_batch(recipe: Recipe, ranks: int) -> None:
         return
     below = train.global_batch // at_once * at_once
     works = f"train.global_batch={f'{below} or ' if below else ''}{below + at_once}"
-    folder = Path(recipe.run.out_dir) / recipe.run.name
-    is_run = os.path.isdir(folder / CHECKPOINTS)  # then it keeps its batch
-    if is_run and train.global_batch % train.micro_batch == 0:
-        numbers = (range(min(ranks, train.global_batch), 0, -1), range(ranks, 2 * ranks + 1))
-        found = (next((n for n in some if train.global_batch % (train.micro_batch * n) == 0), None) for some in numbers)
-        works = f"{one_of(str(n) for n in found if n)} ranks (replicas x shards), because the run in {folder} keeps its batch"
     micro = next(
         (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),
         None,

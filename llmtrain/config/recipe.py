@@ -29,8 +29,8 @@ class RunSection(Section):
     """Maximum number of restarts by `launch/train.sh` after a rank fails, or after a node is lost with
     `on_replica_loss=continue`. All ranks on all nodes restart from the last checkpoint."""
     on_replica_loss: Literal["stop", "continue"] = "stop"
-    """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas,
-    which needs node 0 and a `global_batch` that the remaining replicas can share. Without effect under `slurm.sbatch`."""
+    """Reaction to the loss of a node: `stop` ends the run on the other nodes; `continue` restarts it on them with fewer replicas, and
+    with the largest batch up to `train.global_batch` that these can share; this needs node 0. Without effect under `slurm.sbatch`."""
 
 
 class ModelSection(Section):

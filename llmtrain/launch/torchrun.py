@@ -49,6 +49,7 @@ from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
 from llmtrain.train.output import outlive_readers
+from llmtrain.train.run_length import batch_problem
 from llmtrain.train.signals import REQUESTS, handled
 from llmtrain.waiting import announced
 
@@ -209,14 +210,18 @@ def _launch_ranks(
 
 
 def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
-    """Return overrides by which the remaining nodes have as many replicas as fit on them; none if no node is lost. Raises
-    TrainingError if they can't train the recipe, because launchers that try again have all nodes."""
+    """Return overrides by which the remaining nodes have as many replicas as fit on them, and a smaller batch if these can't share
+    the recipe's; none if no node is lost. Raises TrainingError if they can't train the recipe, because launchers that try again have
+    all nodes."""
     if attempt.nodes.count == nodes.count:
         return []
     processes = start.processes // nodes.count * attempt.nodes.count
-    fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt)]
+    fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt), *_shared_batch(recipe, processes)]
     try:
-        check(load_recipe(recipe_path, fewer), processes)
+        smaller = load_recipe(recipe_path, fewer)
+        check(smaller, processes)
+        if problem := batch_problem(recipe, smaller):
+            raise RecipeError(f"train.global_batch would be {smaller.train.global_batch}, but {problem}")
     except UserError as error:
         reason = str(error).partition(";")[0]  # without its advice, because most keys can't change in a run
         raise TrainingError(
@@ -224,6 +229,16 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
             f"{nodes.count}"
         ) from error
     return fewer
+
+
+def _shared_batch(recipe: Recipe, ranks: int) -> list[str]:
+    """Return overrides with the largest batch up to the recipe's that so many ranks can share, and as many steps; none if they can
+    share the recipe's, or none below it."""
+    train = recipe.train
+    batch = train.global_batch // (train.micro_batch * ranks) * train.micro_batch * ranks
+    if batch in (0, train.global_batch):
+        return []
+    return [f"train.global_batch={batch}", "train.tokens=null", f"train.steps={train.total_steps}"]
 
 
 def _warn_of_lost_node(nodes: Nodes, fewer_replicas: Callable[[Attempt], list[str]]) -> None:

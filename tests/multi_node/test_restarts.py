@@ -95,12 +95,12 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("choice", ["continue", "stop"])
-def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
-    """Three hosts, global batch 12: two replicas can share it as well as three."""
-    name = f"host-{choice}"
+@pytest.mark.parametrize(("choice", "batch"), [("continue", 12), ("continue", 18), ("stop", 12)])
+def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
+    """Three hosts: two replicas can share a batch of 12 as well as three, but of 18 only 16."""
+    name = f"host-{choice}-{batch}"
     with virtual_cluster([HostLimits()] * 3) as hosts:
-        keys = (*LONG, f"run.on_replica_loss={choice}", "run.restarts=1")
+        keys = (*LONG, f"train.global_batch={batch}", f"run.on_replica_loss={choice}", "run.restarts=1")
         launchers = train_sh(hosts, runs, name, *keys, held_after=7)
         runs.wait_for(name, 6)
         hosts[1].kill()
@@ -108,7 +108,8 @@ def test_a_host_that_goes_away(runs: Runs, choice: str) -> None:
     if choice == "continue":
         assert first[0] == third[0] == 0, (first, third)
         assert "its ranks are started again on 2 of 3 nodes" in first[1]
-        assert "written by 3 replicas x 1 shards: 2 replicas start from their mean" in first[1]
+        change = ", with 16 sequences per step instead of 18" if batch == 18 else ""
+        assert f"{change}, written by 3 replicas x 1 shards: 2 replicas start from their mean" in first[1]
         steps = [line["step"] for line in runs.lines(name) if "train/loss" in line]
         assert steps == list(range(1, 31)), "no step is missing or twice"
     else:

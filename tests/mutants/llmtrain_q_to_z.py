@@ -2,10 +2,6 @@
 
 TABLES = {
     "llmtrain/recipe_check.py": r"""
-    seen by unit/test_recipe_check.py
-        recipe check: a run that continues is told to change its batch
-          - if is_run and
-          + if False and
     seen by unit/test_wsd.py
         wsd: warm-up and decay may take more than the run
           - if recipe.schedule.kind == "wsd" and recipe.schedule.warmup_steps

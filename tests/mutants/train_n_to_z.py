@@ -173,9 +173,12 @@ TABLES = {
           -         if not self.steps_differ:
           -             return None
           -
-        batch: a hub dataset may be read less far than it was
-          - if reads_less and not all
-          + if False and not all
+        batch: with a length in tokens, steps change with it
+          - if here.steps is None and here.total_steps != there.total_steps:
+          + if False:
+        batch: a length in tokens is refused though it gives as many steps
+          - if here.steps is None and here.total_steps != there.total_steps:
+          + if here.steps is None:
         batch: it may change where documents are sorted by it
           - if after.data.packing == "none":
           + if False:

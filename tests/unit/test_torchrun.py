@@ -141,8 +141,9 @@ EIGHT = Nodes(8, 0, "alpha", 5)
 """Eight nodes of eight ranks."""
 
 
-def test_a_loss_that_the_batch_does_not_allow_is_a_failure_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    """Launchers start a failed run again on all nodes, but not one with a wrong recipe."""
+def test_the_nodes_that_are_left_train_with_the_batch_that_they_can_share(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that leaves none is a failure and announced: launchers start a failed run again on all nodes, but not one with a wrong
+    recipe."""
 
     def fewer(left: int, *keys: str) -> list[str]:
         start = Preflight(processes=64, replicas=8, shards=8, reason="", memory=0)
@@ -152,17 +153,23 @@ def test_a_loss_that_the_batch_does_not_allow_is_a_failure_and_announced(capsys:
             return torchrun._fewer_replicas(recipe, path, start, EIGHT, attempt)
 
     assert fewer(8) == [] and fewer(4) == ["parallel.replicas=auto"]
-    line = (
-        "the run can't continue on 7 of 8 nodes: train.global_batch is 1024, not a multiple of micro_batch x replicas x shards = "
-        "4 x 56 = 224; start it again on all 8"
-    )
-    with pytest.raises(TrainingError, match=f"^{re.escape(line)}$"):
-        fewer(7)
-    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count, "train.global_batch=1792"))
+    smaller = ["parallel.replicas=auto", "train.global_batch=896", "train.tokens=null", "train.steps=23841"]
+    assert fewer(7) == smaller, "7 x 8 GPUs x a micro-batch of 4 = 224"
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count))
     torchrun._warn_of_lost_node(Nodes(), pytest.fail)
     assert capsys.readouterr().out == ""
-    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count))
+    line = (
+        "the run can't continue on 7 of 8 nodes: train.global_batch would be 896, but data.packing=none keeps it, because the order of "
+        "documents depends on it; start it again on all 8"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(line)}$"):
+        fewer(7, "data.packing=none")
+    torchrun._warn_of_lost_node(EIGHT, lambda attempt: fewer(attempt.nodes.count, "data.packing=none"))
     assert capsys.readouterr().out == f"warning: after the loss of a node, {line}\n"
+    with pytest.raises(
+        TrainingError, match=r"train.global_batch is 200, not a multiple of .* = 4 x 56 = 224; start it"
+    ):
+        fewer(7, "train.global_batch=200", "parallel.replicas=auto", "parallel.shards=1")
 
 
 @pytest.mark.parametrize(("recipe_was_written", "code"), [(False, None), (True, STOPPED_EARLY)])
