@@ -128,7 +128,7 @@ class RestartSection(Section):
     replicas: Count
     """Replicas after the restart, one per host."""
     global_batch: Count | None = None
-    """`train.global_batch` after the restart; `null`: as in the recipe."""
+    """`train.global_batch` after the restart; `null`: as before it."""
 
 
 class ComparedRunSection(Section):
@@ -145,7 +145,8 @@ class ComparedRunSection(Section):
     def stages(self, hosts: int) -> tuple[Stage, ...]:
         """Return the parts of a trial on `hosts` hosts."""
         ends = [*(restart.after_step for restart in self.restarts), None]
-        batches = [None, *(restart.global_batch for restart in self.restarts)]
+        given = [None, *(restart.global_batch for restart in self.restarts)]
+        batches = itertools.accumulate(given, lambda before, batch: before if batch is None else batch)
         replicas = [self.replicas or hosts, *(restart.replicas for restart in self.restarts)]
         return tuple(map(Stage, replicas, ends, batches))
 
@@ -218,7 +219,7 @@ class TrialSpec:
         """Return the changes of the number of hosts, and of the batch, within the trial, in words."""
         found = []
         for one, other in itertools.pairwise(self.stages):
-            batch = "" if other.global_batch is None else f" and {other.global_batch} sequences per step"
+            batch = "" if other.global_batch == one.global_batch else f" and {other.global_batch} sequences per step"
             found.append(f"after step {one.until} with {other.replicas} hosts{batch}")
         return found
 

@@ -48,6 +48,7 @@ from llmtrain.run_files import RECIPE
 from llmtrain.run_list import is_number
 from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import lock_folder
+from llmtrain.train.run_length import batch_problem
 from llmtrain.train.signals import handled
 
 AFTER_TRIALS = ("seeds", "baseline", "target", "suite")
@@ -89,8 +90,10 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                     progress.print(f"warning: runs.{run}: {line}")
             for line in _crowding(comparison) if shaping else ():
                 progress.print(f"warning: {line}")
-            for recipe in recipes:  # all data first, because preparing it is not part of a trial
-                first, *_ = prepare_texts(recipe, show_progress=True).values()
+            for one, recipe in zip(
+                planned, recipes, strict=True
+            ):  # all data first: preparing it is not part of a trial
+                first, *_ = prepare_texts(_with_largest_batch(one), show_progress=True).values()
                 check_vocabulary(recipe, first.vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial
                 with _cluster(comparison, condition, shaping):
@@ -122,10 +125,16 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
     """Return the recipe of a trial. Raises UserError, which names the run, if it can't be trained."""
     try:
         check_overrides(planned, comparison)
+        earlier: Recipe | None = None
         for stage in planned.stages:
             recipe = load_recipe(planned.recipe, planned.overrides_of(stage))
             check(recipe, stage.replicas * comparison.hosts.processes)
             check_machine(recipe)
+            if earlier is not None and (problem := batch_problem(earlier, recipe)):
+                raise RecipeError(
+                    f"the restart with train.global_batch={recipe.train.global_batch} is not possible; {problem}"
+                )
+            earlier = recipe
         recipe, garbage = (
             load_recipe(planned.recipe, planned.overrides),
             comparison.conditions[planned.condition].garbage,
@@ -150,6 +159,12 @@ def _writing(folder: Path) -> Iterator[None]:
         raise RecipeError(f"out_dir: {folder} can't be written ({one_line(error)}); give another folder") from error
 
 
+def _with_largest_batch(planned: TrialSpec) -> Recipe:
+    """Return the recipe of the trial's stage that reads the most text per step."""
+    recipes = (load_recipe(planned.recipe, planned.overrides_of(stage)) for stage in planned.stages)
+    return max(recipes, key=lambda recipe: recipe.train.global_batch)
+
+
 def _check_folder(folder: Path, comparison: Comparison) -> None:
     """Raise RecipeError if the folder belongs to a comparison with other trials."""
     path = folder / COMPARISON
@@ -170,7 +185,10 @@ def _check_folder(folder: Path, comparison: Comparison) -> None:
 def _lines_about_trials(data: Any) -> list[str]:
     """Return the lines of a comparison file without the keys that change no trial."""
     kept = {key: value for key, value in data.items() if key not in AFTER_TRIALS} if isinstance(data, dict) else data
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=math.inf).splitlines()
+    lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=math.inf).splitlines()
+    return [
+        line for line in lines if line.strip() != "global_batch: null"
+    ]  # a key of restarts that earlier versions lack
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:

@@ -137,11 +137,10 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     mesh = MeshSize(start.replicas * start.shards, start.replicas, start.ranks_on_each(nodes))
     warnings = recipe_warnings(recipe, {**texts, **sets}, mesh)
     change = directory.length_change()
-    jump = change.rate_jump() if change is not None and not change.is_none else None
     return replace(
         start,
         texts=texts,
-        warnings=[*warnings, *([jump] if jump else [])],
+        warnings=[*warnings, *(change.warnings() if change is not None else ())],
         completed=directory.completed_message() if directory.finished() else None,
     )
 

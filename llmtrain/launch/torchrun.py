@@ -221,7 +221,7 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
         smaller = load_recipe(recipe_path, fewer)
         check(smaller, processes)
         if problem := batch_problem(recipe, smaller):
-            raise RecipeError(f"train.global_batch would be {smaller.train.global_batch}, but {problem}")
+            raise RecipeError(f"train.global_batch would be {smaller.train.global_batch}, and {problem}")
     except UserError as error:
         reason = str(error).partition(";")[0]  # without its advice, because most keys can't change in a run
         raise TrainingError(

@@ -153,9 +153,8 @@ class Method:
         """Return state that differs between replicas, by block."""
         return {"error": self.block_sync.rounding_errors, **self.schedule.per_replica_state()}
 
-    def total_steps_changed(self, step: int) -> None:
-        """Adapt the state just loaded, of global step `step`, to a number of total steps that differs from the checkpoint's."""
-        self.keep_warmup(step)
+    def total_steps_changed(self) -> None:
+        """Adapt the state just loaded to a number of total steps that differs from the checkpoint's."""
         self.period.total_steps_changed(self.is_synchronized)
 
     def keep_warmup(self, step: int) -> None:

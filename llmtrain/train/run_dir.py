@@ -24,7 +24,7 @@ from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, EVALUATIONS, LOCK, METRICS, RECIPE, STEP_NAME, SUMMARY, complete_checkpoints
 from llmtrain.sync.methods import inner_preset
 from llmtrain.train.checkpoint_files import read_state
-from llmtrain.train.run_length import LengthChange, batch_problem, length_key
+from llmtrain.train.run_length import LengthChange, length_key
 from llmtrain.waiting import announced, where_locks_exist
 
 RESUMABLE_KEYS = (
@@ -148,8 +148,8 @@ class RunDirectory:
         )
 
     def check_recipe(self) -> None:
-        """Raise RecipeError if the directory belongs to a run of another recipe, or has trained more steps than the recipe
-        has."""
+        """Raise RecipeError if the directory belongs to a run of another recipe, which includes a batch that can't change, or has
+        trained more steps than the recipe has."""
         there = self.path / RECIPE
         if not there.exists():
             return
@@ -309,9 +309,7 @@ def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     sizes = [(one.train.total_steps, one.train.global_batch) for one in (there, recipe)]
     with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
-    problem, batch = batch_problem(there, recipe), f"{there.train.global_batch} there, {recipe.train.global_batch} here"
-    of_batch = [f"train.global_batch: {batch} ({problem})"] if problem else []
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + of_batch + _other_sites(there, recipe)
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
 
 
 def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:

@@ -3,7 +3,7 @@ jump of the learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmtrain.config import DataSection, Recipe
@@ -41,14 +41,20 @@ class LengthChange:
         return None if before == after else before
 
     def check(self, where: str) -> None:
-        """Raise RecipeError unless steps are left to train, or the checkpoint is the last one of a run of this length.
-        `where` names the checkpoint in the message."""
-        total = self.after.train.total_steps
+        """Raise RecipeError unless steps are left to train, or the checkpoint is the last one of a run of this length; and if the
+        global batch can't change. `where` names the checkpoint in the message."""
+        total, batch = self.after.train.total_steps, self.after.train.global_batch
         is_end = self.step == total and self.before.train.total_steps <= self.step
         if self.steps_differ and self.step >= total and not is_end:
             raise RecipeError(
                 f"{length_key(self.after)} is {_length(self.after)}, but {where} has trained {self.step} steps already; give more to "
                 "continue it, or choose another run.name"
+            )
+
+        if problem := batch_problem(self.before, self.after):
+            raise RecipeError(
+                f"train.global_batch is {batch}, but {where} was trained with {self.old_global_batch}; {problem}, or choose another "
+                "run.name"
             )
 
     def describe(self) -> str:
@@ -63,6 +69,20 @@ class LengthChange:
         before, after = (recipe.sync.outer.model_dump() for recipe in (self.before, self.after))
         given = [f"sync.outer.{key}={value}" for key, value in after.items() if value != before.get(key)]
         return f" (now {', '.join(given)})" if given else ""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield lines about what a user may not expect after the change."""
+        if (jump := self.rate_jump()) is not None:
+            yield jump
+        before, after = self.before.train, self.after.train
+        left = (after.total_steps - self.step) * after.global_batch
+        lacking = min(left, self.step * before.global_batch + left - after.total_steps * after.global_batch)
+        if lacking > 0 and not all(map(is_fixed, self.after.data.texts().values())):
+            yield (
+                f"of the {left:,} sequences that are left, about {lacking:,} are read a second time: a hub dataset without "
+                f"data.max_tokens is tokenized for {after.total_steps:,} steps of {after.global_batch}, and {self.step:,} had "
+                f"{before.global_batch}"
+            )
 
     def rate_jump(self) -> str | None:
         """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause; None if
@@ -109,9 +129,9 @@ def batch_problem(before: Recipe, after: Recipe) -> str | None:
     if there.global_batch == here.global_batch:
         return None
     if here.steps is None and here.total_steps != there.total_steps:
-        return f"to change it, give the length in steps: train.tokens=null train.steps={there.total_steps}"
+        return f"give the length in steps (train.tokens=null train.steps={there.total_steps})"
     if after.data.packing == "none":
-        return "data.packing=none keeps it, because the order of documents depends on it"
+        return "with data.packing=none it must stay, because the order of documents depends on it"
     return None
 
 

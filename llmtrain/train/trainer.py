@@ -155,12 +155,13 @@ class Trainer:
         loader_state = progress["loader"]
         if length is not None:  # the recipe has other steps than the checkpoint's, or another global batch
             loader_state = self.loader.grown(loader_state, length.samples_before)
+            self.method.keep_warmup(loaded.step)
             if length.steps_differ:
-                self.method.total_steps_changed(loaded.step)
+                self.method.total_steps_changed()
         self.loader.load_state_dict(loader_state)
         console.print(f"continuing from {path}{length.describe() if length else ''}{loaded.how}")
-        if length is not None and (jump := length.rate_jump()):
-            console.print(f"warning: {jump}")
+        for warning in length.warnings() if length is not None else ():
+            console.print(f"warning: {warning}")
 
     def state_dict(self) -> dict[str, object]:
         """Return this rank's plain values for a checkpoint."""

@@ -105,6 +105,23 @@ def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPo
     assert replicas_are_equal(final)
 
 
+def test_local_steps_begin_where_a_run_continues_with_another_batch_and_rate(ranks: RankPool, folder: Path) -> None:
+    """By the first schedule they begin after step 21; by the second, after step 8, and step 10 is done."""
+    keys = (
+        "sync.method=post_local_sgd",
+        *KEYS["post_local_sgd"],
+        *SETTINGS,
+        "sync.warmup_until_lr=0.5",
+        "train.steps=40",
+    )
+    later = ("train.global_batch=24", "schedule={kind: step, decay_at: [0.2]}")
+    recipes = [recipe_of(folder, "other-batch", *keys, *more) for more in ((), later)]
+    for recipe, until in zip(recipes, (8, 12), strict=True):
+        assert ranks.run(train, recipe, (2, 1), until, world_size=2) == ["signal", "signal"]
+    (begun, _), (_, final) = complete_checkpoints(RunDirectory(recipes[0]).checkpoints).items()
+    assert read_state(final)["ranks"][0]["method"]["period"]["warmup"] == begun == 10
+
+
 def alone(folder: Path, name: str, *keys: str) -> Recipe:
     return recipe_of(folder, name, "parallel.replicas=1", "parallel.shards=1", "train.micro_batch=12", *SETTINGS, *keys)
 

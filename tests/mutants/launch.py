@@ -112,7 +112,7 @@ TABLES = {
           + weights=None)
     seen by distributed/test_run_length.py
         length: recipe check does not say that the rate jumps
-          - warnings=[*warnings, *([jump] if jump else [])],
+          - warnings=[*warnings, *(change.warnings() if change is not None else ())],
           + warnings=warnings,
     seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
         preflight: another text is no problem

@@ -179,6 +179,9 @@ TABLES = {
         batch: a length in tokens is refused though it gives as many steps
           - if here.steps is None and here.total_steps != there.total_steps:
           + if here.steps is None:
+        batch: text that is read twice is not said
+          - if lacking > 0 and not all
+          + if False and not all
         batch: it may change where documents are sorted by it
           - if after.data.packing == "none":
           + if False:
@@ -340,8 +343,11 @@ TABLES = {
           - if length.steps_differ:
           + if False:
         length: a jump of the rate is not said
-          - if length is not None and (jump := length.rate_jump()):
-          + if False:
+          - for warning in length.warnings() if length is not None else ():
+          + for warning in ():
+        batch: synchronous steps end before the step at which a run continues
+          -             self.method.keep_warmup(loaded.step)
+          -
     seen by end_to_end/test_documents.py
         documents: the trainer does not say how many tokens the batch has
           - forward_backward(micro_batches, self.loader.mean_replica_tokens)

@@ -306,13 +306,8 @@ def test_the_batch_may_change_and_the_learning_rate_with_it(tmp_path: Path) -> N
     file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]
     RunDirectory(load_recipe(file, keys)).claim()
     RunDirectory(load_recipe(file, [*keys, "train.global_batch=64", "optim.lr=0.5"])).check_recipe()
-    for other, said in (
-        ("optim.lr=0.5", "optim.lr: .* there"),
-        ("train.global_batch=64 train.tokens=9e6", "in steps: train.tokens=null"),
-    ):
-        changed = other.replace("train.tokens=9e6", "train.steps=null train.tokens=9000000").split()
-        with pytest.raises(RecipeError, match=rf"another recipe \(.*{said}"):
-            RunDirectory(load_recipe(file, [*keys, *changed])).check_recipe()
+    with pytest.raises(RecipeError, match=r"another recipe \(optim.lr: .* there"):
+        RunDirectory(load_recipe(file, [*keys, "optim.lr=0.5"])).check_recipe()
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ HUB = "data.source=hf:owner/name"
         ((), 16, None),
         ((HUB,), 64, None),
         ((HUB,), 16, None),
-        (("data.packing=none",), 64, "data.packing=none keeps it"),
-        (("train.tokens=163840", "train.steps=null"), 64, "in steps: train.tokens=null train.steps=40"),
+        (("data.packing=none",), 64, "with data.packing=none it must stay"),
+        (("train.tokens=163840", "train.steps=null"), 64, "in steps (train.tokens=null train.steps=40)"),
         (("train.tokens=327680", "train.steps=null"), 64, None),
     ],
 )
@@ -163,9 +163,28 @@ def test_a_batch_may_change_where_the_data_allows_it(keys: tuple[str, ...], batc
     before, after = recipe(40, *keys), recipe(40, f"train.global_batch={batch}", *keys)
     if "train.tokens=327680" in keys:  # as many steps with the larger batch as the run had
         before = recipe(40)
-    found = batch_problem(before, after)
-    assert found is None if problem is None else problem in found
     assert batch_problem(before, before) is None
+    if problem is None:
+        assert batch_problem(before, after) is None
+        LengthChange(before, after, 10).check("runs/x")
+    else:
+        line = f"train.global_batch is {batch}, but runs/x was trained with 32; "
+        with pytest.raises(RecipeError, match=rf"^{line}.*{re.escape(problem)}.*, or choose another run.name$"):
+            LengthChange(before, after, 10).check("runs/x")
+
+
+def test_a_smaller_batch_that_repeats_text_of_a_hub_data_set_is_warned_of() -> None:
+    def warned(steps: int, batch: int, *keys: str) -> list[str]:
+        after = recipe(steps, f"train.global_batch={batch}", "schedule.kind=constant", *keys)
+        return list(LengthChange(recipe(100, "schedule.kind=constant", *keys), after, 90).warnings())
+
+    [line] = warned(200, 16, HUB)
+    assert line.startswith("of the 1,760 sequences that are left, about 1,440 are read a second time: a hub dataset")
+    assert line.endswith("tokenized for 200 steps of 16, and 90 had 32")
+    [line] = warned(100, 1, HUB)
+    assert line.startswith("of the 10 sequences that are left, about 10 are read")
+    for steps, batch, *keys in ((100, 64, HUB), (100, 16, HUB, "data.max_tokens=1000000"), (100, 16), (120, 32, HUB)):
+        assert warned(steps, batch, *keys) == []
 
 
 def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:

@@ -159,8 +159,8 @@ def test_the_nodes_that_are_left_train_with_the_batch_that_they_can_share(capsys
     torchrun._warn_of_lost_node(Nodes(), pytest.fail)
     assert capsys.readouterr().out == ""
     line = (
-        "the run can't continue on 7 of 8 nodes: train.global_batch would be 896, but data.packing=none keeps it, because the order of "
-        "documents depends on it; start it again on all 8"
+        "the run can't continue on 7 of 8 nodes: train.global_batch would be 896, and with data.packing=none it must stay, because "
+        "the order of documents depends on it; start it again on all 8"
     )
     with pytest.raises(TrainingError, match=f"^{re.escape(line)}$"):
         fewer(7, "data.packing=none")
