@@ -98,17 +98,17 @@ PARAMETERS = 320_000
 
 def row_of(cell: Cell, done: Records) -> Row | None:
     """Return a cell's row, or None if nothing of it is done. A cell without trials of its own has no best one."""
+    has_trials = cell.tuned == cell
     tried = [run for run in trials(cell.tuned, done) if run.id in done]
-    if not tried or (cell.text and not finals_of(cell, done)):
+    if not tried or not (has_trials or finals_of(cell, done)):
         return None
     best = best_of(tried, done)
     every = "" if cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
     label = f"{cell.label}, M = {cell.replicas}{every}, batch {cell.batch}"
     count = "" if len(tried) == TRIALS else f" ({len(tried)} of {TRIALS})"
-    trial = "" if cell.text else f"{loss_of(done[best.id]):.4f}{count}"
-    keys = {
-        key.partition("=")[0]: key.removeprefix("sync.") for key in done[best.id]["keys"]
-    }  # the last of each counts
+    trial = f"{loss_of(done[best.id]):.4f}{count}" if has_trials else ""
+    settings = done[best.id] if has_trials else finals_of(cell, done)[0]
+    keys = {key.partition("=")[0]: key.removeprefix("sync.") for key in settings["keys"]}  # the last of each counts
     chosen = " ".join(keys.values())
     return label, trial, *figures_of(cell, done), chosen
 
@@ -217,7 +217,7 @@ def change_rows(done: Records) -> list[Row]:
         loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
         if gap:
             start = f", first {cell.together:.0%} synchronous" if cell.together else ""
-            text = ", TinyStories" if cell.text else ""
+            text = ", TinyStories" if cell.text else ", `sync.outer=auto`" if cell.variant else ""
             what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{text}"
             tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
             beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"

@@ -49,6 +49,8 @@ TEXTS: dict[str, Overrides] = {
     "tinystories": ("data.source=hf:roneneldan/TinyStories", "data.validation=validation"),
 }
 """Keys of the texts by name; empty: Python, as in study.yaml."""
+AUTO = "auto"
+"""Variant of a cell with `sync.outer=auto`."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa", "wagma")
 """Methods whose rounds have no fixed number of steps."""
 
@@ -75,7 +77,8 @@ class Cell:
     text: str = ""
     """Text: a key of TEXTS. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
     variant: str = ""
-    """Values of the method that trials compare, if not its usual ones: with the method's name, a key of OUTER."""
+    """Values of the method that trials compare, if not its usual ones: with the method's name, a key of OUTER. Or AUTO: no trials, but
+    the inner learning rate that they chose with these values, and `sync.outer=auto`."""
 
     @property
     def values(self) -> str:
@@ -84,8 +87,8 @@ class Cell:
 
     @property
     def tuned(self) -> Cell:
-        """Return the cell whose trials choose this cell's setting."""
-        return replace(self, text="")
+        """Return the cell whose trials choose this cell's setting: itself, or one that it takes the setting from."""
+        return replace(self, text="", variant="" if self.variant == AUTO else self.variant)
 
     @property
     def label(self) -> str:
@@ -257,10 +260,11 @@ def loss_of(record: Mapping[str, Any]) -> float:
 def runs_of(cell: Cell, done: Records) -> list[Run]:
     """Return the cell's runs as far as they are determined, finished ones included."""
     tried = list(trials(cell.tuned, done))
-    own_trials = [] if cell.text else tried
+    own_trials = tried if cell.tuned == cell else []
     if len(tried) < TRIALS or (best := best_of(tried, done)) is None:
         return own_trials
-    finals = [Run(cell, "final", seed, best.setting) for seed in FINAL_SEEDS]
+    setting = Setting(best.setting.lr, ("sync.outer=auto",)) if cell.variant == AUTO else best.setting
+    finals = [Run(cell, "final", seed, setting) for seed in FINAL_SEEDS]
     shares = SHORTENED.get(cell, ())
     return [
         *own_trials,
@@ -303,6 +307,10 @@ STAGES = {
     ),
     "power": (Cell("qsr", 4, 30, BATCH[4], variant="power1"),),
     "muon": (Cell("synchronous", 8, 30, BATCH[8], inner="muon"), Cell("muloco", 8, 30, BATCH[8])),
+    "auto": tuple(
+        Cell("diloco", 4, every, batch, variant=AUTO)
+        for every, batch in ((10, BATCH[4]), (30, 32), (30, BATCH[4]), (100, BATCH[4]))
+    ),
 }
 """Cells by stage, in the order in which they are run."""
 SHORTENED = {
@@ -354,4 +362,4 @@ def total(stages: Sequence[str]) -> int:
     """Return the number of runs of some stages."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
-    return TRIALS * sum(not cell.text for cell in cells) + finals
+    return TRIALS * sum(cell.tuned == cell for cell in cells) + finals

@@ -58,18 +58,20 @@ TITLES = {
     "text": "TinyStories with the settings that were chosen on Python, 4 replicas, H = 30",
     "power": "QSR whose rounds grow with 1 / learning rate, not with its square, 4 replicas",
     "muon": "Muon inside, 8 replicas, H = 30",
+    "auto": "DiLoCo with `sync.outer=auto` and the inner learning rate that trials chose, 4 replicas",
 }
 TEXT = """\
 Llama with 0.32 M parameters on Python files, 6.4 M tokens, one epoch: what was decided before the first run is in
 [PROTOCOL.md](../../study/PROTOCOL.md). Losses are of validation, in nats per token, of the replicas' mean at the end of a run.
 `best trial` is the lowest of {trials} trials with about a quarter of the tokens; `loss` is the mean of {seeds} seeds with all
-tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it does not include the noise of
-tuning, because trials compare settings with one seed. `to synchronous` compares with the synchronous runs of the same number of
-replicas, batch and inner optimizer. `tokens to equal loss` is the share of the tokens with which synchronous training, annealed
-on them, reaches the same loss (interpolated between the means of runs with {shares} of the tokens, all with the full run's
-warm-up; the range is that of the method's seeds, beside the mean of synchronous training, and a loss below that mean counts as
-100 %. The losses fall ever more slowly, so straight lines between three shares are up to 4 points too high: by a parabola, QSR's 65 % is 62 %, and WAGMA's 80 % is 77 %). `sent` is the sum of what all replicas send. Cells without a loss are
-not complete; if a seed diverged, there is no mean."""
+tokens and that trial's setting, and `± seeds` half of the distance between the lowest and the highest; it does not include the
+noise of tuning, because trials compare settings with one seed. `to synchronous` compares with the synchronous runs of the same
+number of replicas, batch and inner optimizer. `tokens to equal loss` is the share of the tokens with which synchronous training,
+annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the tokens, all with the full run's
+warm-up; the range is that of the method's seeds, beside the mean of synchronous training, and a loss below that mean counts as 100
+%. The losses fall ever more slowly, so straight lines between three shares are up to 4 points too high: by a parabola, QSR's 65 %
+is 62 %, and WAGMA's 80 % is 77 %). `sent` is the sum of what all replicas send. Cells without a loss are not complete; if a seed
+diverged, there is no mean."""
 STEPS_TEXT = """\
 How many times as many tokens per second as synchronous training a method makes, if sending the whole model once in fp32 takes as
 long as this many steps. Predicted as by `llmtrain recipe show`, without latency. Its error was at most 3.5 points of utilization in

@@ -42,7 +42,7 @@ def record(run: Any, loss: float | None) -> dict[str, Any]:
 
 def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[Any], dict[str, Any]]:
     """All runs of a cell, made in the order in which they can be, and their records, with those of the cell that chose its setting."""
-    done: dict[str, Any] = finished(cell.tuned, loss_of)[1] if cell.text else {}
+    done: dict[str, Any] = {} if cell.tuned == cell else finished(cell.tuned, loss_of)[1]
     made: list[Any] = []
     while left := [run for run in plan.runs_of(cell, done) if run.id not in done]:
         for run in left:
@@ -56,7 +56,7 @@ def likes(rate: float) -> Callable[[Any], float]:
     with every seed a little different."""
 
     def loss(run: Any) -> float:
-        own = plan.OUTER[run.cell.values]
+        own = plan.OUTER[run.cell.tuned.values]
         is_third = len(own) > 2 and set(own[2]) <= set(run.setting.own)
         far = abs(math.log(run.setting.lr / (2 * rate if is_third else rate)))
         missing = 0.0 if run.kind == "trial" else -math.log(run.share_of_tokens)
@@ -165,6 +165,17 @@ def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
     assert plan.total(["text"]) == 6 * 3 + 6
 
 
+def test_cells_with_the_rule_s_outer_step_have_the_chosen_inner_rate() -> None:
+    for cell in plan.STAGES["auto"]:
+        made, done = finished(cell, likes(0.0055))
+        assert [run.id for run in made] == [f"{cell.name}-final-{seed}" for seed in (11, 12, 13)]
+        [rate, *_] = done[f"{cell.tuned.name}-final-11"]["keys"]
+        assert {(*run.setting.overrides(),) for run in made} == {(rate, "sync.outer=auto")}
+        outer = load_recipe(ROOT / runs.RECIPE, made[0].overrides()).sync.outer
+        assert outer.kind == "nesterov" and outer.momentum <= 0.9
+    assert plan.total(["auto"]) == 12 and cell.name == "diloco-auto-m4-h100-b64"
+
+
 def test_short_rounds_begin_with_less_momentum() -> None:
     made, _ = finished(plan.Cell("diloco", 4, 3, 64), likes(0.006))
     assert {run.setting.own for run in made[:3]} == {plan.nesterov(0.7, 0.5)}
@@ -206,7 +217,7 @@ def test_a_record_of_another_setting_is_refused() -> None:
 def test_the_recipes_are_right(stage: str) -> None:
     for cell in plan.STAGES[stage]:
         made, _ = finished(cell, likes(0.0055))
-        for run in made[:1] if cell.text else (made[0], made[5], made[12]):
+        for run in (made[0], made[5], made[12]) if cell.tuned == cell else made[:1]:
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
             check(recipe, 1)
             assert recipe.sync.method == cell.method and recipe.parallel.replicas == cell.replicas
