@@ -20,8 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_losses import synchronous_beside
-from study_plan import FINAL_SEEDS, STAGES, Cell, Records
+from study_plan import FINAL_SEEDS, Cell, Records
 from study_runs import RECORDS, RUNS, append, read_records
+from study_stages import STAGES
 from table import ROOT, Row, commit
 
 from llmtrain.compare.benchmarks import table_over_seeds

@@ -24,8 +24,9 @@ from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import FINAL_SEEDS, STAGES, UNIT, Records, runs_of
+from study_plan import FINAL_SEEDS, UNIT, Records
 from study_runs import LOWEST, RECIPE, RECORDS, append, read_records
+from study_stages import STAGES, runs_of
 from table import ROOT, Row, commit
 
 from llmtrain.errors import DONE, STOPPED_EARLY, TrainingError

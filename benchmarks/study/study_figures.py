@@ -18,7 +18,8 @@ from study_losses import (
     records_by_share,
     synchronous_beside,
 )
-from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, SHORTENED, STAGES, Cell, Records, loss_of
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, Cell, Records, loss_of
+from study_stages import SHORTENED, STAGES
 from study_times import MEASURED, step_speed, timed_cells
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from study_plan import FINAL_SEEDS, SHORTENED, Cell, Records, loss_of, runs_of
+from study_plan import FINAL_SEEDS, Cell, Records, loss_of
+from study_stages import SHORTENED, runs_of
 from table import Row
 
 

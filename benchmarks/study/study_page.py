@@ -28,11 +28,7 @@ from study_losses import (
 from study_plan import (
     BATCH,
     FINAL_SEEDS,
-    HEAT,
-    HEAT_STEPS,
     ROUNDS_OF_ITS_OWN,
-    SHORTENED,
-    STAGES,
     TRIALS,
     Cell,
     Records,
@@ -40,10 +36,10 @@ from study_plan import (
     Setting,
     best_of,
     loss_of,
-    runs_of,
     trials,
 )
 from study_runs import RECORDS, read_records
+from study_stages import HEAT, HEAT_STEPS, PROBES, SHORTENED, STAGES, runs_of
 from study_texts import (
     BENCHMARKS,
     BENCHMARKS_TEXT,
@@ -61,6 +57,8 @@ from study_texts import (
     GAPS,
     HEATS,
     HEATS_TEXT,
+    SINGLE,
+    SINGLE_TEXT,
     SPEEDS,
     SPEEDS_TEXT,
     STEPS,
@@ -151,6 +149,15 @@ def heat_rows(done: Records) -> list[Row]:
         of_step = rows.setdefault(f"{momentum:g}" + (f", warmed up over {warmup} rounds" if warmup else ""), [])
         of_step.append(f"{loss:.4f}" if math.isfinite(loss := loss_of(done[run.id])) else "diverged")
     return [(label, *losses) for label, losses in rows.items()]
+
+
+def probe_rows(done: Records) -> list[Row]:
+    """Return the name, seed, steps, loss and keys of the single runs that have been made."""
+    return [
+        (run.id, str(run.seed), str(run.steps), f"{loss_of(done[run.id]):.4f}", " ".join(done[run.id]["keys"]))
+        for run in PROBES
+        if run.id in done
+    ]
 
 
 def summary_rows(done: Records) -> list[Row]:
@@ -256,7 +263,8 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     for stage, cells in STAGES.items():
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
         figure = f"![]({LOSSES})\n\n![]({BYTES})" if stage == "main" else ""
-        found.append((TITLES[stage], figure, COLUMNS, rows))
+        if rows:
+            found.append((TITLES[stage], figure, COLUMNS, rows))
     networks = ("method", *(f"{steps:g} steps" for steps in MESSAGES))
     seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
     rates = ("momentum", *(f"learning rate {rate:g}" for rate in dict.fromkeys(rate for rate, *_ in HEAT_STEPS)))
@@ -276,6 +284,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
         (BENCHMARKS, BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
         (HEATS, HEATS_TEXT.format(seed=FINAL_SEEDS[0]), rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
+        (SINGLE, SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
         (FIRST, FIRST_TEXT, short, first_rows(first)),
     ]
     return [table for table in found if table[-1]]

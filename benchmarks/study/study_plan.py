@@ -2,7 +2,7 @@
 
 A cell is a method with a number of replicas and a round length. It has trials, each at about a quarter of the tokens, and then
 final runs of the best trial with all tokens and several seeds. Later trials start from the best of the earlier ones; every cell
-has the same number. Cells in `SHORTENED` also have final runs with fewer tokens, and those in `HEAT` with other outer settings.
+has the same number. study_stages.py lists the cells.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from study_values import ALWAYS, IN_SHORT_ROUNDS, OUTER, PULL, SHORT_ROUNDS, Overrides, QsrRounds, nesterov, nesterovs
+from study_values import ALWAYS, IN_SHORT_ROUNDS, OUTER, PULL, SHORT_ROUNDS, Overrides, QsrRounds, nesterov
 
 Records = Mapping[str, Mapping[str, Any]]
 """Records of finished runs by id, as `study_runs` writes them."""
@@ -132,9 +132,9 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial`, `final`, with fewer tokens than that `shorter`, or with other outer settings `heat`."""
+    """`trial`, `final`, with fewer tokens than that `shorter`, with other outer settings `heat`, or `probe-NAME`."""
     number: int
-    """Number of the trial or of the outer settings, from 0, or seed of the final run."""
+    """Number of the trial or of the outer settings, from 0, or seed of the final run or of a probe."""
     setting: Setting
     share: float = 1.0
     """Share of a final run's tokens."""
@@ -148,7 +148,10 @@ class Run:
     @property
     def seed(self) -> int:
         """Return the seed of the parameters and of the order of the text."""
-        return {"trial": TRIAL_SEED, "heat": FINAL_SEEDS[0]}.get(self.kind, self.number)
+        is_short_probe = self.kind.startswith("probe") and self.share < 1
+        return (
+            TRIAL_SEED if is_short_probe else {"trial": TRIAL_SEED, "heat": FINAL_SEEDS[0]}.get(self.kind, self.number)
+        )
 
     @property
     def steps(self) -> int:
@@ -190,7 +193,7 @@ class Run:
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
             *TEXTS[cell.text],
             *(clock_keys(cell.clock) if cell.clock else []),
-            f"eval.every={'null' if self.kind == 'trial' else self._every(self.steps / 8)}",
+            f"eval.every={'null' if self.kind == 'trial' or self.kind.startswith('probe') else self._every(self.steps / 8)}",
             f"checkpoint.every={self._every(self.steps / 4)}",
             *self.setting.overrides(),
         ]
@@ -255,111 +258,3 @@ def best_of(runs: Sequence[Run], done: Records) -> Run | None:
 def loss_of(record: Mapping[str, Any]) -> float:
     """Return a record's final validation loss; infinity for a run that failed."""
     return math.inf if record.get("loss") is None else record["loss"]
-
-
-def runs_of(cell: Cell, done: Records) -> list[Run]:
-    """Return the cell's runs as far as they are determined, finished ones included."""
-    tried = list(trials(cell.tuned, done))
-    own_trials = tried if cell.tuned == cell else []
-    if len(tried) < TRIALS or (best := best_of(tried, done)) is None:
-        return own_trials
-    setting = Setting(best.setting.lr, ("sync.outer=auto",)) if cell.variant == AUTO else best.setting
-    finals = [Run(cell, "final", seed, setting) for seed in FINAL_SEEDS]
-    shares = SHORTENED.get(cell, ())
-    return [
-        *own_trials,
-        *finals,
-        *(Run(cell, "shorter", seed, best.setting, share) for share in shares for seed in FINAL_SEEDS),
-        *(Run(cell, "heat", number, Setting(best.setting.lr, own)) for number, own in enumerate(HEAT.get(cell, ()))),
-    ]
-
-
-METHODS = (
-    *("synchronous", "diloco", "local_sgd", "edit", "streaming_diloco", "muloco"),
-    *("sparseloco", "palsgd", "qsr", "co2", "slowmo", "post_local_sgd", "des_loc"),
-)
-FEW = ("synchronous", "diloco")
-STAGES = {
-    "main": (
-        *(Cell(method, 4, 30, BATCH[4]) for method in METHODS),
-        Cell("synchronous", 4, 30, BATCH[4], inner="muon"),
-        Cell("wagma", 4, 30, BATCH[4], clock="even"),
-    ),
-    "gradients": (Cell("synchronous", 4, 30, BATCH[4], gradients="int8"),),
-    "together": tuple(Cell(method, 4, 30, BATCH[4], together=0.08) for method in ("diloco", "local_sgd", "edit")),
-    "uneven": tuple(
-        Cell(method, 4, 30, BATCH[4], clock=clock) for clock in ("half", "random") for method in ("a_edit", "wagma")
-    ),
-    "replicas": (
-        *(Cell(method, replicas, 30, BATCH[replicas]) for replicas in (8, 1, 2) for method in FEW),
-        Cell("gpa", 1, 1, BATCH[1]),
-    ),
-    "rounds": (
-        *(Cell(method, 4, 3, BATCH[4]) for method in METHODS[1:3]),
-        *(Cell(method, 4, every, BATCH[4]) for every in (10, 100) for method in METHODS[1:4]),
-        Cell("palsgd", 4, 100, BATCH[4]),
-    ),
-    "batch": tuple(Cell(method, 4, 30, batch) for batch in (32, 128) for method in FEW),
-    "long": tuple(Cell(method, 4, 30, BATCH[4], length=4) for method in ("synchronous", "diloco", "edit", "local_sgd")),
-    "text": (
-        *(Cell(method, 4, 30, BATCH[4], text="tinystories") for method in (*METHODS[:4], "qsr")),
-        Cell("a_edit", 4, 30, BATCH[4], clock="half", text="tinystories"),
-    ),
-    "power": (Cell("qsr", 4, 30, BATCH[4], variant="power1"),),
-    "muon": (Cell("synchronous", 8, 30, BATCH[8], inner="muon"), Cell("muloco", 8, 30, BATCH[8])),
-    "auto": tuple(
-        Cell("diloco", 4, every, batch, variant=AUTO)
-        for every, batch in ((10, BATCH[4]), (30, 32), (30, BATCH[4]), (100, BATCH[4]))
-    ),
-}
-"""Cells by stage, in the order in which they are run."""
-SHORTENED = {
-    cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0], STAGES["text"][0])
-}
-"""Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
-HEAT_STEPS = tuple(
-    (lr, momentum, warmup)
-    for momentum, warmup in ((0.0, 0), (0.5, 0), (0.8, 0), (0.9, 0), (0.8, 4), (0.9, 4))
-    for lr in (0.4, 0.7, 1.0)
-)
-"""Outer learning rates, momenta and rounds of warm-up of the heat map."""
-HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
-"""Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
-URGENT = (
-    *STAGES["main"][:4],
-    STAGES["together"][0],
-    *STAGES["replicas"][:2],
-    STAGES["rounds"][0],
-    *STAGES["gradients"],
-    *(cell for cell in STAGES["main"] if not cell.clock),
-    *STAGES["replicas"],
-    *STAGES["main"],
-    *STAGES["uneven"],
-    STAGES["together"][1],
-    *(cell for cell in STAGES["rounds"] if cell.method == "diloco"),
-    *STAGES["long"][:2],
-    *STAGES["together"],
-    *STAGES["long"],
-    STAGES["rounds"][3],
-    STAGES["rounds"][-1],
-    *STAGES["batch"][:2],
-    *(cell for cell in STAGES["rounds"] if cell.method == "local_sgd"),
-)
-"""Cells to run before all others: plain averaging, DiLoCo and EDiT beside synchronous training, what changes DiLoCo's gap, and
-what synchronous training with fewer bytes loses; then the main table, numbers of replicas, uneven replicas, DiLoCo with other
-rounds, a synchronous start, and four times the tokens; then QSR's comparison at equal traffic, PALSGD with long rounds, and the
-smaller batch."""
-
-
-def pending(stages: Sequence[str], done: Records) -> list[Run]:
-    """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
-    cells = [cell for stage in stages for cell in STAGES[stage]]
-    cells.sort(key=lambda cell: URGENT.index(cell) if cell in URGENT else len(URGENT))
-    return [run for cell in cells for run in runs_of(cell, done) if run.id not in done]
-
-
-def total(stages: Sequence[str]) -> int:
-    """Return the number of runs of some stages."""
-    cells = [cell for stage in stages for cell in STAGES[stage]]
-    finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
-    return TRIALS * sum(cell.tuned == cell for cell in cells) + finals

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import STAGES, Run, loss_of, pending, total
+from study_plan import Run, loss_of
+from study_stages import STAGES, pending, total
 from table import RESULTS, ROOT, commit
 
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError

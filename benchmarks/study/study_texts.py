@@ -124,3 +124,6 @@ BENCHMARKS_TEXT = """\
 Medians of three seeds and their range, from [benchmarks.jsonl](benchmarks.jsonl) (`python benchmarks/study/study_benchmarks.py`), on
 the suite `offline` with at most 500 documents per task (BLiMP: per paradigm). *Better in 2 of 3*: with so many seeds, the paired test
 against synchronous training with the same seed has p < 0.05."""
+SINGLE = "Single runs"
+SINGLE_TEXT = """\
+Probes with one seed, which answer questions about other runs ([results.md](../../../docs/results.md)). Nothing was chosen by them."""

@@ -17,8 +17,9 @@ from study_losses import (
     share_text,
     synchronous_beside,
 )
-from study_plan import CLOCKS, FINAL_SEEDS, STAGES, Cell, Records, runs_of
+from study_plan import CLOCKS, FINAL_SEEDS, Cell, Records
 from study_runs import RECIPE
+from study_stages import STAGES, runs_of
 from table import ROOT, Row
 
 from llmtrain.config import VirtualClockSection

@@ -24,9 +24,11 @@ from llmtrain.train.run_dir import lock_folder
 from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
-plan, runs, page, figures = map(importlib.import_module, ("study_plan", "study_runs", "study_page", "study_figures"))
-MAIN = plan.STAGES["main"]
-UNEVEN = plan.STAGES["uneven"]
+plan, stages, runs, page, figures = map(
+    importlib.import_module, ("study_plan", "study_stages", "study_runs", "study_page", "study_figures")
+)
+MAIN = stages.STAGES["main"]
+UNEVEN = stages.STAGES["uneven"]
 DIVERGED = (
     "error: the norm of the gradient is inf on rank 0 (replica 0) at step 40 or in the 20 steps before it; start again"
 )
@@ -44,7 +46,7 @@ def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[An
     """All runs of a cell, made in the order in which they can be, and their records, with those of the cell that chose its setting."""
     done: dict[str, Any] = {} if cell.tuned == cell else finished(cell.tuned, loss_of)[1]
     made: list[Any] = []
-    while left := [run for run in plan.runs_of(cell, done) if run.id not in done]:
+    while left := [run for run in stages.runs_of(cell, done) if run.id not in done]:
         for run in left:
             done[run.id] = record(run, loss_of(run))
         made += left
@@ -68,13 +70,15 @@ def likes(rate: float) -> Callable[[Any], float]:
 def test_each_method_of_the_study_has_a_cell() -> None:
     """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT. A method that is newer than the study's protocol is not
     in it."""
-    of_one = {cell.method for cell in plan.STAGES["replicas"] if cell.replicas == 1} - {"synchronous", "diloco"}
+    of_one = {cell.method for cell in stages.STAGES["replicas"] if cell.replicas == 1} - {"synchronous", "diloco"}
     uneven = {cell.method for cell in UNEVEN}
     assert {cell.method for cell in MAIN} | of_one | uneven == plan.OUTER.keys() - {"qsr-power1"} <= METHODS.keys()
 
 
 def test_cells_of_methods_that_depend_on_speeds_have_a_virtual_clock() -> None:
-    cells = {cell.name: cell for stage in plan.STAGES.values() for cell in stage if cell.method in ("a_edit", "wagma")}
+    cells = {
+        cell.name: cell for stage in stages.STAGES.values() for cell in stage if cell.method in ("a_edit", "wagma")
+    }
     assert [*cells] == [
         "wagma-m4-b64",
         *(f"{cell}-b64" for clock in ("half", "random") for cell in (f"a_edit-{clock}-m4-h30", f"wagma-{clock}-m4")),
@@ -135,7 +139,7 @@ def test_shorter_synchronous_runs_say_what_fewer_tokens_cost() -> None:
         (share, seed) for share in (0.25, 0.5) for seed in (11, 12, 13)
     ]
     assert shorter[0].id == "synchronous-m4-b64-shorter25-11" and shorter[-1].steps == 390
-    assert plan.pending(["main"], done)[0].cell == MAIN[1]
+    assert stages.pending(["main"], done)[0].cell == MAIN[1]
 
 
 def test_the_heat_map_has_other_outer_steps_with_the_chosen_rate() -> None:
@@ -148,32 +152,46 @@ def test_the_heat_map_has_other_outer_steps_with_the_chosen_rate() -> None:
 
 
 def test_longer_runs_have_trials_and_warmups_in_proportion() -> None:
-    made, _ = finished(plan.STAGES["long"][0], likes(0.006))
+    made, _ = finished(stages.STAGES["long"][0], likes(0.006))
     assert [(made[0].steps, "schedule.warmup_steps=312" in made[0].overrides()), made[12].steps] == [(780, True), 3120]
     assert made[12].id == "synchronous-x4-m4-b64-final-11" and made[-1].id == "synchronous-x4-m4-b64-shorter50-13"
 
 
 def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
-    *_, a_edit = plan.STAGES["text"]
-    assert plan.runs_of(a_edit, {}) == [], "its setting is not known yet"
+    *_, a_edit = stages.STAGES["text"]
+    assert stages.runs_of(a_edit, {}) == [], "its setting is not known yet"
     _, chosen = finished(a_edit.tuned, likes(0.0055))
-    made = plan.runs_of(a_edit, chosen)
+    made = stages.runs_of(a_edit, chosen)
     assert [run.id for run in made] == [f"a_edit-half-tinystories-m4-h30-b64-final-{seed}" for seed in (11, 12, 13)]
     assert {(*run.setting.overrides(),) for run in made} == {(*chosen[f"{a_edit.tuned.name}-final-11"]["keys"],)}
     data = load_recipe(ROOT / runs.RECIPE, made[0].overrides()).data
     assert (data.source, data.validation) == ("hf:roneneldan/TinyStories", "validation")
-    assert plan.total(["text"]) == 6 * 3 + 6
+    assert stages.total(["text"]) == 6 * 3 + 6
 
 
 def test_cells_with_the_rule_s_outer_step_have_the_chosen_inner_rate() -> None:
-    for cell in plan.STAGES["auto"]:
+    for cell in stages.STAGES["auto"]:
         made, done = finished(cell, likes(0.0055))
         assert [run.id for run in made] == [f"{cell.name}-final-{seed}" for seed in (11, 12, 13)]
         [rate, *_] = done[f"{cell.tuned.name}-final-11"]["keys"]
         assert {(*run.setting.overrides(),) for run in made} == {(rate, "sync.outer=auto")}
         outer = load_recipe(ROOT / runs.RECIPE, made[0].overrides()).sync.outer
         assert outer.kind == "nesterov" and outer.momentum <= 0.9
-    assert plan.total(["auto"]) == 12 and cell.name == "diloco-auto-m4-h100-b64"
+    assert stages.total(["auto"]) == 12 and cell.name == "diloco-auto-m4-h100-b64"
+
+
+def test_probes_are_single_runs_that_nothing_depends_on() -> None:
+    made = {run.id: run for run in stages.PROBES}
+    assert len(made) == len(stages.PROBES) == stages.total(["probes"])
+    assert stages.pending(["probes"], {}) == list(stages.PROBES) and stages.pending(["main"], {})[-1].kind == "trial"
+    for run in stages.PROBES:
+        recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
+        check(recipe, 1)
+        is_short = "short" in run.kind
+        assert (recipe.run.seed == 1) == is_short and (recipe.train.total_steps == 210) == is_short
+    done = {run.id: record(run, 3.0) for run in stages.PROBES[2:3]}
+    [row] = page.probe_rows(done)
+    assert row[:4] == ("diloco-m4-h30-b64-probe-best_of_heat-12", "12", "780", "3.0000")
 
 
 def test_short_rounds_begin_with_less_momentum() -> None:
@@ -204,18 +222,18 @@ def test_a_run_that_failed_is_the_worst() -> None:
 
 def test_a_record_of_another_setting_is_refused() -> None:
     """Refuse what a change of the plan leaves behind."""
-    first = plan.pending(["main"], {})[:3]
+    first = stages.pending(["main"], {})[:3]
     done = {run.id: record(run, 4.0) for run in first}
     done[first[1].id]["keys"] = ["optim.lr=0.5"]
     with pytest.raises(
         ValueError, match=f"the record of {first[1].id} is of optim.lr=0.5, the plan's run of optim.lr=0.006"
     ):
-        plan.pending(["main"], done)
+        stages.pending(["main"], done)
 
 
-@pytest.mark.parametrize("stage", plan.STAGES)
+@pytest.mark.parametrize("stage", stages.STAGES)
 def test_the_recipes_are_right(stage: str) -> None:
-    for cell in plan.STAGES[stage]:
+    for cell in stages.STAGES[stage]:
         made, _ = finished(cell, likes(0.0055))
         for run in (made[0], made[5], made[12]) if cell.tuned == cell else made[:1]:
             recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
@@ -236,7 +254,7 @@ def test_qsr_rounds_grow_with_the_learning_rate() -> None:
     assert rounds.key(0.01) == "sync.period={kind: qsr, base: 20, alpha: 0.0223607}"
     rounds = plan.QsrRounds(20, 0.5, power=1)
     assert rounds.key(0.01) == "sync.period={kind: qsr, base: 20, alpha: 0.1, power: 1}"
-    [cell] = plan.STAGES["power"]
+    [cell] = stages.STAGES["power"]
     made, _ = finished(cell, likes(0.0055))
     assert made[-1].id == "qsr-power1-m4-b64-final-13"
     assert Counter(run.kind for run in made) == {"trial": 12, "final": 3}
@@ -244,7 +262,7 @@ def test_qsr_rounds_grow_with_the_learning_rate() -> None:
 
 
 def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    first = plan.pending(["main"], {})
+    first = stages.pending(["main"], {})
     assert [run.id for run in first[:5]] == [
         *(f"synchronous-m4-b64-trial-0{number}" for number in range(3)),
         *(f"diloco-m4-h30-b64-trial-0{number}" for number in range(2)),
@@ -252,8 +270,8 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     done = {run.id: record(run, 3.0) for run in first[:1]}
     running = [SimpleNamespace(run=first[1])]
     assert runs.next_run(["main"], done, running).id == first[2].id
-    assert plan.total(["main", "batch"]) == (15 + 4) * 15 + 2 * 6 + 18
-    cells = list(dict.fromkeys(run.cell for run in plan.pending(list(plan.STAGES), {})))
+    assert stages.total(["main", "batch"]) == (15 + 4) * 15 + 2 * 6 + 18
+    cells = list(dict.fromkeys(run.cell for run in stages.pending(list(stages.STAGES), {})))
     first = (
         "diloco-s8-m4-h30-b64",
         "synchronous-m8-b96",
@@ -266,7 +284,7 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
 
 
 def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, folder = plan.pending(["main"], {})[3], tmp_path / "run"
+    run, folder = stages.pending(["main"], {})[3], tmp_path / "run"
     folder.mkdir()
     summary = {"final_eval_loss": 3.25, "final_train_loss": 3.5, "steps": 195, "tokens": 10, "sync_count": 6}
     summary |= {"bytes_sent": 900, "train_seconds": 7.5, "warnings": ["spike"]}
@@ -293,7 +311,7 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_record_has_the_commit_with_which_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands(tmp_path, monkeypatch, f"echo '{DIVERGED}'; exit 1")
-    job = runs.Job(plan.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
+    job = runs.Job(stages.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
     monkeypatch.setenv("LLMTRAIN_COMMIT", "later")
     job.process.wait(10)
     assert job.end(False)["commit"] == "abc"
@@ -317,7 +335,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> li
 )
 def test_a_run_that_diverged_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     commands(tmp_path, monkeypatch, f"echo '{line}'; echo 'see the log'; exit 1")
-    job = runs.Job(plan.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
+    job = runs.Job(stages.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
     job.process.wait(10)
     record = job.end(False)
     assert (record["loss"], record["error"]) == (None, line) and job.log.exists()
@@ -330,7 +348,7 @@ def test_a_run_that_failed_is_no_record_and_ends_the_study(
     """Two others are in progress, and stop with a checkpoint."""
     script = f"case \"$*\" in *trial-00*) {ending};; esac\ntrap 'exit 3' TERM\nwhile :; do sleep 0.02; done"
     records = commands(tmp_path, monkeypatch, script)
-    first = plan.pending(["main"], {})
+    first = stages.pending(["main"], {})
     (tmp_path / first[0].id).mkdir()
     assert runs.make_runs(["main"], 3, 0.002) == 1
     assert not records and (tmp_path / first[0].id).is_dir()
@@ -343,9 +361,9 @@ def test_runs_on_another_text_read_given_files_and_keep_their_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands(tmp_path, monkeypatch, 'echo "$*"')
-    cell = plan.STAGES["text"][0]
+    cell = stages.STAGES["text"][0]
     _, chosen = finished(cell.tuned, likes(0.0055))
-    for run, files in ((plan.runs_of(cell, chosen)[0], ["data.source=a"]), (plan.pending(["main"], {})[0], [])):
+    for run, files in ((stages.runs_of(cell, chosen)[0], ["data.source=a"]), (stages.pending(["main"], {})[0], [])):
         (folder := tmp_path / run.id).mkdir()
         job = runs.Job(run, min(os.sched_getaffinity(0)), ["data.source=a"])
         job.process.wait(10)

@@ -14,7 +14,7 @@ import pytest
 from llmtrain.errors import ResultsError, TrainingError
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
-from tests.unit.test_study import ROOT, finished, likes, plan, runs
+from tests.unit.test_study import ROOT, finished, likes, runs, stages
 
 elastic, benchmarks = map(importlib.import_module, ("study_elastic", "study_benchmarks"))
 
@@ -22,7 +22,7 @@ elastic, benchmarks = map(importlib.import_module, ("study_elastic", "study_benc
 @pytest.fixture(scope="module")
 def done() -> dict[str, Any]:
     """Records of all cells whose settings the runs have."""
-    cells = {cell.tuned for cell in plan.STAGES["text"]}
+    cells = {cell.tuned for cell in stages.STAGES["text"]}
     return {name: one for cell in cells for name, one in finished(cell, likes(0.0055))[1].items()}
 
 
@@ -118,7 +118,7 @@ def test_models_are_tested_against_synchronous_ones_of_their_seed(
 
     monkeypatch.setattr(benchmarks, "RUNS", tmp_path)
     monkeypatch.setattr(benchmarks, "subprocess", SimpleNamespace(run=run))
-    cells, records = plan.STAGES["text"], {}
+    cells, records = stages.STAGES["text"], {}
     for cell in cells:
         for seed in (11, 12, 13):
             assert benchmarks.benchmark_rows(records, done) == ((), [])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_study import MAIN, finished, likes, plan, record, runs
+from tests.unit.test_study import MAIN, finished, likes, plan, record, runs, stages
 
 page, figures = map(importlib.import_module, ("study_page", "study_figures"))
 
@@ -30,7 +30,7 @@ def test_the_page_compares_with_synchronous_runs(
 ) -> None:
     done: dict[str, Any] = {}
     for stage in ("main", "replicas"):
-        for cell in plan.STAGES[stage][:2]:
+        for cell in stages.STAGES[stage][:2]:
             done |= finished(cell, likes(0.0055))[1]
     partly, _ = finished(MAIN[2], likes(0.0055))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
@@ -59,7 +59,7 @@ def test_the_page_compares_with_synchronous_runs(
     page.main()
     assert "Gap against" not in capsys.readouterr().out, "there is one row"
     assert list(tmp_path.iterdir()) == [results] and "old" in results.read_text()
-    done |= finished(plan.STAGES["rounds"][0], likes(0.0055))[1]
+    done |= finished(stages.STAGES["rounds"][0], likes(0.0055))[1]
     options.write = True
     page.main()
     written = (tmp_path / "README.md").read_text()
@@ -109,7 +109,7 @@ def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int],
 def test_gaps_are_listed_by_method_and_rounds() -> None:
     """And only of cells whose final runs are done."""
     usual, done = likes(0.0055), finished(MAIN[0], likes(0.0055))[1]
-    cells = [MAIN[3], *plan.STAGES["together"][:2], *plan.STAGES["rounds"][:3], MAIN[1], *plan.STAGES["batch"]]
+    cells = [MAIN[3], *stages.STAGES["together"][:2], *stages.STAGES["rounds"][:3], MAIN[1], *stages.STAGES["batch"]]
     for cell in cells:
         is_bad = cell.method == "edit"
         done |= finished(cell, lambda run, bad=is_bad: None if bad and run.number == 13 else usual(run))[1]
@@ -117,7 +117,7 @@ def test_gaps_are_listed_by_method_and_rounds() -> None:
         for one in of_cell:
             one["rounds"] = round(781 * (1 - cell.together)) // cell.every
     assert len(page.rounds_rows(done)) == 7
-    del done[f"{plan.STAGES['rounds'][1].name}-final-12"]
+    del done[f"{stages.STAGES['rounds'][1].name}-final-12"]
     rows = page.rounds_rows(done)
     assert [row[:4] for row in rows] == [
         ("diloco-s8", "30", "8%", "23"),
@@ -173,8 +173,8 @@ def test_a_method_pays_where_messages_are_long() -> None:
 
 def test_longer_runs_break_even_with_int8_gradients_where_equal_shorter_ones_do() -> None:
     """Int8 gradients were run with the usual number of tokens only. All runs here have the same losses."""
-    long, done = plan.STAGES["long"], {}
-    for baseline in (MAIN[0], long[0], *plan.STAGES["gradients"]):
+    long, done = stages.STAGES["long"], {}
+    for baseline in (MAIN[0], long[0], *stages.STAGES["gradients"]):
         done |= finished(baseline, likes(0.006))[1]
     lowest = page.mean_loss(MAIN[0], done)
     for cell in (MAIN[1], long[1]):
@@ -195,7 +195,7 @@ def test_a_method_without_a_break_even_point_has_the_reason(monkeypatch: pytest.
     none = "no int8 run"
     rows = {label: row for label, *row in page.break_even_rows(done)}
     assert 0.7 < float(rows["diloco"][0]) < 0.9 and rows["diloco"][1:] == [none, none]
-    done |= finished(plan.STAGES["gradients"][0], likes(0.006))[1]
+    done |= finished(stages.STAGES["gradients"][0], likes(0.006))[1]
     rows = {label: row for label, *row in page.break_even_rows(done)}
     assert rows["muloco"][1:] == [none, none] and rows["streaming_diloco"][2] == "has its own wire"
     assert all(float(steps) > 0.9 for steps in (*rows["diloco"][1:], rows["streaming_diloco"][1]))
@@ -218,7 +218,7 @@ def test_who_waits_for_slow_replicas_takes_longer() -> None:
     assert 60 + 2 * 8 <= times.waiting_seconds(60, 30, "random", 11) < 60 + 2 * 18
     done: dict[str, Any] = {}
     [edit] = [cell for cell in MAIN if cell.method == "edit"]
-    a_edit = next(cell for cell in plan.STAGES["uneven"] if cell.method == "a_edit")
+    a_edit = next(cell for cell in stages.STAGES["uneven"] if cell.method == "a_edit")
     done |= finished(MAIN[0], likes(0.0055))[1] | finished(edit, likes(0.0055))[1]
     assert page.uneven_rows(done) == []
     made, of_a_edit = finished(a_edit, likes(0.0055))
