@@ -15,6 +15,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,18 @@ def benchmark_rows(records: Mapping[str, Mapping[str, Any]], done: Records) -> t
 
 
 def main() -> None:
-    """Evaluate the runs that have no record."""
+    """Evaluate the runs that have no record, one seed per core at a time."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with the files of the suite")
     data_dir = parser.parse_args().data_dir.resolve()
-    for seed in FINAL_SEEDS:
+
+    def evaluate_all(seed: int) -> None:
         for cell in STAGES["text"]:
             if f"{cell.name}-final-{seed}" not in read_records(BENCHMARK_RECORDS):
                 append(evaluate(cell, seed, data_dir), BENCHMARK_RECORDS)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(evaluate_all, FINAL_SEEDS))
 
 
 if __name__ == "__main__":
