@@ -2,7 +2,7 @@
 
     python benchmarks/study/study_benchmarks.py --data-dir DIR
 
-DIR holds the files of the suite `offline` (eval/README.md). The models are in the folders that study_runs.py keeps. Results are lines
+DIR holds the files of benchmarks.yaml (eval/README.md). The models are in the folders that study_runs.py keeps. Results are lines
 of benchmarks/results/study/benchmarks.jsonl, which `python benchmarks/study/study_page.py --write` puts into the page. The same
 command continues what was interrupted.
 """
@@ -31,7 +31,7 @@ from llmtrain.errors import ResultsError
 from llmtrain.run_files import EVALUATIONS
 
 BENCHMARK_RECORDS = RECORDS.parent / "benchmarks.jsonl"
-SUITE, LIMIT = "offline", 500
+SUITE, LIMIT = ROOT / "benchmarks" / "study" / "benchmarks.yaml", 500
 """Suite, and documents per task or member of a group."""
 KEPT = ("shown", "results", "tasks", "against", "measured")
 """Parts of a result of `llmtrain eval` that a record has."""
@@ -47,7 +47,7 @@ def evaluate(cell: Cell, seed: int, data_dir: Path) -> dict[str, Any]:
         raise ResultsError(
             f"{name} could not be evaluated (exit code {code}); see above, then start the same command again"
         )
-    result = json.loads((RUNS / name / EVALUATIONS / f"{SUITE}.json").read_text())
+    result = json.loads((RUNS / name / EVALUATIONS / f"{SUITE.stem}.json").read_text())
     kept = {key: result[key] for key in KEPT if key in result}
     return {"id": name, "label": cell.label, "seed": seed, "commit": commit(), "limit": LIMIT, **kept}
 

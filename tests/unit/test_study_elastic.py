@@ -113,7 +113,7 @@ def test_models_are_tested_against_synchronous_ones_of_their_seed(
         result = {"shown": [["blimp", "acc"]], "results": {"blimp": {"acc": score, "n": 9}}, "tasks": {"blimp": {}}}
         test = {"task": "blimp", "metric": "acc", "difference": 0.1, "p": 0.01}
         against = {"against": {"scores": [test]}} if "--baseline" in command else {}
-        (folder / "offline.json").write_text(json.dumps(result | against | {"written": "much"}))
+        (folder / "benchmarks.json").write_text(json.dumps(result | against | {"written": "much"}))
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(benchmarks, "RUNS", tmp_path)
