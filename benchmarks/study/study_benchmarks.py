@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_losses import synchronous_beside
-from study_plan import FINAL_SEEDS, Cell, Records
+from study_plan import FINAL_SEEDS, Records
 from study_runs import RECORDS, RUNS, append, read_records
 from study_stages import STAGES
 from table import ROOT, Row, commit
@@ -33,13 +32,21 @@ from llmtrain.run_files import EVALUATIONS
 BENCHMARK_RECORDS = RECORDS.parent / "benchmarks.jsonl"
 SUITE, LIMIT = ROOT / "benchmarks" / "study" / "benchmarks.yaml", 500
 """Suite, and documents per task or member of a group."""
-KEPT = ("shown", "results", "tasks", "against", "measured")
+BASELINE, *OTHERS = STAGES["text"]
+MODELS = {
+    BASELINE.tuned.label: f"{BASELINE.name}-final",
+    f"{BASELINE.tuned.label}, half of the tokens": f"{BASELINE.name}-shorter50",
+    **{cell.tuned.label: f"{cell.name}-final" for cell in OTHERS},
+}
+"""Models by the name of their column: ids of their runs without the seed. The second one has about DiLoCo's loss, so that it tells
+what a method does from what a higher loss does."""
+KEPT = ("shown", "results", "tasks", "against")
 """Parts of a result of `llmtrain eval` that a record has."""
 
 
-def evaluate(cell: Cell, seed: int, data_dir: Path) -> dict[str, Any]:
-    """Evaluate a cell's final run, and return its record. Raises ResultsError if that fails."""
-    name, beside = (f"{one.name}-final-{seed}" for one in (cell, synchronous_beside(cell)))
+def evaluate(label: str, seed: int, data_dir: Path) -> dict[str, Any]:
+    """Evaluate one of MODELS, and return its record. Raises ResultsError if that fails."""
+    name, beside = (f"{model}-{seed}" for model in (MODELS[label], MODELS[BASELINE.tuned.label]))
     command = [sys.executable, "-m", "llmtrain", "eval", RUNS / name, "--suite", SUITE, "--data-dir", data_dir]
     command += ["--limit", LIMIT, "--device", "cpu", *(["--baseline", RUNS / beside] if name != beside else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -49,21 +56,20 @@ def evaluate(cell: Cell, seed: int, data_dir: Path) -> dict[str, Any]:
         )
     result = json.loads((RUNS / name / EVALUATIONS / f"{SUITE.stem}.json").read_text())
     kept = {key: result[key] for key in KEPT if key in result}
-    return {"id": name, "label": cell.label, "seed": seed, "commit": commit(), "limit": LIMIT, **kept}
+    if "against" in kept:
+        kept["against"]["baseline"] = beside  # not the path of a folder of this machine
+    return {"id": name, "label": label, "seed": seed, "commit": commit(), "limit": LIMIT, **kept}
 
 
 def benchmark_rows(records: Mapping[str, Mapping[str, Any]], done: Records) -> tuple[tuple[str, ...], list[Row]]:
     """Return columns and rows of the table over the seeds, whose first row is of the validation text in the study's records `done`.
-    There are no rows unless all cells have a record for every seed."""
-    runs: dict[str, list[Mapping[str, Any]]] = {}
-    losses: dict[str, list[float]] = {}
-    for cell in STAGES["text"]:
-        ids = [f"{cell.name}-final-{seed}" for seed in FINAL_SEEDS]
-        if any(name not in records or name not in done for name in ids):
-            return (), []
-        runs[cell.tuned.label] = [records[name] for name in ids]
-        losses[cell.tuned.label] = sorted(done[name]["bits_per_byte"] for name in ids)
-    table = table_over_seeds(runs, next(iter(runs)))
+    There are no rows unless all models have a record for every seed."""
+    ids = {label: [f"{model}-{seed}" for seed in FINAL_SEEDS] for label, model in MODELS.items()}
+    if any(name not in records or name not in done for names in ids.values() for name in names):
+        return (), []
+    losses = {label: sorted(done[name]["bits_per_byte"] for name in names) for label, names in ids.items()}
+    runs = {label: [records[name] for name in names] for label, names in ids.items()}
+    table = table_over_seeds(runs, BASELINE.tuned.label)
     first = ("validation text", "bits per byte", "", "")
     cells = [f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in losses.values()]
     rows = [tuple(map(str, row)) for row in table.itertuples(index=False)]
@@ -77,9 +83,9 @@ def main() -> None:
     data_dir = parser.parse_args().data_dir.resolve()
 
     def evaluate_all(seed: int) -> None:
-        for cell in STAGES["text"]:
-            if f"{cell.name}-final-{seed}" not in read_records(BENCHMARK_RECORDS):
-                append(evaluate(cell, seed, data_dir), BENCHMARK_RECORDS)
+        for label, model in MODELS.items():
+            if f"{model}-{seed}" not in read_records(BENCHMARK_RECORDS):
+                append(evaluate(label, seed, data_dir), BENCHMARK_RECORDS)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(evaluate_all, FINAL_SEEDS))
