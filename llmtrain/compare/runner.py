@@ -90,9 +90,8 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
                     progress.print(f"warning: runs.{run}: {line}")
             for line in _crowding(comparison) if shaping else ():
                 progress.print(f"warning: {line}")
-            for one, recipe in zip(
-                planned, recipes, strict=True
-            ):  # all data first: preparing it is not part of a trial
+            # All data first, because preparing it is not part of a trial.
+            for one, recipe in zip(planned, recipes, strict=True):
                 first, *_ = prepare_texts(_with_largest_batch(one), show_progress=True).values()
                 check_vocabulary(recipe, first.vocab_size)
             for condition in comparison.conditions.values():  # refuse a limit before the first trial
@@ -186,9 +185,8 @@ def _lines_about_trials(data: Any) -> list[str]:
     """Return the lines of a comparison file without the keys that change no trial."""
     kept = {key: value for key, value in data.items() if key not in AFTER_TRIALS} if isinstance(data, dict) else data
     lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=math.inf).splitlines()
-    return [
-        line for line in lines if line.strip() != "global_batch: null"
-    ]  # a key of restarts that earlier versions lack
+    # Restarts of earlier versions have no such key.
+    return [line for line in lines if line.strip() != "global_batch: null"]
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:

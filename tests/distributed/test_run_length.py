@@ -106,7 +106,7 @@ def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPo
 
 
 def test_local_steps_begin_where_a_run_continues_with_another_batch_and_rate(ranks: RankPool, folder: Path) -> None:
-    """By the first schedule they begin after step 21; by the second, after step 8, and step 10 is done."""
+    """Two schedules: by the first, local steps begin after step 21; by the second, after step 8, and step 10 is done."""
     keys = (
         "sync.method=post_local_sgd",
         *KEYS["post_local_sgd"],

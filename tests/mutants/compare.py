@@ -159,6 +159,15 @@ TABLES = {
     """,
     "llmtrain/compare/runner.py": r"""
     seen by unit/test_compare_runner.py
+        compare: text is prepared for the batch before the restarts
+          - key=lambda recipe: recipe.train.global_batch
+          + key=lambda recipe: -recipe.train.global_batch
+        compare: a restart whose batch can't change is found in the middle of a trial
+          - if earlier is not None and (problem
+          + if False and (problem
+        compare: a folder from before restarts had batches is of another version
+          -  if line.strip() != "global_batch: null"
+    seen by unit/test_compare_runner.py
         compare: a failed trial shortens the time that is left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
