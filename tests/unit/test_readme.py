@@ -50,13 +50,41 @@ def test_links_lead_to_files(page: Path):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def all_pages() -> list[Path]:
+    """Return all Markdown files of the repository."""
+    others = {"runs", "data", "venv", "env", ".tox", ".venv", ".venv-peers", "node_modules"}
+    return [page for page in ROOT.rglob("*.md") if not others & set(page.relative_to(ROOT).parts)]
+
+
+def test_rows_of_tables_have_the_cells_of_their_headers():
+    """A row that is wrapped or joined with others is no row any more."""
+    delimiter, found = re.compile(r"\|(?: ?:?-+:? ?\|)+"), 0
+    for page in all_pages():
+        cells, above = 0, ""
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            row = line.strip()
+            if delimiter.fullmatch(row):
+                found, cells = found + 1, row.count("|")
+                assert unescaped_bars(above) == cells, f"{page}:{number}: the header has other cells"
+            elif not row.startswith("|"):
+                cells = 0
+                assert not delimiter.search(row.partition("`")[0]), f"{page}:{number}: a table within a line"
+            elif cells:
+                assert row.endswith("|") and unescaped_bars(row) == cells, f"{page}:{number}: another number of cells"
+            above = row
+    assert found > 100
+
+
+def unescaped_bars(row: str) -> int:
+    """Return the number of cell borders in a row of a table."""
+    return len(re.findall(r"(?<!\\)\|", row))
+
+
 def test_paths_in_pages_exist():
     """`llmtrain/a/b.py` and the like, except in CHANGELOG.md, which tells of the past."""
-    others = {"runs", "data", "venv", "env", ".tox", ".venv", ".venv-peers", "node_modules"}
-    pages = [page for page in ROOT.rglob("*.md") if not others & set(page.relative_to(ROOT).parts)]
     found = [
         (page, path)
-        for page in pages
+        for page in all_pages()
         if page.name != "CHANGELOG.md"
         for path in PATH.findall(page.read_text(encoding="utf-8"))
         if path not in NOT_OURS
