@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_benchmarks import BENCHMARK_RECORDS, benchmark_rows
 from study_elastic import ELASTIC_RECORDS, elastic_rows
+from study_faults import fault_rows
 from study_figures import draw_bytes, draw_losses, draw_speeds
 from study_losses import (
     equal_loss_share,
@@ -38,8 +39,9 @@ from study_plan import (
     loss_of,
     trials,
 )
+from study_probes import PROBES
 from study_runs import RECORDS, read_records
-from study_stages import HEAT, HEAT_STEPS, PROBES, SHORTENED, STAGES, runs_of
+from study_stages import HEAT, HEAT_STEPS, SHORTENED, STAGES, runs_of
 from study_texts import (
     BENCHMARKS,
     BENCHMARKS_TEXT,
@@ -52,6 +54,9 @@ from study_texts import (
     ELASTIC_TEXT,
     EVEN,
     EVEN_TEXT,
+    FAULTS,
+    FAULTS_COLUMNS,
+    FAULTS_TEXT,
     FIRST,
     FIRST_TEXT,
     GAPS,
@@ -284,6 +289,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
         (BENCHMARKS, BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
         (HEATS, HEATS_TEXT.format(seed=FINAL_SEEDS[0]), rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
+        (FAULTS, FAULTS_TEXT, FAULTS_COLUMNS, fault_rows(done)),
         (SINGLE, SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
         (FIRST, FIRST_TEXT, short, first_rows(first)),
     ]

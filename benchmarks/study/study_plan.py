@@ -132,12 +132,14 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial`, `final`, with fewer tokens than that `shorter`, with other outer settings `heat`, or `probe-NAME`."""
+    """`trial`, `final`, with fewer tokens than that `shorter`, with other outer settings `heat`, `probe-NAME`, or `fault-NAME-PART`."""
     number: int
     """Number of the trial or of the outer settings, from 0, or seed of the final run or of a probe."""
     setting: Setting
     share: float = 1.0
     """Share of a final run's tokens."""
+    fault: str = ""
+    """Fault of one replica, for `faulty_run.py`; empty: none."""
 
     @property
     def id(self) -> str:

@@ -37,6 +37,7 @@ from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingEr
 from llmtrain.train.run_dir import lock_folder
 
 RECIPE = "benchmarks/study/study.yaml"
+FAULTY_RUN = str(Path(__file__).with_name("faulty_run.py"))
 RECORDS = RESULTS / "study" / "runs.jsonl"
 RUNS = ROOT / "runs" / "study"
 POLL_SECONDS = 2.0
@@ -128,7 +129,8 @@ class Job:
         self.log = RUNS / f"{run.id}.log"
         self.log_file = self.log.open("w")
         text = files if run.cell.text else ()
-        command = [sys.executable, "-m", "llmtrain", "train", RECIPE, *run.overrides(), *text]
+        program = (FAULTY_RUN, run.fault) if run.fault else ("-m", "llmtrain", "train")
+        command = [sys.executable, *program, RECIPE, *run.overrides(), *text]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=self.log_file, stderr=subprocess.STDOUT, start_new_session=True

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from study_plan import (
-    AUTO,
-    BATCH,
-    FINAL_SEEDS,
-    TRIAL_SHARE,
-    TRIALS,
-    Cell,
-    Records,
-    Run,
-    Setting,
-    best_of,
-    trials,
-)
-from study_values import nesterov, nesterovs
+from study_faults import FAULT_RUNS
+from study_plan import AUTO, BATCH, FINAL_SEEDS, TRIALS, Cell, Records, Run, Setting, best_of, trials
+from study_probes import PROBES
+from study_values import nesterovs
 
 METHODS = (
     *("synchronous", "diloco", "local_sgd", "edit", "streaming_diloco", "muloco"),
@@ -56,9 +46,11 @@ STAGES = {
         Cell("diloco", 4, every, batch, variant=AUTO)
         for every, batch in ((10, BATCH[4]), (30, 32), (30, BATCH[4]), (100, BATCH[4]))
     ),
-    (PROBE_STAGE := "probes"): (),
+    "probes": (),
+    "faults": (),
 }
-"""Cells by stage, in the order in which they are run."""
+"""Cells by stage, in the order in which they are run. Those of SINGLE_RUNS have single runs instead."""
+SINGLE_RUNS = {"probes": PROBES, "faults": FAULT_RUNS}
 SHORTENED = {
     cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0], STAGES["text"][0])
 }
@@ -71,33 +63,6 @@ HEAT_STEPS = tuple(
 """Outer learning rates, momenta and rounds of warm-up of the heat map."""
 HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
 """Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
-OF_4, AVERAGED = STAGES["main"][1], Cell("local_sgd", 4, 1, BATCH[4])
-EVERY_STEP = Setting(0.00525451)
-"""The rate that synchronous training's trials chose."""
-UNCLIPPED = ("optim.clip_norm=null",)
-PROBES = (
-    Run(STAGES["main"][-2], "probe-rate_of_muloco", 11, Setting(0.0169706)),
-    Run(OF_4, "probe-step_of_edit", 11, Setting(0.003, nesterov(0.8, 0.85, 4))),
-    *(Run(OF_4, "probe-best_of_heat", seed, Setting(0.003, nesterov(0.7, 0.8, 4))) for seed in FINAL_SEEDS[1:]),
-    Run(STAGES["main"][2], "probe-rate_of_diloco", 11, Setting(0.003)),
-    Run(STAGES["replicas"][1], "probe-setting_of_4", 11, Setting(0.003, nesterov(0.7, 0.5))),
-    Run(STAGES["batch"][3], "probe-setting_of_64", 11, Setting(0.003, nesterov(0.7, 0.5))),
-    *(
-        Run(AVERAGED, "probe-short", number, Setting(rate), TRIAL_SHARE)
-        for number, rate in enumerate((0.00241, 0.00341, 0.00525451, 0.0074, 0.0105))
-    ),
-    Run(AVERAGED, "probe-short_unclipped", 1, Setting(EVERY_STEP.lr, UNCLIPPED), TRIAL_SHARE),
-    Run(STAGES["main"][0], "probe-short_unclipped", 1, Setting(EVERY_STEP.lr, UNCLIPPED), TRIAL_SHARE),
-    Run(
-        Cell("des_loc", 4, 1, BATCH[4]),
-        "probe-short_moments",
-        1,
-        Setting(EVERY_STEP.lr, ("sync.moments={first: 1, second: 1}",)),
-        TRIAL_SHARE,
-    ),
-    Run(STAGES["main"][9], "probe-short", 1, Setting(0.006, ("sync.outer.momentum=0.2",)), TRIAL_SHARE),
-)
-"""Single runs that answer questions about others. Nothing is chosen by them. Those with a trial's tokens have a trial's seed."""
 URGENT = (
     *STAGES["main"][:4],
     STAGES["together"][0],
@@ -145,13 +110,17 @@ def pending(stages: Sequence[str], done: Records) -> list[Run]:
     """Return the runs that can be made now, in the order in which to make them: cell by cell, those in `URGENT` first."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     cells.sort(key=lambda cell: URGENT.index(cell) if cell in URGENT else len(URGENT))
-    probes = PROBES if PROBE_STAGE in stages else ()
-    return [run for run in (*(run for cell in cells for run in runs_of(cell, done)), *probes) if run.id not in done]
+    runs = [*(run for cell in cells for run in runs_of(cell, done)), *single_runs(stages)]
+    return [run for run in runs if run.id not in done]
+
+
+def single_runs(stages: Sequence[str]) -> list[Run]:
+    """Return the runs of stages that have no cells."""
+    return [run for stage in stages for run in SINGLE_RUNS.get(stage, ())]
 
 
 def total(stages: Sequence[str]) -> int:
     """Return the number of runs of some stages."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
-    probes = len(PROBES) if PROBE_STAGE in stages else 0
-    return TRIALS * sum(cell.tuned == cell for cell in cells) + finals + probes
+    return TRIALS * sum(cell.tuned == cell for cell in cells) + finals + len(single_runs(stages))

@@ -127,4 +127,10 @@ do not fit into the models' 128 positions. *Better in 2 of 3*: with so many seed
 against synchronous training with the same seed has p < 0.05."""
 SINGLE = "Single runs"
 SINGLE_TEXT = """\
-Probes with one seed, which answer questions about other runs ([results.md](../../../docs/results.md)). Nothing was chosen by them."""
+Probes, which answer questions about other runs ([results.md](../../../docs/results.md)). Nothing was chosen by them."""
+FAULTS = "Faults of one of four replicas, and EDiT's penalty"
+FAULTS_COLUMNS = ("fault", "penalty", "loss", "to the whole penalty without a fault", "excluded blocks")
+FAULTS_TEXT = """EDiT with H = 10 and 60 rounds, one seed. In rounds 31 to 34, one replica has a fault. *bits*: once, a bit of one weight's
+exponent flips, which makes the weight 65,536 times as large. *rate*: ten times the inner learning rate. *documents*: random
+tokens. *gradients*: 1,000 times as large, before they are clipped. *all_rates*: all replicas have four times the inner learning
+rate in the whole run. The model has three blocks; a block that is excluded in one round counts once."""

@@ -24,8 +24,9 @@ from llmtrain.train.run_dir import lock_folder
 from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
-plan, stages, runs, page, figures = map(
-    importlib.import_module, ("study_plan", "study_stages", "study_runs", "study_page", "study_figures")
+plan, stages, probes, runs, page, figures = map(
+    importlib.import_module,
+    ("study_plan", "study_stages", "study_probes", "study_runs", "study_page", "study_figures"),
 )
 MAIN = stages.STAGES["main"]
 UNEVEN = stages.STAGES["uneven"]
@@ -181,15 +182,15 @@ def test_cells_with_the_rule_s_outer_step_have_the_chosen_inner_rate() -> None:
 
 
 def test_probes_are_single_runs_that_nothing_depends_on() -> None:
-    made = {run.id: run for run in stages.PROBES}
-    assert len(made) == len(stages.PROBES) == stages.total(["probes"])
-    assert stages.pending(["probes"], {}) == list(stages.PROBES) and stages.pending(["main"], {})[-1].kind == "trial"
-    for run in stages.PROBES:
+    made = {run.id: run for run in probes.PROBES}
+    assert len(made) == len(probes.PROBES) == stages.total(["probes"])
+    assert stages.pending(["probes"], {}) == list(probes.PROBES) and stages.pending(["main"], {})[-1].kind == "trial"
+    for run in probes.PROBES:
         recipe = load_recipe(ROOT / runs.RECIPE, run.overrides())
         check(recipe, 1)
         is_short = "short" in run.kind
         assert (recipe.run.seed == 1) == is_short and (recipe.train.total_steps == 210) == is_short
-    done = {run.id: record(run, 3.0) for run in stages.PROBES[2:3]}
+    done = {run.id: record(run, 3.0) for run in probes.PROBES[2:3]}
     [row] = page.probe_rows(done)
     assert row[:4] == ("diloco-m4-h30-b64-probe-best_of_heat-12", "12", "780", "3.0000")
 
