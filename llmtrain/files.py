@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -187,3 +188,9 @@ def read_mapping(path: Path, remedy: str = LEAVE_OUT) -> dict[str, Any]:
     if not isinstance(value, dict | None):
         raise ResultsError(f"{path} holds no mapping; {remedy}")
     return value or {}
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free name of PATH.old, PATH.old1, ... and return that. Raises OSError."""
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    return path.rename(next(name for name in names if not name.exists()))

@@ -145,15 +145,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             )
         if not re.match(r"[\w-]+(\.[\w-]+)*=", item):
             raise RecipeError(f"{COMMAND_LINE}: {argument!r} is not an override; write section.key=value")
+        key, _, text = item.partition("=")
         try:
             data = OmegaConf.to_container(OmegaConf.from_dotlist([item]))
-        except (yaml.YAMLError, OmegaConfBaseException):
+            _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
+            _check_reading(argument, key, text, leaves(data))
+        except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError):
             raise RecipeError(
                 f"{COMMAND_LINE}: the value of {argument!r} is not YAML; put it in quotes within quotes: key='\"...\"'"
             ) from None
-        key, _, text = item.partition("=")
-        _keep_name(data, f"run:\n  name: {text}" if key == "run.name" else f"{key}: {text}", COMMAND_LINE)
-        _check_reading(argument, key, text, leaves(data))
         merged = merge(merged, _normalize(data, COMMAND_LINE))
     return merged
 
@@ -180,7 +180,8 @@ def _check_reading(argument: str, key: str, text: str, values: Mapping[str, Any]
             f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
         )
     value = values.get(key, text)  # `text` for a mapping, which is no leaf
-    if isinstance(value, str) and value != text and text[0] not in "'\"|>":  # signs before text that YAML may change
+    may_change = text[0] in "'\"" or (text[0] in "|>" and "\n" in text)
+    if isinstance(value, str) and value != text and not may_change:
         raise RecipeError(f"{COMMAND_LINE}: YAML reads {argument!r} as {format_value(value)}; put text in {in_quotes}")
     if value is None and text.strip().lower() not in ("null", "~"):
         raise RecipeError(f"{COMMAND_LINE}: YAML reads no value in {argument!r}; write null, or text in {in_quotes}")

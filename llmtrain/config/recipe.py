@@ -20,7 +20,7 @@ class RunSection(Section):
     """Parent folder of run directories."""
     seed: NonNegativeInt = 1234
     """The only seed. Initialization, data order and every other random choice derive their own seeds from it by name."""
-    timeout_seconds: PositiveFloat = 600
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e8)] = 600
     """Maximum time that a collective waits for its peers; after that, the run fails. It must exceed the time between the arrival of
     the fastest and of the slowest replica at the end of a round. With gloo between replicas, it must also exceed the duration of a
     part of a message: 1 MB of a mean in fp32, but a block's whole message in the rounded formats. With NCCL between replicas, add

@@ -28,6 +28,8 @@ CountOrZero = Annotated[NonNegativeInt, BeforeValidator(_count)]
 
 def _expanded(path: str) -> str:
     """Return a path with `~` expanded, and a URL as it is."""
+    if not path.removeprefix("file:").strip("/") and not path.startswith("/"):
+        raise PydanticCustomError("path_empty", "Input should be a path")
     path = os.path.expanduser(path)
     if is_too_long(path):
         rule = f"a path of at most {LONGEST_PATH} bytes, with names of at most {LONGEST_NAME}"

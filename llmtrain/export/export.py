@@ -92,6 +92,7 @@ def training_context(source: Source, model: PreTrainedModel) -> dict[str, Any]:
 
 def _write(source: Source, request: Request, folder: Path) -> Manifest:
     source.check_digests()
+    checkpoint = source.digest  # now, because training may delete the checkpoint once its tensors are read
     tokenizer = source.load_tokenizer()
     config = model_config(source.recipe.model, vocab_size(tokenizer))
     model = build(config, source.recipe.parallel.loss_chunk)
@@ -109,7 +110,7 @@ def _write(source: Source, request: Request, folder: Path) -> Manifest:
         step=source.step,
         weights=str(request.weights),
         dtype=request.dtype,
-        checkpoint=source.digest,
+        checkpoint=checkpoint,
         max_shard_size=size,
         parameters=sum(shape.numel() for shape in weights.shapes.values()),
         parity=parity,

@@ -24,7 +24,8 @@ from llmtrain.errors import ModelError, UserError, first_line
 from llmtrain.export.parity import Parity
 from llmtrain.export.request import DTYPES
 from llmtrain.export.source import TOKENIZER_CONFIG, TOKENIZER_FILE, ChosenWeights
-from llmtrain.run_files import EXPORT_MANIFEST
+from llmtrain.files import set_aside
+from llmtrain.run_files import EVALUATIONS, EXPORT_MANIFEST
 from llmtrain.train.checkpoint_files import Digest, digests, find_corruption
 from llmtrain.waiting import acquire
 
@@ -55,6 +56,10 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     parity: Parity
     files: dict[str, Digest]
     """Size and digest of every file except this one and the model card, which every export command rewrites."""
+
+    def has_weights_of(self, other: Manifest) -> bool:
+        """Return whether both folders have the same weights in the same dtype."""
+        return (self.checkpoint, self.weights, self.dtype) == (other.checkpoint, other.weights, other.dtype)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -129,6 +134,8 @@ def locked(final: Path) -> Iterator[None]:
 
 def cannot_write(final: Path, error: Exception, command: str = COMMAND) -> UserError:
     """Return the error for an export that failed because `final` can't be written."""
+    if isinstance(error, shutil.Error):  # of a folder: a list of (source, target, reason)
+        error = OSError(None, error.args[0][0][2])
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
     return UserError(f"{final} can't be written ({reason}); make room, or choose another folder: {command}")
 
@@ -168,7 +175,8 @@ def replacing(
         if is_current:
             note(f"{final} is a new folder; a shell that is in the old one sees its files after: cd {final}")
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno is None:  # transformers raises such errors for other reasons
+        is_of_transformers = isinstance(error, OSError) and error.errno is None and not isinstance(error, shutil.Error)
+        if is_of_transformers:  # which raises OSErrors without a number for other reasons
             raise
         raise cannot_write(final, error, command) from error
     finally:
@@ -182,9 +190,11 @@ def replacing(
 
 def keep_others(final: Path, folder: Path) -> None:
     """Copy what the export `final`, if it exists, has not written to `folder`, which will replace it: the results in eval/, for
-    example. If its manifest can't be read, only folders are copied, because an export has none."""
+    example. If its manifest can't be read, only folders are copied, because an export has none. Results of other weights than those
+    in `folder` get another name, because they would count as this model's."""
     if not final.is_dir():
         return
+    before, now = recorded(final), recorded(folder)
     try:
         written = {*json.loads((final / EXPORT_MANIFEST).read_text(encoding="utf-8"))["files"], EXPORT_MANIFEST, CARD}
     except (OSError, ValueError, LookupError, TypeError):
@@ -196,6 +206,8 @@ def keep_others(final: Path, folder: Path) -> None:
                 shutil.copytree(path, folder / path.name, symlinks=True)
             else:
                 shutil.copy2(path, folder / path.name, follow_symlinks=False)
+    if before is not None and now is not None and not before.has_weights_of(now) and (folder / EVALUATIONS).is_dir():
+        set_aside(folder / EVALUATIONS)
 
 
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16), strict=True))

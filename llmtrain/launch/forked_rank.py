@@ -14,6 +14,7 @@ from llmtrain.parallel.world import World
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.run import run_training
+from llmtrain.train.signals import request_stop
 
 LEAVE_SECONDS = 5.0
 """Seconds that a rank whose run is complete gives torchrun's agent to read its result. The agent looks ten times per second."""
@@ -57,7 +58,7 @@ def _stop_without_launcher() -> None:
     """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would stop it, because its
     parent is the rank server, which lives as long as any rank."""
     multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    request_stop()
 
 
 if __name__ == "__main__":

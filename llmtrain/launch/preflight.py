@@ -41,7 +41,7 @@ from llmtrain.run_list import is_locked
 from llmtrain.suites import check_suite_data
 from llmtrain.train.devices import memory_of_rank
 from llmtrain.train.initial_weights import InitialWeights, check_initial_weights
-from llmtrain.train.mirror import RemoteRun
+from llmtrain.train.mirror import RemoteRun, mirror_url
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_texts import check_texts, is_complete
 
@@ -127,7 +127,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
             f"{lock_holder(directory.path)} works in {directory.path}; wait until it has ended, or choose another run.name"
         )
     _check_folder("run.out_dir", directory.path)
-    _check_mirror(recipe.checkpoint.mirror)
+    _check_mirror(mirror_url(recipe), directory.path)
     texts = check_data(recipe, start.replicas, start.shards, start.replicas_of(nodes))
     check_texts(directory, texts)
     prepared = next(iter(texts.values()), None)
@@ -258,12 +258,14 @@ def _check_folder(key: str, folder: Path) -> None:
         raise RecipeError(f"{key}: {nearest} can't be written; choose another folder, or change its permissions")
 
 
-def _check_mirror(url: str | None) -> None:
+def _check_mirror(url: str | None, folder: Path) -> None:
+    """Raise RecipeError if fsspec can't open the mirror at `url`, or it is the run's own `folder`."""
     if url is None:
         return
     try:
-        RemoteRun(url)
+        mirror = RemoteRun(url)
     except Exception as error:  # some file systems connect at once, with errors of their own
         raise RecipeError(
             f"checkpoint.mirror: {url}: {one_line(error)}; expected a folder or URL that fsspec opens"
         ) from None
+    mirror.check_is_apart(folder)

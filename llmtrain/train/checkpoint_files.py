@@ -146,9 +146,10 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
     scratch again unless the user deletes them. Raises TrainingError, on every rank, if one can't be read because of a
     transient error.
     """
-    paths = mesh.broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
+    names = mesh.broadcast_from_main(lambda: [path.name for path in checkpoint_folders(directory)])
     problem = ""
-    for path in map(Path, reversed(paths)):
+    for name in reversed(names):
+        path = directory / name  # hosts may have the folder under different paths
         try:
             state = mesh.broadcast_from_main(lambda path=path: read_state(path))
         except NewerFormatError:
@@ -162,7 +163,7 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
         note(f"{problem}; going back to the one before")
     if problem:
         raise CheckpointError(
-            f"{problem}; no older checkpoint is valid either, of {len(paths)}; restore one, or delete them to train from the start"
+            f"{problem}; no older checkpoint is valid either, of {len(names)}; restore one, or delete them to train from the start"
         )
     return None
 

@@ -9,6 +9,7 @@ line, because the checkpoint is still complete on disk.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -24,11 +25,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.run_files import LATEST, RECIPE, STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
-from llmtrain.train.checkpoint_files import (
-    Digest,
-    find_corruption_on_any_rank,
-    read_state,
-)
+from llmtrain.train.checkpoint_files import Digest, find_corruption_on_any_rank, read_state
 from llmtrain.train.rank_errors import LOOK_SECONDS, run_on_main
 from llmtrain.train.run_dir import RunDirectory, check_same_recipe
 
@@ -136,6 +133,14 @@ class RemoteRun:
         half_copied = {step for step in self._steps() if step < newest} - losses.keys()
         for step in half_copied.union(expired(losses, section)):
             self._remove(step)
+
+    def check_is_apart(self, folder: Path) -> None:
+        """Raise RecipeError if the mirror is the run's own `folder`, in which a copy would first delete the checkpoint."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._files, LocalFileSystem) and os.path.realpath(self._root) == os.path.realpath(folder):
+            other = "give another one, or checkpoint.mirror=null"
+            raise RecipeError(f"checkpoint.mirror: {self.url} is the run's own folder; {other}")
 
     def url_of(self, step: int) -> str:
         """Return a checkpoint's URL, for messages."""
@@ -365,6 +370,7 @@ class Mirror:
 
     def _open(self) -> None:
         self._remote = RemoteRun(self.url)
+        self._remote.check_is_apart(self.directory.path)
         self._remote.check_owner(self.recipe)
 
     def _download(self, step: int) -> Any:

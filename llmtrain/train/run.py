@@ -91,8 +91,8 @@ def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Train
     it has lost.
     """
     with _open(recipe, ranks, world) as run:
-        if run.mesh.broadcast_from_main(lambda: _is_finished(run.directory)):
-            run.console.print(run.directory.completed_message())
+        if (message := run.mesh.broadcast_from_main(lambda: _message_if_finished(run.directory))) is not None:
+            run.console.print(message)
             return DONE
         run.mirror.open(run.mesh)
         run.mesh.broadcast_from_main(lambda: _lock(run.directory, run.prepared))
@@ -177,11 +177,11 @@ def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractConte
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
 
 
-def _is_finished(directory: RunDirectory) -> bool:
-    """Return whether the run is already complete. Raises RecipeError if the directory belongs to another
-    recipe. Main rank only."""
+def _message_if_finished(directory: RunDirectory) -> str | None:
+    """Return the console message for a run that is already complete, or None. Raises RecipeError if the directory belongs to
+    another recipe. Main rank only, whose host has the folder."""
     directory.check_recipe()
-    return directory.finished() is not None
+    return directory.completed_message() if directory.finished() is not None else None
 
 
 def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:

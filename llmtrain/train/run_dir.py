@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import itertools
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from filelock import FileLock, Timeout
 from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import PASSING, CheckpointError, RecipeError, TrainingError, UnavailableError, raise_if_no_answer
-from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, write_lock_holder
+from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, set_aside, write_lock_holder
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, EVALUATIONS, LOCK, METRICS, RECIPE, STEP_NAME, SUMMARY, complete_checkpoints
@@ -244,17 +243,12 @@ class RunDirectory:
         for path in sorted([*self.path.glob("export/step-*"), *self.path.glob(f"{EVALUATIONS}/*.json")]):
             if path.suffix in ("", ".json") and _step_of_result(path) > step:
                 picture = path.with_suffix(".png")  # curves have one
-                moved += [_set_aside(one) for one in (path, picture) if one.exists()]
+                moved += [set_aside(one) for one in (path, picture) if one.exists()]
         return moved
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json when the run ends. Numbers that are not finite become null. Main rank only."""
         atomic_write(self.path / SUMMARY, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
-
-
-def _set_aside(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
-    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _step_of_result(path: Path) -> int:

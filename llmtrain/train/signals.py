@@ -58,6 +58,16 @@ class StopRequest:
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 
 
+_handled: list[StopRequest] = []
+"""The stop request whose handlers are installed, if they are."""
+
+
+def request_stop() -> None:
+    """Ask this process to stop, unless it was asked already: a second SIGTERM would end it at once."""
+    if not any(stop.requested for stop in _handled):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stop_without_torchrun() -> None:
     """If torchrun started this process, ask it to stop with a checkpoint once torchrun is gone: killed, or out of memory. Nothing
     else would end it, and it would keep its GPU and the run's lock."""
@@ -84,7 +94,7 @@ def _stop_unless(is_there: Callable[[], bool]) -> None:
     def watch() -> None:
         while is_there():
             time.sleep(WATCH_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
+        request_stop()
 
     threading.Thread(target=watch, daemon=True, name="watches who started this").start()
 
@@ -116,6 +126,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
+    _handled.append(request)
     try:
         with handled(REQUESTS, request.handle):
             yield request
@@ -124,3 +135,5 @@ def stop_requests() -> Iterator[StopRequest]:
             if not is_ignored(number):
                 signal.signal(number, request.handle)
         raise
+    finally:
+        _handled.remove(request)

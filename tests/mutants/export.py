@@ -56,6 +56,10 @@ TABLES = {
         export: the tokenizer takes a spelled special token for that token
           - "split_special_tokens": True}
           + "split_special_tokens": False}
+    seen by unit/test_export.py
+        export: results of other weights count as this model's
+          - and not before.has_weights_of(now) and
+          + and False and
     seen by unit/test_export_folder.py
         export: the folder that was there is deleted though the new one has no name yet
           -         if retired.exists() and not final.exists():

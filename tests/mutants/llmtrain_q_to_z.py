@@ -70,6 +70,10 @@ TABLES = {
           + return near
     """,
     "llmtrain/recipe_loader.py": r"""
+    seen by unit/test_recipe_wrong.py
+        overrides: the value > is an empty text
+          - or (text[0] in "|>" and "\n" in text)
+          + or text[0] in "|>"
     seen by unit/test_run_dir.py
         resume: a recipe on a disk that does not answer is a wrong one
           -             raise_if_no_answer(path, error)

@@ -55,6 +55,9 @@ TABLES = {
     """,
     "llmtrain/train/checkpoint_files.py": r"""
     seen by unit/test_checkpoint_files.py
+        resume: all hosts look where the first one has the folder
+          - broadcast_from_main(lambda: [path.name for path in checkpoint_folders(directory)])
+          + broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
         writing: latest is not written
           -             atomic_write(self.final.parent / LATEST, self.final.name + "\n")
           -
@@ -262,6 +265,9 @@ TABLES = {
     """,
     "llmtrain/train/mirror.py": r"""
     seen by unit/test_mirror.py
+        mirror: the run's own folder is one
+          - os.path.realpath(self._root) == os.path.realpath(folder):
+          + self._root == str(folder):
         remote: state.json is not copied last
           - for path in checkpoint.iterdir() if path.name != STATE_FILE)
           + for path in checkpoint.iterdir())

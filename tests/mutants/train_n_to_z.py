@@ -259,6 +259,9 @@ TABLES = {
     """,
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py
+        signals: a rank that stops is asked again, which ends it
+          - if not any(stop.requested for stop in _handled):
+          + if True:
         signals: a repeated signal ends the run at once
           - SAME_REQUEST_SECONDS = 2.0
           + SAME_REQUEST_SECONDS = -1.0

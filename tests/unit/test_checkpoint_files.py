@@ -224,6 +224,20 @@ def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
         newest(folder)
 
 
+def test_hosts_may_have_the_folder_under_different_paths(folder: Path) -> None:
+    flip(folder / "step-00000020/__0_0.distcp")
+    answers: list[object] = []
+    first = SimpleNamespace(**vars(ALONE))
+    first.broadcast_from_main = lambda ask: answers.append(ask()) or answers[-1]
+    assert latest_valid(folder, first, lambda line: None) == folder / "step-00000010"
+    there = folder.with_name("there")
+    folder.rename(there)
+    told = iter(answers)
+    second = SimpleNamespace(**vars(ALONE))
+    second.broadcast_from_main = lambda ask: next(told)
+    assert latest_valid(there, second, lambda line: None) == there / "step-00000010"
+
+
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert newest(tmp_path) == (None, [])
 

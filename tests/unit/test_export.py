@@ -223,6 +223,15 @@ def test_another_export_to_the_same_folder_keeps_the_results(
     results.write_text("scores")
     export(source, Request(), tmp_path / "out")
     assert results.read_text() == "scores"
+    for number, changed in enumerate((("checkpoint", "other"), ("weights", "anchor"), ("dtype", "bf16"))):
+        others = MANIFEST.model_copy(update=dict([changed]))
+        monkeypatch.setattr("llmtrain.export.export._write", lambda *given, m=others: write_manifest(given[2], m) or m)
+        export(source, Request(), tmp_path / "out")
+        assert not results.exists(), "they are of other weights"
+        old = tmp_path / f"out/eval.old{number or ''}/small.json"
+        assert old.read_text() == "scores"
+        results.parent.mkdir()
+        results.write_text("scores")
 
 
 def test_models_whose_logits_are_all_0_do_not_differ() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,10 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeyp
     )
     with pytest.raises(UserError, match=message), replacing(final):
         raise full
+    with pytest.raises(UserError, match=message), replacing(final):
+        raise shutil.Error([("from", "to", "No space left on device"), ("one", "two", "other")])
+    with pytest.raises(OSError, match="no such model"), replacing(final):
+        raise OSError("no such model")
     with pytest.raises(UserError, match=r"x can't be written \(Error while serializing\)"), replacing(final):
         raise SafetensorError("Error while serializing")
     rename = Path.rename

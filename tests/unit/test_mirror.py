@@ -132,6 +132,19 @@ def test_a_url_that_is_of_no_use_is_one_line_before_training(tmp_path: Path, giv
     assert "\n" not in str(refused.value) and not machine.directory.path.exists()
 
 
+@pytest.mark.parametrize("where", ["disk", "linked", "file:///disk"])
+def test_the_run_s_own_folder_is_no_mirror(tmp_path: Path, where: str) -> None:
+    """A copy to it would first delete the checkpoint."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "linked").symlink_to("disk")
+    url = where.replace("file:///", f"file://{tmp_path}/") if where.startswith("file") else f"{tmp_path}/{where}"
+    machine = Machine(tmp_path / "disk", url)
+    with pytest.raises(RecipeError, match=rf"checkpoint\.mirror: {url}/a is the run's own folder; give another one"):
+        machine.start()
+    RemoteRun("memory://disk/a").check_is_apart(Path("/disk/a"))
+    RemoteRun(f"{tmp_path}/disk/a").check_is_apart(tmp_path / "disk/b")
+
+
 def test_a_mirror_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(RemoteRun, "check_owner", lambda self, recipe: answer.wait())

@@ -66,6 +66,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["eval.sets={news: /no/text}"], "eval.sets.news: /no/text: no such file"),
         (["parallel.replica_network=none0"], "no such network interface"),
         (["checkpoint.mirror=none://a"], "checkpoint.mirror: none://a"),
+        (["checkpoint.mirror=runs", "run.out_dir=runs"], "checkpoint.mirror: runs/"),
         ([f"run.out_dir={RECIPE}"], "is a file; choose another folder"),
         ([f"data.cache_dir={RECIPE}"], "is a file; choose another folder"),
         (["eval.suite={name: offline, data_dir: /no/data}"], "/no/data"),
@@ -91,7 +92,7 @@ def test_a_mirror_that_cannot_be_reached_is_refused(
 
     monkeypatch.setattr(preflight, "RemoteRun", unreachable)
     code, _, err = outcome(capsys, *keys, "checkpoint.mirror=ftp://a/b")
-    assert code and "checkpoint.mirror: ftp://a/b: no route to ftp://a/b; expected a folder or URL" in err
+    assert code and "checkpoint.mirror: ftp://a/b/edit_llama_stdlib: no route to ftp://a/b/edit_llama_stdlib; expected a folder" in err
 
 
 def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: list[str]) -> None:

@@ -106,6 +106,13 @@ WRONG_OVERRIDES = [
     ("optim.betas[0]=0.8", ["'optim.betas[0]=0.8' is not an override", "section.key=value"]),
     ("--optim.lr", ["'--optim.lr' is not an override", "section.key=value"]),
     ("optim.lr=[1", ["'optim.lr=[1' is not YAML", "put it in quotes"]),
+    ("eval.sample_prompt=a\tb", [r"'eval.sample_prompt=a\tb' is not YAML", "put it in quotes"]),
+    ("optim.lr=1e-3\t", [r"'optim.lr=1e-3\t' is not YAML", "put it in quotes"]),
+    ("data.source=\udcff.txt", [r"'data.source=\udcff.txt' is not YAML", "put it in quotes"]),
+    ("eval.sample_prompt=>", ["YAML reads 'eval.sample_prompt=>' as", "quotes"]),
+    ("checkpoint.mirror=''", ['checkpoint.mirror is ""', "expected a path"]),
+    ("checkpoint.mirror=file:///", ['checkpoint.mirror is "file:///"', "expected a path"]),
+    ("run.timeout_seconds=1e10", ["run.timeout_seconds is 10000000000.0", "less than or equal to 100000000"]),
     ("optim.lr=${train.lr}", ["optim.lr is '${train.lr}'", "no interpolation"]),
     # length
     ("train.tokens=1e6", ["train.steps and train.tokens", "both are given", "one of them"]),

@@ -62,6 +62,20 @@ def test_a_rank_stops_when_torchrun_is_gone(monkeypatch, by_torchrun: bool):
     assert sent.wait(20) if by_torchrun else next(parents) == 7
 
 
+def test_a_rank_that_stops_is_not_asked_again(monkeypatch):
+    """A second SIGTERM would end it, and lose the checkpoint that the first one asked for."""
+    sent: list[int] = []
+    monkeypatch.setattr(signals.os, "kill", lambda process, number: sent.append(number))
+    with stop_requests():
+        signals.request_stop()
+        assert sent == [signal.SIGTERM]
+        signal.raise_signal(signal.SIGUSR1)
+        signals.request_stop()
+        assert len(sent) == 1
+    signals.request_stop()
+    assert len(sent) == 2
+
+
 def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(monkeypatch, capfd):
     def leave(code: int):
         raise SystemExit(code)
