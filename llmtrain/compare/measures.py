@@ -74,11 +74,14 @@ class Sweep:
 
 
 def validations(trial: Trial) -> pd.DataFrame:
-    """Return the validations in order: step, loss (NaN if not finite) and COSTS. Bytes are interpolated over steps."""
+    """Return the validations in order: step, loss (NaN if not finite) and COSTS. Bytes are interpolated over steps. Seconds are NaN
+    if the trial has no times."""
     lines = [line for line in trial.lines if "eval/loss" in line]
     points = pd.DataFrame(lines, columns=["step", "seconds", "tokens", "eval/loss"], dtype=float)
     counted = [(line["step"], sent) for line in trial.lines if (sent := line.get("comm/bytes_total")) is not None]
     points["bytes"] = np.interp(points["step"], *zip((0, 0), *counted, strict=True)) if counted else math.nan
+    if trial.has_no_times:
+        points["seconds"] = math.nan
     return points.rename(columns={"eval/loss": "loss"})
 
 
@@ -108,13 +111,15 @@ def measure(trial: Trial) -> dict[str, float | None]:
     if trial.is_measured:
         seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
         rate = tokens / seconds if seconds else None
-        found = {"measured": 1.0, "tokens_per_second": rate, **_time_split(trial)}
+        times = {} if trial.has_no_times else {"tokens_per_second": rate, **_time_split(trial)}
+        found = {"measured": 1.0, **times}
     if trial.state == TrialState.DONE:
         losses = validations(trial)["loss"]
         found["final_loss"] = losses.iloc[-1] if len(losses) else trial.summary.get("final_eval_loss")
         found["bytes_sent"] = trial.last("comm/bytes_total").get("comm/bytes_total")
         found |= _on_the_wire(trial) if trial.is_measured else {}
-        found["training_seconds"] = trial.lines[-1]["seconds"] if trial.lines else None
+        has_times = bool(trial.lines) and not trial.has_no_times
+        found["training_seconds"] = trial.lines[-1]["seconds"] if has_times else None
     return found
 
 

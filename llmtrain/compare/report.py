@@ -111,6 +111,8 @@ def _image(folder: Path, figure: Figure | None, name: str, caption: str) -> str:
 def headline(results: Results) -> str:
     """Return the largest speed-up as a sentence. No run is called faster if its range overlaps the baseline's."""
     runs, baseline = results.runs, results.baseline
+    if any(trial.has_no_times for trial in results.trials["trial"].dropna()):
+        return "Replicas that take turns in one process have no times to compare: see losses, tokens and bytes"
     ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].dropna().sort_values("median", ascending=False)
     if ranked.empty:
         silent = [Outcome.BASELINE, Outcome.NOT_FINISHED, Outcome.NOT_COMPARABLE]

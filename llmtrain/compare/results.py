@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from pydantic import BaseModel
 
@@ -19,6 +20,7 @@ from llmtrain.run_files import EVALUATIONS, METRICS, RECIPE, SUMMARY
 
 AS_RUN = "as run"
 """Condition of runs that no comparison started, whatever cluster they ran on."""
+VIRTUAL = "perf/virtual_seconds"
 LINE = {"step", "tokens", "seconds"}
 """Keys of every line of metrics.jsonl."""
 EVALUATE_AGAIN = "delete it and evaluate again"
@@ -85,6 +87,8 @@ class Trial(TrialRecord, frozen=True):
     """None if the run failed before it wrote its recipe."""
     averages_every_step: bool
     """True for synchronous data parallelism, the default baseline."""
+    has_no_times: bool = False
+    """True if its replicas took turns in one process without a virtual clock, so that its seconds are those of no cluster."""
     benchmarks: dict[str, dict[str, Any]] = {}
     """Results of `llmtrain eval` for the last checkpoint, by suite."""
     lines: tuple[dict[str, Any], ...]
@@ -151,15 +155,18 @@ def _load(path: Path) -> Trial:
     try:
         if wrong := text_for_number(summary):
             raise ValueError(f"summary.json has {wrong}")
-        sync, run = recipe.get("sync") or {}, recipe.get("run") or {}
+        sync, run, parallel = (recipe.get(section) or {} for section in ("sync", "run", "parallel"))
+        takes_turns, has_clock = bool(parallel.get("in_process")), parallel.get("virtual_clock") is not None
         found = {
             "run": path.resolve().name,
             "seed": run.get("seed", 0),
             "state": STATE_OF_SUMMARY.get(str(summary.get("stopped")), TrialState.UNFINISHED),
             "method": sync.get("method"),
             "averages_every_step": (sync.get("period") or {}).get("kind") == "every_step",
+            "has_no_times": takes_turns and not has_clock,
         }
         lines = [line for line in read_lines(path / METRICS) if line.keys() >= LINE]
+        lines = _by_virtual_clock(lines) if takes_turns and has_clock else lines
         return Trial.model_validate(
             found
             | record
@@ -173,6 +180,12 @@ def _load(path: Path) -> Trial:
     except (AttributeError, TypeError, ValueError) as error:
         why = str(error).partition(" [type=")[0] if isinstance(error, ValueError) else reason(error)
         raise ResultsError(f"{path} is not a valid trial ({' '.join(why.split())}); {remedy}") from error
+
+
+def _by_virtual_clock(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return lines whose seconds are those of the run's virtual clock, interpolated over steps where a line has none."""
+    known = {0: 0.0} | {line["step"]: line[VIRTUAL] for line in lines if line.get(VIRTUAL) is not None}
+    return [{**line, "seconds": float(np.interp(line["step"], [*known], [*known.values()]))} for line in lines]
 
 
 def benchmarks_of(directory: Path, steps: int | None) -> dict[str, dict[str, Any]]:
