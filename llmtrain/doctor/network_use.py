@@ -3,7 +3,7 @@ wait less."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,8 +21,22 @@ WELL_USED = 0.95
 """Fraction of the time spent computing at which, or above which, no change is advised."""
 DELAYS = (1, 2, 3, 5, 8, 12, 20)
 """Steps of delay that are tried for an overlapped schedule."""
+UNEVEN = 1.5
+"""Ratio of the ranks' rates on two hosts from which the difference is more than noise."""
 GAIN = 0.01
 """Minimum gain in that fraction for a choice to be named, or for a longer delay to be preferred."""
+
+
+def slowest_rate(nodes: Sequence[str], rates: Sequence[float | None]) -> tuple[float, list[Finding]]:
+    """Return the lowest of the operations per second that one rank of each host has measured, and a warning if hosts differ much.
+    `nodes` names each rank's host; ranks that have not measured have no rate."""
+    by_host = {node: rate for node, rate in zip(nodes, rates, strict=True) if rate is not None}
+    slow, fast = min(by_host, key=by_host.__getitem__), max(by_host, key=by_host.__getitem__)
+    ratio = by_host[fast] / by_host[slow]
+    if ratio < UNEVEN:
+        return by_host[slow], []
+    what = f"ranks on {fast} compute {ratio:.1f} times as fast as those on {slow}; the slowest is predicted below"
+    return by_host[slow], [warning(what, "rounds of steps wait for the slowest replica; sync.method=a_edit does not")]
 
 
 def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates) -> Finding:

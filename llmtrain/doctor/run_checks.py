@@ -37,7 +37,7 @@ from llmtrain.doctor.network_speed import (
     slow_start,
     starts_slowly,
 )
-from llmtrain.doctor.network_use import network_use
+from llmtrain.doctor.network_use import network_use, slowest_rate
 from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.doctor.token_space import missing_token_bytes
 from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
@@ -337,10 +337,11 @@ class ClusterCheck:
         ) as mesh:
             findings, rate = bench_collectives(mesh, bytes_a_round, round_trip / 1000, self.timeout_seconds)
             if bytes_a_round is not None and rate is not None:
-                # One rank computes alone, because on a CPU the rate already takes into account how many share it.
-                flops = mesh.broadcast_from_main(lambda: rate_here(self.recipe, self.world.local_size))
+                # One rank of each host computes alone, because the rate already takes into account how many share a device.
+                mine = rate_here(self.recipe, self.world.local_size) if self.world.local_rank == 0 else None
+                flops, uneven = slowest_rate(self.peers.nodes, self._gather("rate", mine))
                 rates = HardwareRates(flops, 8e-6 * rate * shards, round_trip / 2, starts_slowly())
-                findings.append(network_use(self.recipe, plan.size, replicas, shards, rates))
+                findings += [*uneven, network_use(self.recipe, plan.size, replicas, shards, rates)]
         return findings
 
     def _gather(self, name: str, value: Any, patience: float | None = None) -> list[Any]:
@@ -394,6 +395,5 @@ def _alone(recipe: Recipe) -> list[Finding]:
         each = memory_of_rank(World(processes - 1, processes, processes - 1, processes))
     except UserError as error:
         return [problem(f"llmtrain launch would be refused on this machine: {error}", "")]
-    how_many = "1 process" if processes == 1 else f"{processes} processes"
-    started = ok(f"llmtrain launch would start {how_many} on this machine alone")
+    started = ok(f"llmtrain launch would start {processes} process{'es' * (processes > 1)} on this machine alone")
     return [started, *fit(recipe, [node_name()] * processes, [each] * processes)[0]]

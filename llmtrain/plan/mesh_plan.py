@@ -26,12 +26,14 @@ def choose_mesh(
     is split into as many replicas as fit in memory. `fits(shards)` returns whether a replica sharded over `shards` ranks
     fits. `check_mesh` has already verified that given numbers divide the number of ranks.
 
-    Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, or if the choice is open
-    and the nodes have different numbers of ranks.
+    Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, if one would have a part of a node and
+    other nodes without `parallel.shards`, or if the choice is open and the nodes have different numbers of ranks.
     """
     shards, reason = given_shards(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
     if not parallel.shard_across_nodes:
         _check_nodes(shards, nodes)
+    elif parallel.shards == "auto":
+        _check_parts(shards, nodes)
     return len(nodes) // shards, shards, reason
 
 
@@ -96,6 +98,19 @@ def _check_nodes(shards: int, nodes: Sequence[str]) -> None:
             f"{first + shards - 1} would be sharded over {spanned} nodes and the slow network between them; {change}, or "
             f"parallel.shard_across_nodes=true to allow it"
         )
+
+
+def _check_parts(shards: int, nodes: Sequence[str]) -> None:
+    """Raise RecipeError if a replica, `shards` consecutive ranks, would have a part of a node and other nodes: nodes may be at
+    different sites, and the number of shards was not given."""
+    for first in range(0, len(nodes), shards):
+        within, others = nodes[first : first + shards], [*nodes[:first], *nodes[first + shards :]]
+        if len(set(within)) > 1 and (shared := set(within) & set(others)):
+            raise RecipeError(
+                f"parallel.replicas is {len(nodes) // shards}, but there are {_listed(nodes)} ranks (nodes x ranks): {min(shared)} would "
+                f"belong to two replicas, and one of them would also have other nodes; give another number of replicas, or, if a fast "
+                f"network joins all nodes, parallel.shards={shards}, too"
+            )
 
 
 def _listed(nodes: Sequence[str]) -> str:

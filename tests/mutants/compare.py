@@ -134,6 +134,13 @@ TABLES = {
           +     by_one_seed
     """,
     "llmtrain/compare/results.py": r"""
+    seen by unit/test_compare_in_process.py
+        compare: replicas that take turns are timed
+          - takes_turns and not has_clock
+          + False
+        compare: a virtual clock counts for nothing
+          - _by_virtual_clock(lines) if takes_turns and has_clock else lines
+          + lines
     seen by unit/test_compare_report.py
         compare: failed trials are beside other work
           - return ended and

@@ -35,6 +35,10 @@ TABLES = {
           + return max(link.sent, link.received)
     """,
     "llmtrain/doctor/network_use.py": r"""
+    seen by unit/test_doctor_ranks.py
+        doctor: the fastest host is predicted
+          -     return by_host[slow], [warning(
+          +     return by_host[fast], [warning(
     seen by unit/test_network_use.py
         doctor: the first delay is offered, whether it hides messages or not
           - if share > most - GAIN][:1]

@@ -89,6 +89,9 @@ TABLES = {
     """,
     "llmtrain/plan/mesh_plan.py": r"""
     seen by unit/test_world.py
+        plan: two replicas have a part of a node and other nodes
+          -         _check_parts(shards, nodes)
+          +         pass
         plan: a tight fit over all nodes is refused
           - return world, f"{count} nodes
           + return per_node, f"{count} nodes

@@ -21,7 +21,7 @@ from llmtrain.doctor import network_speed
 from llmtrain.doctor import run_checks as checks
 from llmtrain.doctor.finding import Finding, Level, ok, problem, warning
 from llmtrain.doctor.network_speed import Link, round_trip_ms
-from llmtrain.doctor.network_use import network_use
+from llmtrain.doctor.network_use import network_use, slowest_rate
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.errors import FAILED, TrainingError
@@ -202,6 +202,14 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     assert set(asked) == {1}, "ranks on each host, as their `World` says"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
+
+
+def test_the_slowest_host_is_predicted_and_named_if_another_is_much_faster() -> None:
+    """One rank of each host has measured."""
+    assert slowest_rate(["a", "a", "b"], [1e10, None, 1.4e10]) == (1e10, [])
+    rate, [found] = slowest_rate(["a", "a", "b", "c"], [4e10, None, 2.5e10, 1e10])
+    assert rate == 1e10 and found.level == Level.WARNING and "sync.method=a_edit" in found.advice
+    assert found.what == "ranks on a compute 4.0 times as fast as those on c; the slowest is predicted below"
 
 
 def test_hosts_share_the_run_directory_or_are_named(

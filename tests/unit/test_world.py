@@ -167,6 +167,9 @@ def on(*sizes: int) -> list[str]:
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 1, (4, 8)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 9, (2, 16)),
         ({"shard_across_nodes": True}, on(8, 8, 8, 8), 99, (1, 32)),
+        ({"replicas": 2, "shard_across_nodes": True}, on(8, 8, 8, 8), 1, (2, 16)),
+        ({"replicas": 4, "shard_across_nodes": True}, on(8, 8), 1, (4, 4)),
+        ({"replicas": 2, "shards": 12, "shard_across_nodes": True}, on(8, 8, 8), 1, (2, 12)),
     ],
 )
 def test_the_mesh_follows_recipe_nodes_and_memory(parallel, nodes, smallest, expected):
@@ -211,6 +214,11 @@ def test_a_mesh_for_cpus_is_for_its_number_of_processes(parallel, ranks, on_gpu,
         ({"shards": 2}, ["a", "b", "a", "b"], "number the ranks node by node"),
         ({}, ["a", "b", "a", "b"], "number the ranks node by node"),
         ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start equally many on each, or give parallel.shards, at most 2"),
+        (
+            {"replicas": 2, "shard_across_nodes": True},
+            on(8, 8, 8),
+            "parallel.replicas is 2, but there are 3 x 8 ranks .* would belong to two replicas, .* parallel.shards=12, too",
+        ),
     ],
 )
 def test_a_replica_over_several_nodes_is_refused(parallel, nodes, message):
