@@ -107,7 +107,8 @@ def recipe_show(
         ),
     ] = None,
     mbit: Annotated[
-        float, typer.Option(min=1e-6, help="Bandwidth of a replica's link to the others, all its ranks together, in Mbit/s.")
+        float,
+        typer.Option(min=1e-6, help="Bandwidth of a replica's link to the others, all its ranks together, in Mbit/s."),
     ] = 1000.0,
     latency_ms: Annotated[float, typer.Option(min=0, help="One-way latency between two replicas, in ms.")] = 0.0,
     methods: Annotated[
