@@ -106,7 +106,10 @@ def recipe_show(
             min=1e-6, help="Rate that a rank reaches in training, in TFLOP/s; the card's or measured by default."
         ),
     ] = None,
-    mbit: Annotated[float, typer.Option(min=1e-6, help="Bandwidth between two replicas, in Mbit/s.")] = 1000.0,
+    mbit: Annotated[
+        float,
+        typer.Option(min=1e-6, help="Bandwidth of a replica's link to the others, all its ranks together, in Mbit/s."),
+    ] = 1000.0,
     latency_ms: Annotated[float, typer.Option(min=0, help="One-way latency between two replicas, in ms.")] = 0.0,
     methods: Annotated[
         bool, typer.Option("--methods", help="Show instead how long this recipe would wait with each method.")

@@ -130,7 +130,7 @@ def test_a_recipe_for_a_cluster_is_checked_without_this_machines_memory_and_file
     ("recipe", "processes", "overrides", "settled", "reason"),
     [
         (
-            "two_sites",
+            "text_per_replica",
             16,
             ["train.micro_batch=1"],
             "parallel.shards=1",

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from docs.reference import README, ROOT, readme_with_methods
+from llmtrain import __version__
 from llmtrain.cli import app, main
 from llmtrain.recipe_check import check
 from llmtrain.recipe_loader import load_recipe
@@ -144,6 +146,11 @@ def test_the_console_script_is_the_command():
     assert scripts == {"llmtrain": f"{main.__module__}:{main.__name__}"}
 
 
+def test_the_citation_has_the_version_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == __version__ and f"version {__version__}, by the" in README.read_text(encoding="utf-8")
+
+
 def test_readme_has_commands_to_test():
     assert len(commands(README)) >= 4
 
@@ -161,7 +168,8 @@ COVERED = {
     "llmtrain compare recipes/compare/": "tests/end_to_end/test_compare.py::test_two_hosts_one_run_that_fails_and_an_interruption",
     "llmtrain generate": "tests/distributed/test_export.py::test_generate_writes_the_same_from_a_run_and_from_its_export",
     "llmtrain eval": "tests/end_to_end/test_eval_of_runs.py::test_the_small_suites_tasks_from_local_files",
-    "llmtrain launch quickstart": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
+    "llmtrain launch": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
+    "llmtrain train RECIPE": "tests/end_to_end/test_training.py::test_one_process_trains_without_a_launcher",
     "NNODES=2": "tests/multi_node/test_hosts.py::test_two_hosts_by_train_sh",
     "pip install '.[zero]'": "tests/unit/test_wheel.py::test_an_installation_has_deepspeed_only_with_the_extra_zero",
     "pip install .": "tests/unit/test_wheel.py::test_a_wheel_holds_suites_tasks_templates_recipes_and_stories",

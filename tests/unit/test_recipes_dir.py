@@ -63,7 +63,7 @@ ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
 """Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
 SHARDS = {**dict.fromkeys(("350m", "1b", "3b", "7b", "1b_zero1", "7b_zero3"), 8), "7b_zero_offload": 2}
 """Ranks of a replica in the recipes for GPUs of 80 GB, by the end of their names."""
-SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "two_sites": ["stories", "stdlib"]}
+SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "text_per_replica": ["stories", "stdlib"]}
 """Recipes with several texts, and these."""
 TEXTS = {
     "stories",
@@ -261,8 +261,8 @@ def test_recipes_of_several_texts_are_the_quickstart_on_these(recipes: dict[str,
         }
         assert all(key.startswith(("run.name", "data.", "model.config.vocab_size")) for key in changed), changed
         check(recipe, 4)
-    assert recipes["mixture"].data.sources and recipes["two_sites"].data.per_replica
-    assert any("launch/two_sites.md" in line for line in header_of(ROOT / "two_sites.yaml"))
+    assert recipes["mixture"].data.sources and recipes["text_per_replica"].data.per_replica
+    assert any("launch/two_sites.md" in line for line in header_of(ROOT / "text_per_replica.yaml"))
 
 
 @pytest.mark.parametrize("method", METHODS)
