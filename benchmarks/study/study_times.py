@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from statistics import mean
 
 from study_losses import (
@@ -75,6 +77,37 @@ def speed_rows(done: Records) -> list[Row]:
             texts.append(f"{middle} ({low} to {high})")
         rows.append((cell.label, *texts))
     return rows
+
+
+def reach_rows(done: Records) -> list[Row]:
+    """Return, for each cell with 4 replicas and their usual batch of which a final run reaches the mean final loss of synchronous
+    training with AdamW and TOKENS: how many of the seeds do, after how many steps, and how many times as fast, by the time of a
+    message. Losses are interpolated between validations. Speeds are of the mean over the seeds, if all reach it."""
+    measure = STAGES["main"][0]
+    target, rows = mean_loss(measure, done), []
+    for cell in (cell for stage in ("main", "gradients", "together", "long") for cell in STAGES[stage]):
+        if target is None or cell == measure or cell.clock or mean_loss(cell, done) is None:
+            continue
+        finals = finals_of(cell, done)
+        steps = [found for record in finals if (found := step_of_loss(record["curve"], target)) is not None]
+        if not steps:
+            continue
+        span = f"{min(steps):,.0f} to {max(steps):,.0f}" if len(steps) > 1 else f"{steps[0]:,.0f}"
+        share = mean(steps) / finals[0]["steps"]
+        is_known = len(steps) == len(finals)
+        times = ((time_of(measure, done, message).run, time_of(cell, done, message).run) for message in MESSAGES)
+        speeds = [f"{ours / (share * theirs):.2g}" if is_known else "" for ours, theirs in times]
+        tokens = f"{share * mean_of(cell, 'tokens', done) / 1e6:.1f} M"
+        rows.append((cell.label, f"{len(steps)} of {len(finals)}", span, tokens, *speeds))
+    return rows
+
+
+def step_of_loss(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """Return the step at which a `curve` of (step, loss, bytes) first has a loss, interpolated between its points, or None."""
+    for (before, higher, *_), (after, lower, *_) in pairwise(curve):
+        if lower <= loss:
+            return before + (after - before) * (higher - loss) / (higher - lower)
+    return None
 
 
 def break_even_rows(done: Records) -> list[Row]:
