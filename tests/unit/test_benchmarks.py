@@ -34,6 +34,7 @@ SHARED = (
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
 sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
+exo_gym, in_process = map(importlib.import_module, ("exo_gym", "in_process"))
 loops, loss, methods, peaks = map(importlib.import_module, ("loops", "loss", "methods", "peaks"))
 step_parts, stragglers, sync_cost = map(importlib.import_module, ("step_parts", "stragglers", "sync_cost"))
 table, throughput, wires = map(importlib.import_module, ("table", "throughput", "wires"))
@@ -48,6 +49,21 @@ def test_every_script_says_how_it_is_started(
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(script), run_name="__main__")
         assert not ended.value.code and f"python benchmarks/{script.name}" in capsys.readouterr().out
+
+
+def test_a_step_of_exo_gym_ends_when_the_next_has_begun_on_every_node(tmp_path: Path) -> None:
+    for node, began in enumerate([{2: 5.0, 11: 101.0, 41: 160.0}, {2: 6.0, 11: 91.0, 41: 161.0}]):
+        (tmp_path / f"{node}.json").write_text(json.dumps({"began": began, "peak": (node + 1) * 2**30}))
+    found = exo_gym.summary(exo_gym.options_of(["--nodes", "2"]), str(tmp_path))
+    assert found["tokens_per_second"] == 30 * 16 * 128 * 2 / 60 and found["largest_gib"] == 2
+    with pytest.raises(SystemExit, match="2 of 4 nodes"):
+        exo_gym.summary(exo_gym.options_of([]), str(tmp_path))
+
+
+def test_a_checkout_of_exo_gym_is_named_by_its_file_or_by_git(tmp_path: Path) -> None:
+    assert in_process.source_of(tmp_path) == "exo-explore/gym at commit unknown"
+    (tmp_path / "SOURCE").write_text("a copy\n")
+    assert in_process.source_of(tmp_path) == "a copy"
 
 
 def test_bytes_per_round_are_without_the_synchronous_steps(tmp_path: Path) -> None:
