@@ -21,11 +21,14 @@ from study_losses import (
 from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, Cell, Records, loss_of
 from study_stages import SHORTENED, STAGES
 from study_times import MEASURED, step_speed, timed_cells
+from table import Row
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
 """Times of a message, in steps, that are drawn."""
 HIGHEST, LABEL_DISTANCE = 3.8, 0.026
 """Highest loss in the figure over bytes, and the least distance of its labels."""
+HOTTEST = 3.7
+"""Loss from which the heat map's color is the same."""
 
 
 def draw_losses(done: Records, path: Path) -> None:
@@ -61,7 +64,7 @@ def draw_losses(done: Records, path: Path) -> None:
 
 def draw_speeds(done: Records, path: Path) -> None:
     """Draw how many times as fast as synchronous training each method with AdamW inside reaches its own final loss, over the time
-    of a message."""
+    of a message, with a band between the seeds."""
     figure, axes = _subplots(figsize=(8, 4.6))
     own = [cell for cell in timed_cells(done) if not cell.together and not synchronous_beside(cell).inner]
     curves = {
@@ -71,6 +74,10 @@ def draw_speeds(done: Records, path: Path) -> None:
     cells = sorted(curves, key=lambda cell: -curves[cell][-1])
     for cell, style in zip(cells, _styles(len(cells)), strict=True):
         axes.plot(DRAWN, curves[cell], label=f"{name_of(cell)}: {mean_loss(cell, done):.2f}", **style)
+        losses, middle = losses_by_seed(cell, done), equal_loss_share(mean_loss(cell, done), cell, done)
+        ends = [equal_loss_share(loss, cell, done) / middle for loss in (max(losses), min(losses))]
+        bounds = ([end * speed for speed in curves[cell]] for end in ends)
+        axes.fill_between(DRAWN, *bounds, color=style["color"], alpha=0.08, linewidth=0)
     axes.axhline(1, color="black", linewidth=1)
     axes.axvspan(MEASURED, DRAWN[-1], color="black", alpha=0.05, linewidth=0)
     axes.annotate("extrapolated", (MEASURED, 0.3), xytext=(3, 0), textcoords="offset points", fontsize=8, color="gray")
@@ -122,6 +129,24 @@ def draw_bytes(done: Records, path: Path) -> None:
     axes.set_xlabel("bytes sent by all replicas (losses above the figure are in the table)")
     axes.set_ylabel("validation loss (nats per token)")
     axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def draw_heat(rows: Sequence[Row], rates: Sequence[float], path: Path) -> None:
+    """Draw the heat map of `heat_rows`: a color and a number for each outer learning rate and momentum. The colors end at HOTTEST."""
+    figure, axes = _subplots(figsize=(6, 0.8 + 0.5 * len(rows)))
+    losses = [[float(loss) if loss != "diverged" else math.inf for loss in row[1:]] for row in rows]
+    lowest = min(map(min, losses))
+    axes.imshow(losses, cmap="viridis", vmin=lowest, vmax=HOTTEST, aspect="auto")
+    for height, row in enumerate(rows):
+        for place, loss in enumerate(row[1:]):
+            color = "white" if losses[height][place] < (lowest + HOTTEST) / 2 else "black"
+            weight = "bold" if losses[height][place] == lowest else "normal"
+            axes.text(place, height, loss, ha="center", va="center", color=color, weight=weight)
+    axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axes.set_xlabel("outer learning rate")
+    axes.set_ylabel("outer momentum")
     _save(figure, path)
 
 

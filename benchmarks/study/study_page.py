@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_benchmarks import BENCHMARK_RECORDS, benchmark_rows
 from study_elastic import ELASTIC_RECORDS, elastic_rows
 from study_faults import fault_rows
-from study_figures import draw_bytes, draw_losses, draw_speeds
+from study_figures import draw_bytes, draw_heat, draw_losses, draw_speeds
 from study_losses import (
     equal_loss_share,
     figures_of,
@@ -62,6 +62,8 @@ from study_texts import (
     GAPS,
     HEATS,
     HEATS_TEXT,
+    REACHED,
+    REACHED_TEXT,
     SINGLE,
     SINGLE_TEXT,
     SPEEDS,
@@ -79,6 +81,7 @@ from study_texts import (
 from study_times import (
     MESSAGES,
     break_even_rows,
+    reach_rows,
     speed_rows,
     step_rows,
     step_speed,
@@ -90,8 +93,9 @@ from table import ROOT, Row, markdown, parser, show
 
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
+HEAT_RATES = tuple(dict.fromkeys(rate for rate, *_ in HEAT_STEPS))
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
-LOSSES, BYTES, CURVES = "losses.png", "bytes.png", "speeds.png"
+LOSSES, BYTES, CURVES, HEAT_MAP = "losses.png", "bytes.png", "speeds.png", "heat.png"
 RESULTS_PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
 FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
@@ -272,7 +276,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
             found.append((TITLES[stage], figure, COLUMNS, rows))
     networks = ("method", *(f"{steps:g} steps" for steps in MESSAGES))
     seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
-    rates = ("momentum", *(f"learning rate {rate:g}" for rate in dict.fromkeys(rate for rate, *_ in HEAT_STEPS)))
+    rates = ("momentum", *(f"learning rate {rate:g}" for rate in HEAT_RATES))
     by_rounds = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
     fit = ("replicas", "DiLoCo to synchronous", "published fit")
     of_clocks = ("clock", "method", "loss ± seeds", *COLUMNS[4:6], "time", "speed to its loss")
@@ -287,7 +291,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
         (UNEVEN, UNEVEN_TEXT, of_clocks, uneven_rows(done)),
         (ELASTIC, ELASTIC_TEXT, ELASTIC_COLUMNS, elastic_rows(read_records(ELASTIC_RECORDS))),
         (BENCHMARKS, BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
-        (HEATS, HEATS_TEXT.format(seed=FINAL_SEEDS[0]), rates, heat_rows(done)),
+        (HEATS, f"{HEATS_TEXT.format(seed=FINAL_SEEDS[0])}\n\n![]({HEAT_MAP})", rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
         (FAULTS, FAULTS_TEXT, FAULTS_COLUMNS, fault_rows(done)),
         (SINGLE, SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
@@ -314,7 +318,8 @@ def with_summary(text: str, done: Records) -> str:
     """Return the text of docs/results.md with the study's tables of today."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    tables = markdown(SUMMARY, summary_rows(done)), CHANGES_TEXT, markdown(CHANGES, change_rows(done))
+    summary, reached = markdown(SUMMARY, summary_rows(done)), markdown(REACHED, reach_rows(done))
+    tables = summary, REACHED_TEXT, reached, CHANGES_TEXT, markdown(CHANGES, change_rows(done))
     return "\n\n".join((f"{before}{BEGIN}", *tables, f"{END}{after}"))
 
 
@@ -330,6 +335,7 @@ def main() -> None:
         draw_losses(done, RECORDS.parent / LOSSES)
         draw_bytes(done, RECORDS.parent / BYTES)
         draw_speeds(done, RECORDS.parent / CURVES)
+        draw_heat(heat_rows(done), HEAT_RATES, RECORDS.parent / HEAT_MAP)
         RESULTS_PAGE.write_text(with_summary(RESULTS_PAGE.read_text(), done))
 
 

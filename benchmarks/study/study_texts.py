@@ -23,6 +23,19 @@ SUMMARY = (
     "tokens/s at 0.1 / 1 / 10 / 100",
     "speed to its loss at 0.1 / 1 / 10 / 100",
 )
+REACHED = (
+    "method",
+    "seeds",
+    "steps",
+    "tokens",
+    "times as fast at 0.1 / 1 / 10 / 100",
+)
+REACHED_TEXT = """\
+Which runs reach the final loss of synchronous training with AdamW (the mean over three seeds, after 780 steps), and when? No method
+with AdamW and local steps from the beginning does with as many tokens (with 4 replicas and this batch). With four times the tokens
+(`x4`, 3,120 steps) or with Muon, they reach it in the middle of their learning-rate schedule, by steps and tokens to that moment, and by
+the predicted time of 780 steps of synchronous training divided by the time to that moment. *Seeds*: of how many the runs reach it; there
+are no times unless all do:"""
 CHANGES = (
     "DiLoCo",
     "batch",
@@ -83,7 +96,8 @@ How many times as fast as synchronous training (fp32 gradients, the same batch) 
 predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
 seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the stages
 `main`, `gradients`, `together` and `long` have a row if their `tokens to equal loss` is known and not below the smallest measured
-share. All have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts."""
+share. All have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts; its
+bands show the range over the seeds."""
 UNEVEN_TEXT = """\
 `half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of

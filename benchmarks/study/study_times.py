@@ -96,9 +96,9 @@ def reach_rows(done: Records) -> list[Row]:
         share = mean(steps) / finals[0]["steps"]
         is_known = len(steps) == len(finals)
         times = ((time_of(measure, done, message).run, time_of(cell, done, message).run) for message in MESSAGES)
-        speeds = [f"{ours / (share * theirs):.2g}" if is_known else "" for ours, theirs in times]
+        speeds = " / ".join(f"{ours / (share * theirs):.2g}" for ours, theirs in times if is_known)
         tokens = f"{share * mean_of(cell, 'tokens', done) / 1e6:.1f} M"
-        rows.append((cell.label, f"{len(steps)} of {len(finals)}", span, tokens, *speeds))
+        rows.append((cell.label, f"{len(steps)} of {len(finals)}", span, tokens, speeds))
     return rows
 
 

@@ -227,3 +227,24 @@ def test_who_waits_for_slow_replicas_takes_longer() -> None:
     rows = page.uneven_rows(done)
     assert [row[:2] for row in rows] == [("half", "synchronous"), ("half", "edit"), ("half", "a_edit")]
     assert [row[5] for row in rows] == ["1.00", "1.00", "0.57"] and rows[0][6] == "1.00"
+
+
+def test_the_moment_of_the_synchronous_loss_is_interpolated() -> None:
+    """Of runs with the same validations, the table has those of which a seed reaches it, and times if all do."""
+    times = importlib.import_module("study_times")
+    curve = [[0, 7.0, 0], [100, 5.0, 1], [200, 3.0, 2], [300, 2.0, 3]]
+    assert [times.step_of_loss(curve, loss) for loss in (5.0, 4.0, 2.0, 1.9)] == [100, 150, 300, None]
+    done: dict[str, Any] = {}
+    for cell in (MAIN[0], MAIN[1], MAIN[2], MAIN[3]):
+        made, found = finished(cell, likes(0.0055))
+        done |= found
+        for run in made:
+            if run.kind == "final":
+                done[run.id]["loss"] = 3.0
+                end = {"diloco": 2.0, "local_sgd": 3.5, "edit": 2.0 if run.seed == 12 else 3.5}.get(cell.method, 3.0)
+                done[run.id]["curve"] = [[0, 7.0, 0], [390, 4.0, 1], [780, end, 2]]
+    rows = {row[0]: row[1:] for row in times.reach_rows(done)}
+    assert rows.keys() == {"diloco", "edit"}
+    seeds, steps, tokens, speeds = rows["diloco"]
+    assert (seeds, steps, tokens) == ("3 of 3", "585 to 585", "4.8 M") and float(speeds.split(" / ")[2]) > 5
+    assert rows["edit"] == ("1 of 3", "585", "4.8 M", "")
