@@ -190,7 +190,8 @@ class ParallelSection(Section):
     `replicas: auto`, as few as the model fits in."""
     in_process: bool = False
     """Train all replicas in one process, on one device, in turns; needs `replicas`. For comparing methods on a laptop or a single
-    GPU. The results are those of one process per replica, except for rounding errors in sums over more than two replicas."""
+    GPU. The results are those of one process per replica; in fp32 sums over more than two replicas, the order of addition differs
+    (at most 1e-14 in tests in fp64)."""
     virtual_clock: VirtualClockSection | None = None
     """With `in_process`, how long each replica's steps take. `null`: unknown, so methods that depend on it are refused."""
     on_cpu: CpuMeshSection | None = None
