@@ -92,7 +92,11 @@ def test_a_mirror_that_cannot_be_reached_is_refused(
 
     monkeypatch.setattr(preflight, "RemoteRun", unreachable)
     code, _, err = outcome(capsys, *keys, "checkpoint.mirror=ftp://a/b")
-    assert code and "checkpoint.mirror: ftp://a/b/edit_llama_stdlib: no route to ftp://a/b/edit_llama_stdlib; expected a folder" in err
+    assert (
+        code
+        and "checkpoint.mirror: ftp://a/b/edit_llama_stdlib: no route to ftp://a/b/edit_llama_stdlib; expected a folder"
+        in err
+    )
 
 
 def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: list[str]) -> None:
