@@ -19,6 +19,8 @@ COLORS = {"FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "NO_COLOR", "GITHUB_ACTI
 for name in list(os.environ):
     if name.startswith(OF_OTHERS) or name in RANKS | COLORS:
         del os.environ[name]
+FRESH_SECONDS = 900
+"""Most that a test of new interpreters may take, on a busy machine."""
 # Before any test imports torch or transformers, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -47,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--gpu"):
         items[:] = [item for item in items if needed[item]]
     for item in items:
+        if item.get_closest_marker("fresh"):
+            item.add_marker(pytest.mark.timeout(FRESH_SECONDS))
         if needed[item] and not config.getoption("--gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU; make test-gpu"))
 

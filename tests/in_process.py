@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -63,7 +64,8 @@ def run_here(command: list[str] | Callable[[], object]) -> tuple[int | None, str
     code: int | None = None
     before = signal.signal(signal.SIGALRM, _give_up)
     with _captured() as read:
-        signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+        left, _ = signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)  # of pytest-timeout
+        began = time.monotonic()
         try:
             main(command) if isinstance(command, list) else exit_with_status(command)
             code = 0
@@ -74,6 +76,8 @@ def run_here(command: list[str] | Callable[[], object]) -> tuple[int | None, str
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, max(0.01, left - (time.monotonic() - began)))
         return code, read()
 
 

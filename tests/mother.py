@@ -33,7 +33,7 @@ from tests.emulated_gpu.as_cuda import FOLDER
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "LLMTRAIN_TEST_MOTHER"
 """Environment variable: the socket of the session's mother."""
-START_SECONDS = 120.0
+START_SECONDS = 280.0
 LOST = -signal.SIGKILL
 
 FORKABLE = {
@@ -108,7 +108,8 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -12,11 +12,11 @@ from tests.chaos.broken_rank import PHASES
 from tests.end_to_end.runs import Runs
 from tests.mother import session
 
-TRUE_TIMEOUT, SHORT_TIMEOUT = 15, 5
+TRUE_TIMEOUT, SHORT_TIMEOUT = 15, 8
 """Seconds: `run.timeout_seconds`."""
-MORE = 20
-"""What everything may take beyond it on a busy machine; on one that is not it is less than 10, as `make chaos` shows. torchrun
-alone would give a frozen rank 30."""
+MORE, MORE_FAST = 20, 100
+"""What everything may take beyond it, in `make test` on a busy machine, too; on one that is not busy it is less than 10, as
+`make chaos` shows. torchrun alone would give a frozen rank the GIVEN_SECONDS of `broken_launch`."""
 FAST = {("in a synchronization", "SIGSTOP", 0)}
 DEEP = {("while a checkpoint is written", "SIGKILL", 1), ("while ranks start", "SIGSTOP", 1)}
 """The rest is `make chaos`."""
@@ -37,7 +37,7 @@ def tier(case: tuple[str, str, int]) -> list[pytest.MarkDecorator]:
 def test_all_others_end_in_time(runs: Runs, tmp_path: Path, phase: str, number: str, rank: int) -> None:
     name = f"{phase.replace(' ', '-')}-{number}-{rank}"
     file = tmp_path / "when"
-    timeout = SHORT_TIMEOUT if (phase, number, rank) in FAST else TRUE_TIMEOUT
+    timeout, more = (SHORT_TIMEOUT, MORE_FAST) if (phase, number, rank) in FAST else (TRUE_TIMEOUT, MORE)
     arguments = runs.command(name, *KEYS, f"run.timeout_seconds={timeout}")[2:]
     process = session().fork(
         launch, phase, number, str(rank), str(file), *arguments, environment=runs.environment, capture=True
@@ -46,7 +46,7 @@ def test_all_others_end_in_time(runs: Runs, tmp_path: Path, phase: str, number: 
     assert file.exists(), f"it never happened: {output}"
     assert code == 1, output
     waited = time.time() - float(file.read_text())
-    assert waited < timeout + MORE, f"{waited:.0f} s: {output}"
+    assert waited < timeout + more, f"{waited:.0f} s: {output}"
     print(f"\n{number} of rank {rank} {phase}: over after {waited:.1f} s (timeout {timeout} s)")
     if number == "SIGSTOP":
         assert "error: " in output, output

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from llmtrain.run_files import complete_checkpoints
 from tests.end_to_end import held_rank
 from tests.mother import ROOT, Mother, Process, run_llmtrain, session
 
@@ -60,6 +61,7 @@ class Runs:
     def __init__(self, folder: Path, changes: Mapping[str, str] | None = None, shared: Path | None = None):
         self.folder, self.environment = folder, environment() | dict(changes or {})
         self._mother = Mother(changes) if changes else session()
+        self._started: list[Process | subprocess.Popen] = []
         of_all_workers = folder.parents[1] if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
         self.shared = shared or of_all_workers / "shared"
 
@@ -71,11 +73,13 @@ class Runs:
 
     def start(self, command: list[str], fresh: bool = False) -> Process | subprocess.Popen:
         """Start a command in a session of its own; `fresh`: by a shell and a new interpreter instead of a fork."""
-        return start(command, self.environment, fresh, self._mother)
+        self._started.append(start(command, self.environment, fresh, self._mother))
+        return self._started[-1]
 
     def start_held(self, name: str, step: int, *overrides: str) -> Process:
         """Start a run, and return once its rank 1 has trained `step`. The rank then waits for a signal, or to be killed."""
         process = self._mother.fork(*self.held(name, step, *overrides), environment=self.environment, capture=True)
+        self._started.append(process)
         self.wait_until_held(name, process)
         return process
 
@@ -130,9 +134,20 @@ class Runs:
         return references.path(name)
 
     def wait_for(self, name: str, step: int) -> None:
-        """Until the checkpoint of `step` is there."""
-        checkpoint = self.path(name) / f"checkpoints/step-{step:08d}"
-        wait_until(checkpoint.exists, f"no checkpoint of step {step}")
+        """Wait until the checkpoint of `step` or a later one is complete. A run deletes old ones."""
+        folder = self.path(name) / "checkpoints"
+        wait_until(lambda: max(complete_checkpoints(folder), default=-1) >= step, f"no checkpoint of step {step}")
+
+    def kill(self) -> None:
+        """Kill what was started here and still runs, with all processes below it."""
+        for launcher in self._started:
+            if launcher.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+                    for process in family_of(launcher):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            process.kill()
+                launcher.wait(RUN_SECONDS)
+        self._started.clear()
 
 
 def start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ METHOD_OF_PARTS = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(autouse=True)
+def all_over(runs: Runs) -> Iterator[None]:
+    """End what a test that failed has left, some of it endless."""
+    yield
+    runs.kill()
 
 
 def train(runs: Runs, name: str, *overrides: str) -> Path:

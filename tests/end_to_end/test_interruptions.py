@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -37,10 +38,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
+@pytest.fixture(autouse=True)
+def all_over(runs: Runs) -> Iterator[None]:
+    """End what a test that failed has left, some of it endless."""
+    yield
+    runs.kill()
+
+
 def kill_all(launcher: Process | subprocess.Popen) -> None:
     """SIGKILL a launcher, its server and its ranks, as the loss of power does."""
     for process in family_of(launcher):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the server ends with its launcher
+            process.kill()
     launcher.communicate(timeout=SECONDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -43,20 +44,23 @@ class Terminal:
 
     def __init__(self, process: Process, descriptor: int) -> None:
         self.process, self.descriptor, self.shown = process, descriptor, ""
+        self._found = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
 
     def wait_for(self, words: str | None) -> None:
         """Read until `words` are shown after all that was waited for before, or, if None, to the command's end."""
-        before, deadline = len(self.shown), time.monotonic() + SECONDS
-        while words is None or words not in self.shown[before:]:
+        deadline = time.monotonic() + SECONDS
+        while words is None or words not in self.shown[self._found :]:
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.shown
             try:
                 part = os.read(self.descriptor, 1 << 16)
             except OSError:  # no process has the terminal any more
                 part = b""
             assert part or words is None, self.shown
+            self.shown += self._decoder.decode(part, final=not part)
             if not part:
                 return
-            self.shown += part.decode(errors="replace")
+        self._found = self.shown.index(words, self._found) + len(words)
 
 
 @contextlib.contextmanager

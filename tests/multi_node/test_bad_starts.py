@@ -14,8 +14,8 @@ from tests.multi_node import only_meet
 from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, start_rank
 
 pytestmark = needs_hosts
-TIMEOUT = 5
-"""run.timeout_seconds of these starts."""
+TIMEOUT, IN_VAIN = 15, 7
+"""run.timeout_seconds of these starts; of those in which a rank waits until then."""
 MORE = 60
 """Seconds that everything may take beside it, on a busy machine."""
 
@@ -26,14 +26,16 @@ def three() -> Iterator[list[VirtualHost]]:
         yield made
 
 
-def outcome(made: list[VirtualHost], size: int, master: str, *networks: str) -> list[tuple[int, list[str]]]:
+def outcome(
+    made: list[VirtualHost], size: int, master: str, *networks: str, timeout: int = TIMEOUT
+) -> list[tuple[int, list[str]]]:
     """(exit code, error lines) of one rank of `size` on each host; `networks` are what each asks for."""
     asked = [[name] for name in networks] or [[] for _ in made]
     started = [
-        start_rank(host, rank, size, master, only_meet.main, str(TIMEOUT), *asked[rank])
+        start_rank(host, rank, size, master, only_meet.main, str(timeout), *asked[rank])
         for rank, host in enumerate(made)
     ]
-    return [(code, errors(output)) for code, output in ends(started, TIMEOUT + MORE)]
+    return [(code, errors(output)) for code, output in ends(started, timeout + MORE)]
 
 
 def test_hosts_meet_over_the_card_that_joins_them(three):
@@ -41,7 +43,7 @@ def test_hosts_meet_over_the_card_that_joins_them(three):
 
 
 def test_a_host_that_never_comes(three):
-    for code, [line] in outcome(three[:2], 3, "10.77.0.1"):
+    for code, [line] in outcome(three[:2], 3, "10.77.0.1", timeout=IN_VAIN):
         assert code == 1
         assert line.startswith(
             "error: rank 2 of 3 did not answer the roll call at the start at 10.77.0.1:29511 within "
@@ -50,7 +52,7 @@ def test_a_host_that_never_comes(three):
 
 
 def test_an_unreachable_master(three):
-    (code, [line]), (other_code, [other]) = outcome(three[:2], 2, "10.77.0.99")
+    (code, [line]), (other_code, [other]) = outcome(three[:2], 2, "10.77.0.99", timeout=IN_VAIN)
     assert (code, other_code) == (1, 1)
     assert line.startswith(f"error: rank 0 of 2 on host0 can't listen at 10.77.0.99:{PORT}, where ranks meet: ")
     assert other.startswith(
@@ -107,7 +109,7 @@ def test_hosts_that_do_not_share_the_run_directory(runs: Runs, three):
 
 def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
     """The program itself, with a folder for tokens that one host can't create."""
-    run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={TIMEOUT}")
+    run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={IN_VAIN}")
     (taken := runs.folder / "taken").touch()
     folders = [[], [f"data.cache_dir={taken}"]]
     started = [

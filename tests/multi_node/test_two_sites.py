@@ -16,7 +16,7 @@ from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, st
 from tests.multi_node.sites import PUBLIC, hide, needs_nft, only_open, set_address, take_ports_from
 
 pytestmark = [needs_hosts, needs_nft]
-TIMEOUT = 5
+TIMEOUT = 15
 """run.timeout_seconds of these starts, and so the seconds for one connection attempt."""
 MORE = 60
 """Seconds that everything may take beside it, on a busy machine."""

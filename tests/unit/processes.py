@@ -14,6 +14,7 @@ import torch
 
 from llmtrain.config import DataSection
 from llmtrain.data import extend as extending
+from llmtrain.data import loader
 from llmtrain.data import prepare as preparing
 from llmtrain.data.dataset import ShardWriter, TokenShards
 from llmtrain.data.loader import PrefetchLoader
@@ -111,7 +112,8 @@ def read_from_a_silent_disk() -> None:
 
 
 def end_while_a_batch_is_read() -> None:
-    """Take a batch and end, while the next one is read."""
+    """Take a batch and end, while the next one is read. Nothing is said about a slow one."""
+    loader.QUIET_SECONDS = 100.0
     PrefetchLoader(_Disk(answers=True), timeout_seconds=100).next()
 
 

@@ -46,7 +46,7 @@ def outcome(folder: Path, seconds: float, *options: str) -> tuple[int, str]:
     (folder / "test_burns.py").write_text(BURNS.format(seconds=seconds))
     options = ("-p", "no:cacheprovider", "-c", "pyproject.toml", f"--rootdir={folder}", *options, str(folder))
     process = session().fork(run_pytest, *options, environment={ADDRESS: session().address}, capture=True)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=250)
     return process.returncode, output
 
 

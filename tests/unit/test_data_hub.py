@@ -104,7 +104,7 @@ def attempt(endpoint: str, home: Path, *attempts: tuple[dict[str, object], str])
     environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-c", READ.format(attempts=list(attempts))]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -136,7 +136,7 @@ def test_reading_ahead_changes_neither_batches_nor_state() -> None:
         states.append(ahead.state_dict())
         assert ahead.state_dict() == plain.state_dict()
         assert torch.equal(torch.cat(ahead.next()), torch.cat(plain.next()))
-    wait_until(lambda: ahead.loader.state_dict() != ahead.state_dict(), "the sixth step is not read", 10)
+    wait_until(lambda: ahead.loader.state_dict() != ahead.state_dict(), "the sixth step is not read")
     ahead.load_state_dict(states[2])
     plain.load_state_dict(states[2])
     for _ in range(3):

@@ -86,7 +86,7 @@ def test_a_mistyped_argument_is_reported_before_anything_large_is_imported(run: 
         ("generate", f"{run}/checkpoints"): f"{run}/checkpoints has no config.json, so it is not a folder with a model",
     }
     command = [sys.executable, "-c", PROGRAM, json.dumps([list(words) for words in expected]), *HEAVY]
-    process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     assert json.loads(process.stdout) == [], process.stderr
     lines = process.stderr.splitlines()
     assert lines[1::2] == ["2"] * len(expected), process.stderr

@@ -101,7 +101,7 @@ def test_threads_draw_the_values_of_one_thread(monkeypatch):
     """Each value comes from a generator of its own, whoever draws it. Two are drawn at a time."""
     section = ModelSection(config=LLAMA)
     alone = dict(materialized(section).named_parameters())
-    both, normal = threading.Barrier(2, timeout=5), torch.Tensor.normal_
+    both, normal = threading.Barrier(2, timeout=60), torch.Tensor.normal_
 
     def together(value, *given, **named):
         if value.shape == (64, 32) and not value.is_meta:  # gate_proj and up_proj

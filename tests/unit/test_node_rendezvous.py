@@ -57,7 +57,7 @@ class Meeting:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
         assert not any(thread.is_alive() for thread in threads)
         return outcomes
 
@@ -118,7 +118,7 @@ def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
 
 
 def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.8)  # a beat must be heard within three times that
     outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
     assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
     assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
@@ -167,7 +167,7 @@ def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() 
 
 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.8)  # a beat must be heard within three times that
 
     def attend(call: NodeLink) -> dict[int, NodeExit]:
         if call.nodes.rank == 0:
@@ -286,11 +286,17 @@ def test_all_nodes_learn_how_all_ended() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make launchers say often that they are there, and wait for silent ones a second."""
+    """Make launchers say often that they are there, and wait for silent ones only as long as a busy machine may need."""
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 2.5)
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 10.0)
+
+
+def leave(call: NodeLink) -> None:
+    """Leave, as if the ends of later waits had been heard: node 0 stays PATIENCE_SECONDS for each node that has not heard."""
+    for wait in ("outcome0", "failure"):
+        call._store.set(f"heard {wait} {call.nodes.rank}", "yes")
 
 
 @pytest.mark.usefixtures("soon")
@@ -298,9 +304,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bool) -> None:
     def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
-            return None  # leaves: nothing more is heard of it
+            return leave(call)
         if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
-            threading.Event().wait(2 * node_rendezvous.SILENCE_SECONDS)
+            threading.Event().wait(1.5 * node_rendezvous.SILENCE_SECONDS)
         told = call.exchange_exits(0, NodeExit(FAILED), allow_node_loss)
         return told, call.exchange_exits(1, NodeExit(DONE), allow_node_loss)
 
@@ -309,7 +315,7 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
         assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
     else:
         assert type(first) is type(third) is TrainingError
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(third)
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(third)
         assert str(third).startswith(f"node 0 on {HERE} failed: ")
 
 
@@ -317,7 +323,7 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
 def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(call: NodeLink) -> list[dict[int, NodeExit]] | None:
         if call.nodes.rank == 1:
-            return None  # leaves
+            return leave(call)
         told = [call.exchange_exits(0, NodeExit(FAILED), True)]
         monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 600.0)
         return [*told, call.exchange_exits(1, NodeExit(DONE), True)]
@@ -327,14 +333,16 @@ def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait() -> None:
+def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 2.0)  # in which node 1 does not hear of the failure
+
     def attend(call: NodeLink) -> str | None:
         return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
 
     first, _, third = Meeting().hold([0, 1, 2], 3, attend)
     for outcome in (first, third):
         assert isinstance(outcome, TrainingError)
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 1 s" in str(outcome)
+        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(outcome)
 
 
 @pytest.mark.usefixtures("soon")
@@ -344,7 +352,7 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
 
     def attend(call: NodeLink) -> None:
         if call.nodes.rank == 1:
-            return  # leaves
+            return leave(call)
         wait_until(
             lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1,
             "node 0 is not alone",
@@ -368,7 +376,7 @@ def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> 
 
     def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
-            return None  # leaves
+            return leave(call)
         first = call.exchange_exits(0, NodeExit(FAILED), True)
         if call.nodes.rank == 0:
             outcomes.extend(meeting.hold([1], 3, lambda call: None))

@@ -105,9 +105,11 @@ def test_an_unused_port_is_one_that_the_kernel_gives_to_nobody(monkeypatch: pyte
     assert all(10000 <= port < 20000 for port in ports) and len(set(ports)) > 10
     given.write_text("1024 60999\n")
     monkeypatch.setattr(network, "PORTS_TO_TRY", 1)
-    port = unused_port()
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(TrainingError, match="none of 1 ports from 10000"):
-        unused_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        [port] = ports_of([taken])
+        monkeypatch.setattr(network, "LOCAL_PORTS", (port, port + 1))
+        with pytest.raises(TrainingError, match=f"none of 1 ports from {port} to {port} is free"):
+            unused_port()
 
 
 def test_the_first_peer_to_which_there_is_a_route_chooses_the_interface(monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,7 @@ def test_every_rank_hears_why_one_can_not_take_part() -> None:
 def test_every_rank_hears_that_one_host_has_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMTRAIN_SHARE_GPU", "yes")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    errors = errors_of(2, lambda world: come(world, 1.0))
+    errors = errors_of(2, come)
     assert all("LLMTRAIN_SHARE_GPU='yes'" in str(error) and "(rank 0 on " in str(error) for error in errors), errors
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
 def test_ranks_that_wait_for_rank_0_in_vain_name_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roll_call, "GRACE_SECONDS", 0.1)
     with ThreadPoolExecutor(2) as pool:
-        coming = [pool.submit(come, World(rank, 4, 0, 1), 1.0) for rank in (1, 3)]
+        coming = [pool.submit(come, World(rank, 4, 0, 1), 3.0) for rank in (1, 3)]
     for one in coming:
         assert str(one.exception()).startswith("ranks 0, 2 of 4 did not answer the roll call at the start")
         assert f"only ranks 1, 3 on {socket.gethostname()}" in str(one.exception())

@@ -25,6 +25,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.train import run_dir
 from llmtrain.train.run_dir import RunDirectory, lock_folder
+from tests.unit.test_waiting import PrintingTimer
 
 HERE = socket.gethostname()
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +118,7 @@ def test_a_lock_of_another_host_is_waited_for_longer_and_may_be_free_later(
     monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(run_dir, "PATIENCE_WITH_OTHER_HOSTS", 0.2)
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr("threading.Timer", PrintingTimer)
     held = lock_folder(tmp_path, "")
     if other == "host":
         monkeypatch.setattr("socket.gethostname", lambda: "survivor")
@@ -128,7 +130,7 @@ def test_a_lock_of_another_host_is_waited_for_longer_and_may_be_free_later(
         match=rf"^process {os.getpid()} on \S+ works in {tmp_path}, or its host was lost; start .* delete \S+/.lock$",
     ):
         lock_folder(tmp_path, "choose another")
-    *_, line = capsys.readouterr().err.splitlines()  # under load, the first lock may be slow, too
+    *_, line = capsys.readouterr().err.splitlines()
     assert line == f"waiting for process {os.getpid()} on {HERE}, which works in {tmp_path} or was lost (at most 0.2 s)"
     held.release()
     lock_folder(tmp_path, "")

@@ -315,7 +315,7 @@ def test_a_record_has_the_commit_with_which_the_run_began(tmp_path: Path, monkey
     commands(tmp_path, monkeypatch, f"echo '{DIVERGED}'; exit 1")
     job = runs.Job(stages.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
     monkeypatch.setenv("LLMTRAIN_COMMIT", "later")
-    job.process.wait(10)
+    job.process.wait(60)
     assert job.end(False)["commit"] == "abc"
 
 
@@ -338,7 +338,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> li
 def test_a_run_that_diverged_is_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     commands(tmp_path, monkeypatch, f"echo '{line}'; echo 'see the log'; exit 1")
     job = runs.Job(stages.pending(["main"], {})[0], min(os.sched_getaffinity(0)))
-    job.process.wait(10)
+    job.process.wait(60)
     record = job.end(False)
     assert (record["loss"], record["error"]) == (None, line) and job.log.exists()
 
@@ -352,7 +352,7 @@ def test_a_run_that_failed_is_no_record_and_ends_the_study(
     records = commands(tmp_path, monkeypatch, script)
     first = stages.pending(["main"], {})
     (tmp_path / first[0].id).mkdir()
-    assert runs.make_runs(["main"], 3, 0.002) == 1
+    assert runs.make_runs(["main"], 3, 0.1) == 1
     assert not records and (tmp_path / first[0].id).is_dir()
     assert sorted(path.stem for path in tmp_path.glob("*.log")) == [run.id for run in first[:3]]
     [error] = capsys.readouterr().err.splitlines()
@@ -368,7 +368,7 @@ def test_runs_on_another_text_read_given_files_and_keep_their_folder(
     for run, files in ((stages.runs_of(cell, chosen)[0], ["data.source=a"]), (stages.pending(["main"], {})[0], [])):
         (folder := tmp_path / run.id).mkdir()
         job = runs.Job(run, min(os.sched_getaffinity(0)), ["data.source=a"])
-        job.process.wait(10)
+        job.process.wait(60)
         assert job.log.read_text().split()[-1:] == (files or [f"optim.lr={run.setting.lr}"])
         job.log_file.close()
         job.clean_up(record(run, 3.0))
