@@ -7,6 +7,7 @@ from study_values import nesterov
 
 SYNCHRONOUS, DILOCO, LOCAL_SGD = (Cell(method, 4, 30, BATCH[4]) for method in ("synchronous", "diloco", "local_sgd"))
 OF_8, LARGE_BATCH = Cell("diloco", 8, 30, BATCH[8]), Cell("diloco", 4, 30, 128)
+IN_ROUNDS_OF_3 = Cell("diloco", 4, 3, BATCH[4])
 EVERY_STEP, MUON = Cell("local_sgd", 4, 1, BATCH[4]), Cell("synchronous", 4, 30, BATCH[4], inner="muon")
 RATE = 0.00525451
 """The rate that synchronous training's trials chose."""
@@ -45,6 +46,8 @@ FIRST_PROBES = (
 )
 """Those that were made before probes had records, and are made again."""
 LATER_PROBES = (
+    *with_seeds(IN_ROUNDS_OF_3, "small_momentum", Setting(0.003, nesterov(0.85, 0.4, 43))),
+    Run(IN_ROUNDS_OF_3, "probe-momentum", 11, Setting(0.003, nesterov(0.74, 0.7, 43))),
     *with_seeds(OF_8, "setting_of_4", CHOSEN)[1:],
     *with_seeds(LARGE_BATCH, "setting_of_64", CHOSEN)[1:],
     *with_seeds(DILOCO, "int8", Setting(CHOSEN.lr, (*CHOSEN.own, "sync.wire=int8"))),

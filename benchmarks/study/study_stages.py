@@ -42,9 +42,14 @@ STAGES = {
     ),
     "power": (Cell("qsr", 4, 30, BATCH[4], variant="power1"),),
     "muon": (Cell("synchronous", 8, 30, BATCH[8], inner="muon"), Cell("muloco", 8, 30, BATCH[8])),
-    "auto": tuple(
-        Cell("diloco", 4, every, batch, variant=AUTO)
-        for every, batch in ((10, BATCH[4]), (30, 32), (30, BATCH[4]), (100, BATCH[4]))
+    "auto": (
+        *(
+            Cell("diloco", 4, *choice, variant=AUTO)
+            for choice in ((10, BATCH[4]), (30, 32), (30, BATCH[4]), (100, BATCH[4]))
+        ),
+        *(Cell("edit", 4, every, BATCH[4], variant=AUTO) for every in (10, 30)),
+        *(Cell("diloco", replicas, 30, BATCH[replicas], variant=AUTO) for replicas in (8, 2)),
+        Cell("muloco", 4, 30, BATCH[4], variant=AUTO),
     ),
     "probes": (),
     "faults": (),

@@ -179,7 +179,7 @@ def test_cells_with_the_rule_s_outer_step_have_the_chosen_inner_rate() -> None:
         assert {(*run.setting.overrides(),) for run in made} == {(rate, "sync.outer=auto")}
         outer = load_recipe(ROOT / runs.RECIPE, made[0].overrides()).sync.outer
         assert outer.kind == "nesterov" and outer.momentum <= 0.9
-    assert stages.total(["auto"]) == 12 and cell.name == "diloco-auto-m4-h100-b64"
+    assert stages.total(["auto"]) == 27 and cell.name == "muloco-auto-m4-h30-b64"
 
 
 def test_probes_are_single_runs_that_nothing_depends_on() -> None:
