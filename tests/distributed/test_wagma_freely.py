@@ -62,8 +62,8 @@ def test_a_straggler_is_late(ranks: RankPool) -> None:
 @pytest.mark.parametrize(("replicas", "shard", "failing"), [(4, 1, 0), (4, 1, 3), (2, 2, 3)])
 def test_a_rank_that_raises_takes_the_others_down(ranks: RankPool, failing: int, replicas: int, shard: int) -> None:
     """They fail, saying so, in less than the timeouts add up to; none of them hangs, and none ends as if all were well."""
-    case = Case(Scenario(wagma(), replicas, shard, steps=40), None, fault=(failing, 8), timeout_seconds=8.0)
-    told = ranks.run(end_of, case, timeout=120)
+    case = Case(Scenario(wagma(), replicas, shard, steps=40), None, fault=(failing, 8), timeout_seconds=7.0)
+    told = ranks.run(end_of, case, timeout=30)
     assert [rank for rank, message in enumerate(told) if message == "raised"] == [failing]
     others = told[:failing] + told[failing + 1 :]
     assert all("peer died" in message or "remote server" in message for message in others), others

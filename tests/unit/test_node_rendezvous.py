@@ -118,7 +118,7 @@ def test_a_node_that_fails_is_named_on_the_others(meeting: Meeting):
 
 
 def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.8)  # a beat must be heard within three times that
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.7)  # a beat must be heard within three times that
     outcomes = meeting.hold([0, 1, 1], 3, lambda call: None)
     assert [type(outcome) for outcome in outcomes].count(RecipeError) == 1
     assert all("NODE_RANK=1" in str(outcome) and "is taken by node 1" in str(outcome) for outcome in outcomes)
@@ -167,7 +167,7 @@ def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() 
 
 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.8)  # a beat must be heard within three times that
+    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.7)  # a beat must be heard within three times that
 
     def attend(call: NodeLink) -> dict[int, NodeExit]:
         if call.nodes.rank == 0:
