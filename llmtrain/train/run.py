@@ -258,13 +258,18 @@ def _claim(run: OpenRun, checkpoint: Path | None) -> None:
     run.mirror.upload_if_newer(checkpoint)
 
 
-def _traced(run: OpenRun, step: int) -> AbstractContextManager[None]:
-    """Record what `log.trace` asks for, in a run that is at `step`."""
+@contextmanager
+def _traced(run: OpenRun, step: int) -> Iterator[None]:
+    """Record what `log.trace` asks for, in a run that is at `step`. A timeline that can't be written costs a line, not the run."""
     section = run.recipe.log.trace
-    if section is None:
-        return nullcontext()
-    path, clock = run.directory.trace_of(run.mesh.world.rank), clock_of(run.mesh.device)
-    return open_trace(path, section.first, section.first + section.steps - 1, clock, resumed_at=step)
+    with ExitStack() as opened:
+        if section is not None:
+            path, last = run.directory.trace_of(run.mesh.world.rank), section.first + section.steps - 1
+            try:
+                opened.enter_context(open_trace(path, section.first, last, clock_of(run.mesh.device), resumed_at=step))
+            except OSError as error:
+                run.console.print(f"no timeline is written to {path} ({error.strerror})")
+        yield
 
 
 def _finish_mirror(run: OpenRun, ended: str) -> None:

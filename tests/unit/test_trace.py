@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from llmtrain.trace import Mark, message, open_trace, span, step_span
+from llmtrain.train.run import _traced
 
 
 def spans(path: Path) -> list[dict]:
@@ -84,3 +88,21 @@ def test_a_start_keeps_the_spans_of_steps_that_it_does_not_repeat(tmp_path: Path
 def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
     with step_span(1), span("gradient"):
         assert message("unseen", 1.0) is None
+
+
+def test_a_timeline_that_can_not_be_written_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("in the way")
+    path, said = tmp_path / "trace/rank-00000.jsonl", []
+    run = SimpleNamespace(
+        recipe=SimpleNamespace(log=SimpleNamespace(trace=SimpleNamespace(first=1, steps=2))),
+        directory=SimpleNamespace(trace_of=lambda rank: path),
+        mesh=SimpleNamespace(world=SimpleNamespace(rank=0), device=torch.device("cpu")),
+        console=SimpleNamespace(print=said.append),
+    )
+    with _traced(run, 0), step_span(1), span("data"):
+        pass
+    assert said == [f"no timeline is written to {path} (File exists)"]
+    (tmp_path / "trace").unlink()
+    with _traced(run, 0), step_span(1), span("data"):
+        pass
+    assert [line["kind"] for line in spans(path)] == ["data", "step"] and len(said) == 1
