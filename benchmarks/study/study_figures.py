@@ -66,7 +66,8 @@ def draw_speeds(done: Records, path: Path) -> None:
     """Draw how many times as fast as synchronous training each method with AdamW inside reaches its own final loss, over the time
     of a message, with a band between the seeds."""
     figure, axes = _subplots(figsize=(8, 4.6))
-    own = [cell for cell in timed_cells(done) if not cell.together and not synchronous_beside(cell).inner]
+    usual = [cell for cell in timed_cells(done) if cell.every == 30 and not cell.variant]
+    own = [cell for cell in usual if not cell.together and not synchronous_beside(cell).inner]
     curves = {
         cell: [equal_loss_share(mean_loss(cell, done), cell, done) * step_speed(cell, done, steps) for steps in DRAWN]
         for cell in own

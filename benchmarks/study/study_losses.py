@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from study_plan import FINAL_SEEDS, Cell, Records, loss_of
+from study_plan import FINAL_SEEDS, ROUNDS_OF_ITS_OWN, Cell, Records, loss_of
 from study_stages import SHORTENED, runs_of
 from table import Row
 
@@ -56,6 +56,12 @@ def synchronous_beside(cell: Cell) -> Cell:
     """Return the cell of synchronous training with which a cell is compared."""
     inner = "muon" if cell.method == "muloco" else cell.inner
     return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length, text=cell.text)
+
+
+def label_with_rounds(cell: Cell) -> str:
+    """Return the cell's label, with the number of steps of its rounds if it is not the usual one."""
+    has_rounds = cell.every != 30 and cell.method not in ROUNDS_OF_ITS_OWN
+    return f"{cell.label}, H = {cell.every}" if has_rounds else cell.label
 
 
 def name_of(cell: Cell) -> str:

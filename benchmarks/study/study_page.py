@@ -21,6 +21,7 @@ from study_losses import (
     equal_loss_share,
     figures_of,
     finals_of,
+    label_with_rounds,
     losses_by_seed,
     mean_loss,
     mean_of,
@@ -170,9 +171,11 @@ def probe_rows(done: Records) -> list[Row]:
 
 
 def summary_rows(done: Records) -> list[Row]:
-    """Return the rows of the table in docs/results.md: complete cells of the first three stages by inner optimizer, the lowest
-    loss first. Speeds are given where it is known with which share of the tokens synchronous training reaches the loss."""
+    """Return the rows of the table in docs/results.md: complete cells of the first three stages, and of those with the rule's outer
+    step, by inner optimizer, the lowest loss first. Speeds are given where it is known with which share of the tokens synchronous
+    training reaches the loss."""
     cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
+    cells += [cell for cell in STAGES["auto"] if (cell.replicas, cell.batch) == (4, BATCH[4])]
     cells = [cell for cell in cells if mean_loss(cell, done) is not None]
     cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
     timed = timed_cells(done)
@@ -185,7 +188,7 @@ def summary_rows(done: Records) -> list[Row]:
         share = equal_loss_share(mean_loss(cell, done), cell, done) if speeds else None
         rows.append(
             (
-                cell.label,
+                label_with_rounds(cell),
                 f"{loss} ± {spread}",
                 gap,
                 tokens,

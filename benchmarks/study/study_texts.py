@@ -95,9 +95,9 @@ SPEEDS_TEXT = """\
 How many times as fast as synchronous training (fp32 gradients, the same batch) a method reaches the loss that it ends with: the
 predicted duration of synchronous training divided by that of the method, times `tokens to equal loss`, with the range over its
 seeds. Above 1, the method pays off. Each method has its own loss, so these numbers do not rank methods. Cells of the stages
-`main`, `gradients`, `together` and `long` have a row if their `tokens to equal loss` is known and not below the smallest measured
-share. All have rounds of 30 steps, also where messages take longer than that. The figure leaves out Muon and synchronous starts; its
-bands show the range over the seeds."""
+`main`, `gradients`, `together`, `rounds`, `auto` and `long` have a row if they have 4 replicas and the usual batch, and their `tokens to
+equal loss` is known and not below the smallest measured share. Rounds have 30 steps unless H is given, also where messages take longer
+than that. The figure leaves out Muon, synchronous starts, other H and `sync.outer=auto`; its bands show the range over the seeds."""
 UNEVEN_TEXT = """\
 `half`: one of the four replicas has half the speed of the others. `random`: in each step, one of them takes two seconds and the
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to that of

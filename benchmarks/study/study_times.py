@@ -13,13 +13,14 @@ from study_losses import (
     equal_loss_share,
     figures_of,
     finals_of,
+    label_with_rounds,
     losses_by_seed,
     mean_loss,
     mean_of,
     share_text,
     synchronous_beside,
 )
-from study_plan import CLOCKS, FINAL_SEEDS, Cell, Records
+from study_plan import BATCH, CLOCKS, FINAL_SEEDS, Cell, Records
 from study_runs import RECIPE
 from study_stages import STAGES, runs_of
 from table import ROOT, Row
@@ -39,13 +40,15 @@ ROUNDED = ("streaming_diloco", "sparseloco")
 """Methods whose messages are not in fp32."""
 NO_INT8, OWN_WIRE = "no int8 run", "has its own wire"
 """Cells of a method whose synchronous training was not run with int8 gradients, and of one of ROUNDED with int8 messages."""
+TIMED = ("main", "gradients", "together", "rounds", "auto", "long")
+"""Stages whose cells have predicted times."""
 WAITING = ("synchronous", "edit", "local_sgd")
 """Methods of even replicas beside those of uneven ones: each replica waits for the slowest, after each step or each round."""
 
 
 def timed_cells(done: Records) -> list[Cell]:
-    """Return the complete cells of several replicas and full batch whose `equal_loss_share` is known."""
-    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"], *STAGES["long"]]
+    """Return the complete cells of 4 replicas and the usual batch whose `equal_loss_share` is known."""
+    cells = [cell for stage in TIMED for cell in STAGES[stage] if (cell.replicas, cell.batch) == (4, BATCH[4])]
     losses = {cell: mean_loss(cell, done) for cell in cells if cell != synchronous_beside(cell)}
     return [cell for cell, loss in losses.items() if loss is not None and equal_loss_share(loss, cell, done)]
 
@@ -53,7 +56,8 @@ def timed_cells(done: Records) -> list[Cell]:
 def step_rows(done: Records) -> list[Row]:
     """Return, for each cell, its tokens per second divided by those of synchronous training, by the time of a message."""
     return [
-        (cell.label, *(f"{token_speed(cell, done, steps):.2f}" for steps in MESSAGES)) for cell in timed_cells(done)
+        (label_with_rounds(cell), *(f"{token_speed(cell, done, steps):.2f}" for steps in MESSAGES))
+        for cell in timed_cells(done)
     ]
 
 
@@ -75,7 +79,7 @@ def speed_rows(done: Records) -> list[Row]:
             speed = step_speed(cell, done, steps)
             middle, low, high = (f"{share * speed:.2f}" if share else "less" for share in shares)
             texts.append(f"{middle} ({low} to {high})")
-        rows.append((cell.label, *texts))
+        rows.append((label_with_rounds(cell), *texts))
     return rows
 
 
@@ -124,7 +128,7 @@ def break_even_rows(done: Records) -> list[Row]:
         int8 = rounded.get(replace(beside, length=1))
         against = [break_even_text(cell, other, done) for other in (beside, int8)]
         both = OWN_WIRE if cell.method in ROUNDED else break_even_text(cell, int8, done, "sync.wire=int8")
-        rows.append((cell.label, *against, both))
+        rows.append((label_with_rounds(cell), *against, both))
     return rows
 
 
