@@ -49,6 +49,7 @@ def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
     assert len(warnings) == (rounds is not None)
     if rounds is not None:
         assert f"first of {rounds} rounds" in warnings[0]
+        assert ("with sync.outer=auto or sync.outer.rounds" in warnings[0]) == (rounds >= 13)
         advice = warnings[0].rpartition(" ")[2]
         assert not of_early_momentum(load_recipe(RECIPE, [*keys, *changed, advice]))
 
