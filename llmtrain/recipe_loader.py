@@ -180,7 +180,7 @@ def _check_reading(argument: str, key: str, text: str, values: Mapping[str, Any]
             f"{COMMAND_LINE}: YAML reads the end of {argument!r}, from # on, as a comment; put text in {in_quotes}"
         )
     value = values.get(key, text)  # `text` for a mapping, which is no leaf
-    may_change = text[0] in "'\"" or (text[0] in "|>" and "\n" in text)
+    may_change = text.startswith(("'", '"')) or (text.startswith(("|", ">")) and "\n" in text)
     if isinstance(value, str) and value != text and not may_change:
         raise RecipeError(f"{COMMAND_LINE}: YAML reads {argument!r} as {format_value(value)}; put text in {in_quotes}")
     if value is None and text.strip().lower() not in ("null", "~"):

@@ -72,8 +72,8 @@ TABLES = {
     "llmtrain/recipe_loader.py": r"""
     seen by unit/test_recipe_wrong.py
         overrides: the value > is an empty text
-          - or (text[0] in "|>" and "\n" in text)
-          + or text[0] in "|>"
+          - or (text.startswith(("|", ">")) and "\n" in text)
+          + or text.startswith(("|", ">"))
     seen by unit/test_run_dir.py
         resume: a recipe on a disk that does not answer is a wrong one
           -             raise_if_no_answer(path, error)
