@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from study_plan import Run, loss_of
-from study_stages import STAGES, pending, total
+from study_stages import STAGES, pending, single_runs, total
 from table import RESULTS, ROOT, commit
 
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError
@@ -218,9 +218,9 @@ def _make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[s
             append(record)
             job.clean_up(record)
             done[record["id"]] = record
-            made = sum(
-                1 for stage in stages for cell in STAGES[stage] for key in done if key.startswith(f"{cell.name}-")
-            )
+            of_cells = tuple(f"{cell.name}-" for stage in stages for cell in STAGES[stage])
+            own, single = ({run.id for run in single_runs(names)} for names in (stages, [*STAGES]))
+            made = sum(1 for key in done if key in own or (key not in single and key.startswith(of_cells)))
             minutes = (time.monotonic() - job.began) / 60
             print(f"[{made}/{total(stages)}] {record['id']} {loss_of(record):.4f} ({minutes:.1f} min)", flush=True)
     return code
