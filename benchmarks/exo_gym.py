@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import json
 import resource
-import socket
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -23,12 +22,13 @@ from typing import Any
 import torch
 import yaml
 
+from llmtrain.parallel.network import unused_port
 from llmtrain.startup import seconds_since_command
 
 STUDY: dict[str, Any] = yaml.safe_load((Path(__file__).resolve().parent / "study" / "study.yaml").read_text())
 LENGTH: int = STUDY["train"]["sequence_length"]
 VOCABULARY = 1024
-"""Of the study's tokenizer."""
+"""Number of tokens of the study's tokenizer."""
 CLIP_NORM, BETAS, WEIGHT_DECAY = 1.0, (0.9, 0.95), 0.1
 """Defaults of llmtrain's recipes."""
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -97,20 +97,13 @@ def train(options: Namespace, folder: str) -> None:
         lr_scheduler="lambda_cosine",
         lr_scheduler_kwargs={"warmup_steps": options.warmup, "cosine_anneal": True},
     )
-    of_trainer: dict[str, Any] = {"start_port": free_port()}
+    of_trainer: dict[str, Any] = {"start_port": unused_port()}
     of_fit: dict[str, Any] = {"batch_size": options.batch, "minibatch_size": options.batch, "val_size": 0}
     # Later versions of EXO Gym choose the device when the trainer is built.
     chooser = of_fit if "device" in inspect.signature(Trainer.fit).parameters else of_trainer
     chooser["device"] = "cpu"
     trainer = Trainer(model, data, data, **of_trainer)
     trainer.fit(num_epochs=1, max_steps=steps, strategy=strategy, num_nodes=options.nodes, run_name="run", **of_fit)
-
-
-def free_port() -> int:
-    """Return a port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def summary(options: Namespace, folder: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where the quickstart ends, beside its settings before the study and beside other methods with Muon.
+"""Final bits per byte of the quickstart, beside its settings before the study and beside other methods with Muon.
 
     python benchmarks/quickstart.py --write
     python benchmarks/quickstart.py --variants now before      # only these
@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "synchronous": ("synchronous training with Muon", ("sync.method=synchronous",)),
 }
-"""What a variant is, and its changes, by name."""
+"""Description and overrides of each variant, by name."""
 COLUMNS = (
     "variant",
     "bits per byte, median",

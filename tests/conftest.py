@@ -20,7 +20,7 @@ for name in list(os.environ):
     if name.startswith(OF_OTHERS) or name in RANKS | COLORS:
         del os.environ[name]
 FRESH_SECONDS = 900
-"""Most that a test of new interpreters may take, on a busy machine."""
+"""Largest number of seconds for a test of new interpreters, on a busy machine."""
 # Before any test imports torch or transformers, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -18,7 +18,7 @@ from table import Row
 
 CELL = Cell("edit", 4, 10, BATCH[4])
 RATE, OUTER_STEP = 0.003, nesterov(0.7, 0.5)
-"""What EDiT's trials with rounds of 10 steps chose."""
+"""Setting that EDiT's trials with rounds of 10 steps chose."""
 SHARE = 0.77
 """Share of a final run's tokens: 600 steps, 60 rounds."""
 PARTS: dict[str, Overrides] = {

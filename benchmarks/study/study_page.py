@@ -338,7 +338,8 @@ def main() -> None:
         draw_losses(done, RECORDS.parent / LOSSES)
         draw_bytes(done, RECORDS.parent / BYTES)
         draw_speeds(done, RECORDS.parent / CURVES)
-        draw_heat(heat_rows(done), HEAT_RATES, RECORDS.parent / HEAT_MAP)
+        if heat := heat_rows(done):
+            draw_heat(heat, HEAT_RATES, RECORDS.parent / HEAT_MAP)
         RESULTS_PAGE.write_text(with_summary(RESULTS_PAGE.read_text(), done))
 
 

@@ -12,7 +12,7 @@ EVERY_STEP, MUON = Cell("local_sgd", 4, 1, BATCH[4]), Cell("synchronous", 4, 30,
 RATE = 0.00525451
 """The rate that synchronous training's trials chose."""
 CHOSEN = Setting(0.003, nesterov(0.7, 0.5))
-"""What DiLoCo's trials chose with 4 replicas, H = 30 and the batch of 64."""
+"""Setting that DiLoCo's trials chose with 4 replicas, H = 30 and the batch of 64."""
 FRAGMENTS = "sync.schedule.fragments=3"
 UNCLIPPED = ("optim.clip_norm=null",)
 
@@ -44,7 +44,7 @@ FIRST_PROBES = (
     ),
     Run(Cell("co2", 4, 30, BATCH[4]), "probe-short", 1, Setting(0.006, ("sync.outer.momentum=0.2",)), TRIAL_SHARE),
 )
-"""Those that were made before probes had records, and are made again."""
+"""Probes that were made before probes had records, and are made again."""
 LATER_PROBES = (
     *with_seeds(IN_ROUNDS_OF_3, "small_momentum", Setting(0.003, nesterov(0.85, 0.4, 43))),
     Run(IN_ROUNDS_OF_3, "probe-momentum", 11, Setting(0.003, nesterov(0.74, 0.7, 43))),
@@ -63,6 +63,6 @@ LATER_PROBES = (
         Setting(0.006, (FRAGMENTS, *nesterov(1.0, 0.8, 4))),
     ),
 )
-"""Those that were announced with the present plan."""
+"""Probes that were announced with the present plan."""
 PROBES = FIRST_PROBES + LATER_PROBES
-"""Those with a trial's tokens have a trial's seed."""
+"""All probes. Those with a trial's tokens have a trial's seed."""

@@ -13,7 +13,7 @@ from llmtrain.launch import torchrun
 from tests.chaos import broken_rank
 
 GIVEN_SECONDS = 300
-"""What torchrun gives a frozen rank to end, instead of 30: a run that ends in time, on a busy machine, too, has ended it."""
+"""Seconds that torchrun gives a frozen rank to end, instead of 30: a run that ends earlier has ended the rank itself."""
 
 
 def launch(phase: str, number: str, rank: str, file: str, recipe: str, *overrides: str) -> None:

@@ -15,8 +15,8 @@ from tests.mother import session
 TRUE_TIMEOUT, SHORT_TIMEOUT = 15, 8
 """Seconds: `run.timeout_seconds`."""
 MORE, MORE_FAST = 20, 100
-"""What everything may take beyond it, in `make test` on a busy machine, too; on one that is not busy it is less than 10, as
-`make chaos` shows. torchrun alone would give a frozen rank the GIVEN_SECONDS of `broken_launch`."""
+"""Seconds that everything may take beyond it in `make test`, on a busy machine, too; otherwise less than 10 (`make chaos`). By itself,
+torchrun would give a frozen rank the GIVEN_SECONDS of `broken_launch`."""
 FAST = {("in a synchronization", "SIGSTOP", 0)}
 DEEP = {("while a checkpoint is written", "SIGKILL", 1), ("while ranks start", "SIGSTOP", 1)}
 """The rest is `make chaos`."""

@@ -15,7 +15,7 @@ from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, st
 
 pytestmark = needs_hosts
 TIMEOUT, IN_VAIN = 15, 7
-"""run.timeout_seconds of these starts; of those in which a rank waits for most of it."""
+"""Timeouts in seconds: of these starts, and of those in which a rank waits for most of it."""
 MORE = 60
 """Seconds that everything may take beside it, on a busy machine."""
 

@@ -65,12 +65,14 @@ def test_rows_of_tables_have_the_cells_of_their_headers():
         cells, above = 0, ""
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
             row = line.strip()
+            if above.startswith("|") and not cells:
+                assert delimiter.fullmatch(row), f"{page}:{number}: the row above is no header"
             if delimiter.fullmatch(row):
                 found, cells = found + 1, row.count("|")
                 assert unescaped_bars(above) == cells, f"{page}:{number}: the header has other cells"
             elif not row.startswith("|"):
                 cells = 0
-                assert not delimiter.search(row.partition("`")[0]), f"{page}:{number}: a table within a line"
+                assert not delimiter.search(row), f"{page}:{number}: a table within a line"
             elif cells:
                 assert row.endswith("|") and unescaped_bars(row) == cells, f"{page}:{number}: another number of cells"
             above = row

@@ -18,7 +18,7 @@ faults, faulty_run = map(importlib.import_module, ("study_faults", "faulty_run")
 
 
 def trainer_of(replica: int) -> Any:
-    """A trainer of one linear layer, with what a fault changes."""
+    """Return a trainer of one linear layer, with the parts that a fault changes."""
     model = nn.Linear(2, 2, bias=False)
     blocks = [SimpleNamespace(shards=[torch.ones(3)]) for _ in range(3)]
     engine = SimpleNamespace(blocks=blocks, model=model, step=lambda lr: lr)
@@ -34,7 +34,7 @@ def trainer_of(replica: int) -> Any:
 
 
 def seen(trainer: Any, step: int) -> tuple[float, float, bool, float]:
-    """(largest weight of a block, factor of the rate, whether tokens are garbage, largest gradient) at the end of a step."""
+    """Return (largest weight of a block, factor of the rate, whether tokens are garbage, largest gradient) at the end of a step."""
     trainer.state.step = step
     for call in trainer.after_step:
         call(step)

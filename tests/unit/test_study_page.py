@@ -230,7 +230,7 @@ def test_who_waits_for_slow_replicas_takes_longer() -> None:
 
 
 def test_the_moment_of_the_synchronous_loss_is_interpolated() -> None:
-    """Of runs with the same validations, the table has those of which a seed reaches it, and times if all do."""
+    """A table of the cells of which a seed reaches it, with times if all seeds do."""
     times = importlib.import_module("study_times")
     curve = [[0, 7.0, 0], [100, 5.0, 1], [200, 3.0, 2], [300, 2.0, 3]]
     assert [times.step_of_loss(curve, loss) for loss in (5.0, 4.0, 2.0, 1.9)] == [100, 150, 300, None]
