@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -55,7 +55,8 @@ def figures_of(cell: Cell, done: Records) -> Row:
 def synchronous_beside(cell: Cell) -> Cell:
     """Return the cell of synchronous training with which a cell is compared."""
     inner = "muon" if cell.method == "muloco" else cell.inner
-    return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length, text=cell.text)
+    text = "mixture" if cell.text == "sites" else cell.text
+    return Cell("synchronous", cell.replicas, 30, cell.batch, inner, length=cell.length, text=text)
 
 
 def label_with_rounds(cell: Cell) -> str:
@@ -73,6 +74,18 @@ def name_of(cell: Cell) -> str:
 def mean_of(cell: Cell, key: str, done: Records) -> float:
     """Return the mean of a number in the records of a cell's final runs."""
     return statistics.mean(record[key] for record in finals_of(cell, done))
+
+
+def text_rows(cells: Iterable[Cell], done: Records) -> list[Row]:
+    """Return the losses by text of those cells that are complete and have two texts."""
+    rows = []
+    for cell in cells:
+        loss, spread, gap, *_ = figures_of(cell, done)
+        if loss and all("loss_by_text" in record for record in finals_of(cell, done)):
+            of_text = [record["loss_by_text"] for record in finals_of(cell, done)]
+            means = (statistics.mean(losses[name] for losses in of_text) for name in ("python", "tinystories"))
+            rows.append((cell.method, cell.text, f"{loss} ± {spread}", gap, *(f"{mean:.4f}" for mean in means)))
+    return rows
 
 
 def records_by_share(cell: Cell, done: Records) -> dict[float, list[Mapping[str, Any]]]:

@@ -26,6 +26,7 @@ from study_losses import (
     mean_loss,
     mean_of,
     synchronous_beside,
+    text_rows,
 )
 from study_plan import (
     BATCH,
@@ -67,6 +68,9 @@ from study_texts import (
     REACHED_TEXT,
     SINGLE,
     SINGLE_TEXT,
+    SITES,
+    SITES_COLUMNS,
+    SITES_TEXT,
     SPEEDS,
     SPEEDS_TEXT,
     STEPS,
@@ -296,6 +300,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
         (BENCHMARKS, BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
         (HEATS, f"{HEATS_TEXT.format(seed=FINAL_SEEDS[0])}\n\n![]({HEAT_MAP})", rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
+        (SITES, SITES_TEXT, SITES_COLUMNS, text_rows(STAGES["sites"], done)),
         (FAULTS, FAULTS_TEXT, FAULTS_COLUMNS, fault_rows(done)),
         (SINGLE, SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
         (FIRST, FIRST_TEXT, short, first_rows(first)),

@@ -44,11 +44,10 @@ INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.m
 """Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
 CLOCKS = {"even": ((1, 1, 1, 1), 0), "half": ((1, 1, 1, 2), 0), "random": ((1, 1, 1, 1), 1)}
 """Virtual clocks of 4 replicas: seconds of each one's steps, and by how many one, drawn for every step, is late."""
-TEXTS: dict[str, Overrides] = {
-    "": (),
-    "tinystories": ("data.source=hf:roneneldan/TinyStories", "data.validation=validation"),
-}
-"""Keys of the texts by name; empty: Python, as in study.yaml."""
+STORIES = ("hf:roneneldan/TinyStories", "validation")
+"""Sources of TinyStories, training and validation."""
+TOKENIZER = "runs/study/tokenizer"
+"""Folder with the tokenizer of Python's text, for runs on both texts."""
 AUTO = "auto"
 """Variant of a cell with `sync.outer=auto`."""
 ROUNDS_OF_ITS_OWN = ("synchronous", "qsr", "gpa", "wagma")
@@ -75,7 +74,7 @@ class Cell:
     clock: str = ""
     """Virtual clock, for methods whose results depend on speeds: a key of CLOCKS."""
     text: str = ""
-    """Text: a key of TEXTS. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
+    """Text, by its name for `text_keys`. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
     variant: str = ""
     """Values of the method that trials compare, if not its usual ones: with the method's name, a key of OUTER. Or AUTO: no trials, but
     the inner learning rate that they chose with these values, and `sync.outer=auto`."""
@@ -193,12 +192,26 @@ class Run:
             *([f"sync.warmup_steps={round(cell.together * self.steps)}"] if cell.together else []),
             *([f"sync.wire={{kind: {cell.gradients}, gradients: true}}"] if cell.gradients else []),
             *([f"data.max_tokens={cell.length * TEXT_TOKENS}"] if cell.length > 1 else []),
-            *TEXTS[cell.text],
+            *text_keys(cell.text),
             *(clock_keys(cell.clock) if cell.clock else []),
             f"eval.every={'null' if self.kind == 'trial' or self.kind.startswith('probe') else self._every(self.steps / 8)}",
             f"checkpoint.every={self._every(self.steps / 4)}",
             *self.setting.overrides(),
         ]
+
+
+def text_keys(text: str, train: str = STORIES[0], validation: str = STORIES[1]) -> Overrides:
+    """Return the keys of a text by name: empty for Python, as in study.yaml; `tinystories`; `mixture`, both in equal parts; or `sites`,
+    of which two of four replicas read one each. `train` and `validation` are the sources of TinyStories."""
+    if not text:
+        return ()
+    stories = f"{{source: {train}, validation: {validation}, name: tinystories}}"
+    python = "{source: python}"
+    return {
+        "tinystories": (f"data.source={train}", f"data.validation={validation}"),
+        "mixture": (f"data.sources=[{python}, {stories}]", f"data.tokenizer={TOKENIZER}"),
+        "sites": (f"data.per_replica=[{python}, {python}, {stories}, {stories}]", f"data.tokenizer={TOKENIZER}"),
+    }[text]
 
 
 def clock_keys(clock: str) -> list[str]:

@@ -64,5 +64,5 @@ LATER_PROBES = (
     ),
 )
 """Probes that were announced with the present plan."""
-PROBES = FIRST_PROBES + LATER_PROBES
+PROBES = LATER_PROBES + FIRST_PROBES
 """All probes. Those with a trial's tokens have a trial's seed."""

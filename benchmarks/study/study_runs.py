@@ -6,8 +6,8 @@
 Each run has one core and the lowest priority. A run that is interrupted continues from its checkpoint the next time. Results are
 lines of benchmarks/results/study/runs.jsonl, one per run, written as runs end; commit them with the page that
 `python benchmarks/study/study_page.py --write` makes of them. A run that diverges is a result. Any other failure, such as a full
-disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it. Folders of runs on the
-second text stay, because their models are evaluated on benchmarks (PROTOCOL.md).
+disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it. Folders of runs on
+TinyStories alone stay, because their models are evaluated on benchmarks (PROTOCOL.md).
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from study_plan import Run, loss_of
+from study_plan import TOKENIZER, Run, loss_of, text_keys
 from study_stages import STAGES, pending, single_runs, total
 from table import RESULTS, ROOT, commit
 
 from llmtrain.errors import DONE, FAILED, STOPPED_EARLY, RecipeError, TrainingError
+from llmtrain.recipe_loader import load_recipe
+from llmtrain.train.prepare_data import prepare_texts
 from llmtrain.train.run_dir import lock_folder
 
 RECIPE = "benchmarks/study/study.yaml"
@@ -97,6 +99,7 @@ def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) ->
         if "eval/loss" in line:
             curve.append([line["step"], round(line["eval/loss"], 5), round(sent)])
     last = [line for line in lines if "eval/bpb" in line][-1]
+    texts = summary.get("texts")
     return {
         **record,
         "loss": summary["final_eval_loss"],
@@ -108,10 +111,22 @@ def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) ->
         "bytes": summary["bytes_sent"],
         "seconds": summary["train_seconds"],
         **({"virtual_seconds": summary["virtual_seconds"]} if "virtual_seconds" in summary else {}),
+        **({"loss_by_text": {name: text["eval_loss"] for name, text in texts.items()}} if texts else {}),
         "warnings": len(summary["warnings"]),
         "diagnostics": {tag: line[tag] for line in lines for tag in DIAGNOSTICS if tag in line},
         "curve": curve,
     }
+
+
+def copy_tokenizer() -> None:
+    """Copy the tokenizer of Python's text, which is prepared if necessary, to where runs on both texts read it."""
+    if (ROOT / TOKENIZER).exists():
+        return
+    (text,) = prepare_texts(
+        load_recipe(ROOT / RECIPE, [f"data.cache_dir={ROOT / 'data'}"]), show_progress=False
+    ).values()
+    shutil.copytree(text.directory / "tokenizer", new := ROOT / f"{TOKENIZER}.new", dirs_exist_ok=True)
+    new.rename(ROOT / TOKENIZER)
 
 
 def cpu_name() -> str:
@@ -123,12 +138,14 @@ def cpu_name() -> str:
 class Job:
     """One run in a process of its own, on one core."""
 
-    def __init__(self, run: Run, core: int, files: Sequence[str] = ()):
+    def __init__(self, run: Run, core: int, stories: Sequence[str] = ()):
         self.run, self.core, self.began, self.commit = run, core, time.monotonic(), commit()
         RUNS.mkdir(parents=True, exist_ok=True)
         self.log = RUNS / f"{run.id}.log"
         self.log_file = self.log.open("w")
-        text = files if run.cell.text else ()
+        if f"data.tokenizer={TOKENIZER}" in run.overrides():
+            copy_tokenizer()
+        text = text_keys(run.cell.text, *stories)
         program = (FAULTY_RUN, run.fault) if run.fault else ("-m", "llmtrain", "train")
         command = [sys.executable, *program, RECIPE, *run.overrides(), *text]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -159,7 +176,7 @@ class Job:
     def clean_up(self, record: Mapping[str, Any]) -> None:
         """Remove the folder of a run whose record is written unless its model is to be evaluated, and the log unless the run
         diverged."""
-        if not self.run.cell.text:
+        if self.run.cell.text != "tinystories":
             shutil.rmtree(RUNS / self.run.id, ignore_errors=True)
         if record.get("loss") is not None:
             self.log.unlink()
@@ -171,18 +188,18 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
     return next((run for run in pending(stages, done) if run.id not in taken), None)
 
 
-def make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[str] = ()) -> int:
-    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. `files` are
-    the keys of the second text's files, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises
+def make_runs(stages: Sequence[str], jobs: int, hours: float, stories: Sequence[str] = ()) -> int:
+    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. `stories` are
+    the files of TinyStories, training and validation, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises
     RecipeError if another process makes the study's runs in this checkout."""
     lock = lock_folder(RUNS, "stop it")
     try:
-        return _make_runs(stages, jobs, hours, files)
+        return _make_runs(stages, jobs, hours, stories)
     finally:
         lock.release()
 
 
-def _make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[str]) -> int:
+def _make_runs(stages: Sequence[str], jobs: int, hours: float, stories: Sequence[str]) -> int:
     done, deadline = read_records(), time.monotonic() + 3600 * hours
     cores, running = sorted(os.sched_getaffinity(0)), []
     stopping, code = False, DONE
@@ -200,7 +217,7 @@ def _make_runs(stages: Sequence[str], jobs: int, hours: float, files: Sequence[s
                 job.process.terminate()
         while not stopping and len(running) < jobs and (run := next_run(stages, done, running)) is not None:
             free = [core for core in cores if core not in {job.core for job in running}]
-            running.append(Job(run, free[0] if free else cores[len(running) % len(cores)], files))
+            running.append(Job(run, free[0] if free else cores[len(running) % len(cores)], stories))
         if not running:
             break
         time.sleep(POLL_SECONDS)
@@ -252,10 +269,9 @@ def main() -> None:
     if options.list:
         list_runs(options.stages)
     else:
-        paths = map(Path.resolve, map(Path, options.tinystories or ()))
-        files = [f"data.{key}={path}" for key, path in zip(("source", "validation"), paths, strict=False)]
+        stories = [str(Path(name).resolve()) for name in options.tinystories or ()]
         try:
-            sys.exit(make_runs(options.stages, options.jobs, options.hours, files))
+            sys.exit(make_runs(options.stages, options.jobs, options.hours, stories))
         except RecipeError as error:
             sys.exit(f"error: {error}")
 

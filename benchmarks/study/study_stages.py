@@ -51,6 +51,10 @@ STAGES = {
         *(Cell("diloco", replicas, 30, BATCH[replicas], variant=AUTO) for replicas in (8, 2)),
         Cell("muloco", 4, 30, BATCH[4], variant=AUTO),
     ),
+    "sites": (
+        Cell("synchronous", 4, 30, BATCH[4], text="mixture"),
+        *(Cell(method, 4, 30, BATCH[4], text=text) for method in ("diloco", "edit") for text in ("mixture", "sites")),
+    ),
     "probes": (),
     "faults": (),
 }

@@ -71,6 +71,7 @@ TITLES = {
     "text": "TinyStories with the settings that were chosen on Python, 4 replicas, H = 30",
     "power": "QSR whose rounds grow with 1 / learning rate, not with its square, 4 replicas",
     "muon": "Muon inside, 8 replicas, H = 30",
+    "sites": "Python and TinyStories, mixed or at two sites, with the settings that were chosen on Python, 4 replicas, H = 30",
     "auto": "DiLoCo with `sync.outer=auto` and the inner learning rate that trials chose, 4 replicas",
 }
 TEXT = """\
@@ -139,6 +140,11 @@ Medians of three seeds and their range, from [benchmarks.jsonl](benchmarks.jsonl
 six tasks of the suite `offline` with at most 500 documents each (BLiMP: per paradigm); answers of its other two, HellaSwag and PIQA,
 do not fit into the models' 128 positions. *Better in 2 of 3*: with so many seeds, the paired test
 against synchronous training with the same seed has p < 0.05."""
+SITES = "Python and TinyStories: losses by text"
+SITES_COLUMNS = ("method", "texts", "loss ± seeds", "to synchronous", "Python", "TinyStories")
+SITES_TEXT = """\
+Half of the sequences are of each text, in tokens of Python's tokenizer. *mixture*: every replica reads both texts. *sites*: two replicas
+read Python and the other two TinyStories (`data.per_replica`). `loss` is the mean over the validation texts of both."""
 SINGLE = "Single runs"
 SINGLE_TEXT = """\
 Probes, which answer questions about other runs ([results.md](../../../docs/results.md)). Nothing was chosen by them."""

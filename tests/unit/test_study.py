@@ -171,6 +171,20 @@ def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
     assert stages.total(["text"]) == 6 * 3 + 6
 
 
+def test_runs_on_two_texts_have_equal_parts_of_both() -> None:
+    assert stages.total(["sites"]) == 5 * 3
+    synchronous, *others = stages.STAGES["sites"]
+    for cell in (synchronous, *others):
+        [run, *_], _ = finished(cell, likes(0.0055))
+        data = load_recipe(ROOT / runs.RECIPE, run.overrides()).data
+        entries = data.sources or data.per_replica
+        of_each = 1 if cell.text == "mixture" else 2
+        assert [entry.name for entry in entries] == ["python"] * of_each + ["tinystories"] * of_each
+        assert {getattr(entry, "weight", 1.0) for entry in entries} == {1.0} and data.tokenizer == plan.TOKENIZER
+        assert page.synchronous_beside(cell) == synchronous
+    assert Counter(cell.text for cell in others) == {"mixture": 2, "sites": 2}
+
+
 def test_cells_with_the_rule_s_outer_step_have_the_chosen_inner_rate() -> None:
     for cell in stages.STAGES["auto"]:
         made, done = finished(cell, likes(0.0055))
@@ -191,7 +205,7 @@ def test_probes_are_single_runs_that_nothing_depends_on() -> None:
         check(recipe, 1)
         is_short = "short" in run.kind
         assert (recipe.run.seed == 1) == is_short and (recipe.train.total_steps == 210) == is_short
-    done = {run.id: record(run, 3.0) for run in probes.PROBES[2:3]}
+    done = {run.id: record(run, 3.0) for run in probes.FIRST_PROBES[2:3]}
     [row] = page.probe_rows(done)
     assert row[:4] == ("diloco-m4-h30-b64-probe-best_of_heat-12", "12", "780", "3.0000")
 
@@ -289,7 +303,7 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     run, folder = stages.pending(["main"], {})[3], tmp_path / "run"
     folder.mkdir()
     summary = {"final_eval_loss": 3.25, "final_train_loss": 3.5, "steps": 195, "tokens": 10, "sync_count": 6}
-    summary |= {"bytes_sent": 900, "train_seconds": 7.5, "warnings": ["spike"]}
+    summary |= {"bytes_sent": 900, "train_seconds": 7.5, "warnings": ["spike"], "texts": {"python": {"eval_loss": 3.5}}}
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [
         {"step": 0, "eval/loss": 7.0, "eval/bpb": 3.0},
@@ -301,6 +315,7 @@ def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     line = runs.record_of(run, folder, "abc")
     assert (line["method"], line["replicas"], line["every"], line["batch"]) == ("diloco", 4, 30, 64)
     assert (line["loss"], line["bits_per_byte"], line["bytes"], line["warnings"]) == (3.25, 1.42, 900, 1)
+    assert line["loss_by_text"] == {"python": 3.5}
     assert line["curve"] == [[0, 7.0, 0], [195, 3.25, 900]] and line["keys"] == ["optim.lr=0.003"]
     assert line["diagnostics"] == {"sync/divergence": 0.25, "sync/anomalies": 1} and "virtual_seconds" not in line
     path = tmp_path / "results" / "runs.jsonl"
@@ -362,17 +377,55 @@ def test_a_run_that_failed_is_no_record_and_ends_the_study(
 def test_runs_on_another_text_read_given_files_and_keep_their_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "$*"')
-    cell = stages.STAGES["text"][0]
-    _, chosen = finished(cell.tuned, likes(0.0055))
-    for run, files in ((stages.runs_of(cell, chosen)[0], ["data.source=a"]), (stages.pending(["main"], {})[0], [])):
+    commands(tmp_path, monkeypatch, 'for each; do echo "$each"; done')
+    copied: list[str] = []
+    monkeypatch.setattr(runs, "copy_tokenizer", lambda: copied.append("once"))
+    text, sites = stages.STAGES["text"][0], stages.STAGES["sites"][2]
+    of_text, of_sites = (stages.runs_of(cell, finished(cell.tuned, likes(0.0055))[1])[0] for cell in (text, sites))
+    python = stages.pending(["main"], {})[0]
+    stories = "{source: a, validation: b, name: tinystories}"
+    for run, last in (
+        (of_text, ["data.source=a", "data.validation=b"]),
+        (of_sites, [f"data.per_replica=[{{source: python}}, {{source: python}}, {stories}, {stories}]"]),
+        (python, [f"optim.lr={python.setting.lr}"]),
+    ):
         (folder := tmp_path / run.id).mkdir()
-        job = runs.Job(run, min(os.sched_getaffinity(0)), ["data.source=a"])
+        job = runs.Job(run, min(os.sched_getaffinity(0)), ["a", "b"])
         job.process.wait(60)
-        assert job.log.read_text().split()[-1:] == (files or [f"optim.lr={run.setting.lr}"])
+        lines = [line for line in job.log.read_text().splitlines() if not line.startswith("data.tokenizer")]
+        assert lines[-len(last) :] == last
         job.log_file.close()
         job.clean_up(record(run, 3.0))
-        assert folder.exists() == bool(files) and not job.log.exists()
+        assert folder.exists() == (run == of_text) and not job.log.exists()
+    assert copied == ["once"]
+
+
+def test_the_tokenizer_of_python_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prepared := tmp_path / "data" / "tokenizer").mkdir(parents=True)
+    (prepared / "tokenizer.json").write_text("{}")
+    seen: list[str] = []
+
+    def prepare(recipe: Any, show_progress: bool) -> dict[str, Any]:
+        seen.append(recipe.data.tokenizer)
+        return {"": SimpleNamespace(directory=prepared.parent)}
+
+    (tmp_path / runs.RECIPE).parent.mkdir(parents=True)
+    (tmp_path / runs.RECIPE).write_text((ROOT / runs.RECIPE).read_text())
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(runs, "prepare_texts", prepare)
+    for _ in range(2):
+        runs.copy_tokenizer()
+    assert seen == ["train:1024"] and (tmp_path / plan.TOKENIZER / "tokenizer.json").read_text() == "{}"
+
+
+def test_losses_by_text_are_means_over_the_seeds() -> None:
+    cell = stages.STAGES["sites"][2]
+    made, done = finished(cell, likes(0.0055))
+    assert page.text_rows([cell], done) == [], "these records have no losses by text"
+    for number, run in enumerate(made):
+        done[run.id]["loss_by_text"] = {"python": 3.0 + number, "tinystories": 2.0}
+    [row] = page.text_rows([cell], done)
+    assert row[:2] == ("diloco", "sites") and row[-2:] == ("4.0000", "2.0000")
 
 
 def test_two_processes_do_not_make_the_same_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
