@@ -57,12 +57,13 @@ LATER_PROBES = (
         "fp32",
         Setting(0.003, (FRAGMENTS, *nesterov(0.7, 0.9, 4), "sync.wire=fp32")),
     ),
-    *with_seeds(
-        Cell("streaming_diloco", 4, 30, BATCH[4], length=4),
-        "step_of_diloco",
-        Setting(0.006, (FRAGMENTS, *nesterov(1.0, 0.8, 4))),
-    ),
 )
 """Probes that were announced with the present plan."""
-PROBES = LATER_PROBES + FIRST_PROBES
+LONG_PROBES = with_seeds(
+    Cell("streaming_diloco", 4, 30, BATCH[4], length=4),
+    "step_of_diloco",
+    Setting(0.006, (FRAGMENTS, *nesterov(1.0, 0.8, 4))),
+)
+"""Probes with four times the tokens, announced with these."""
+PROBES = LATER_PROBES + FIRST_PROBES + LONG_PROBES
 """All probes. Those with a trial's tokens have a trial's seed."""
