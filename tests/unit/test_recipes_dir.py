@@ -63,6 +63,8 @@ ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
 """Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
 SHARDS = {**dict.fromkeys(("350m", "1b", "3b", "7b", "1b_zero1", "7b_zero3"), 8), "7b_zero_offload": 2}
 """Ranks of a replica in the recipes for GPUs of 80 GB, by the end of their names."""
+PUBLISHED = ("synchronous_35m", "diloco_35m")
+"""Recipes of a published comparison, whose learning rates and batches differ by the number of replicas."""
 SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "text_per_replica": ["stories", "stdlib"]}
 """Recipes with several texts, and these."""
 TEXTS = {
@@ -72,6 +74,7 @@ TEXTS = {
     "hf:roneneldan/TinyStories",
     "hf:HuggingFaceFW/fineweb",
     "hf:HuggingFaceFW/fineweb-edu",
+    "hf:allenai/c4",
 }
 """Values of `data.source`: what is on every machine, and the data sets that llmtrain is for."""
 MAY_DIFFER = ("run.name", "sync", "optim.kind", "optim.muon")
@@ -166,11 +169,27 @@ def test_compared_recipes_differ_in_their_method_alone(recipes: dict[str, Recipe
 def test_a_recipe_of_a_method_has_a_synchronous_partner(recipes: dict[str, Recipe]) -> None:
     parts = {name: method for name in recipes for method in METHODS if name.startswith(f"{method}_")}
     models = {
-        name: name.removeprefix(f"{method}_") for name, method in parts.items() if name not in {**ZERO, **ZERO_ON_CPU}
+        name: name.removeprefix(f"{method}_")
+        for name, method in parts.items()
+        if name not in {*PUBLISHED, *ZERO, *ZERO_ON_CPU}
     }
-    assert recipes.keys() - models.keys() == {"quickstart", *SEVERAL_TEXTS, *ZERO, *ZERO_ON_CPU}
+    assert recipes.keys() - models.keys() == {"quickstart", *SEVERAL_TEXTS, *PUBLISHED, *ZERO, *ZERO_ON_CPU}
     assert set(models.values()) == PROCESSES.keys()
     assert not [model for model in models.values() if f"synchronous_{model}" not in recipes]
+
+
+def test_recipes_of_the_scaling_laws_follow_their_formulas(recipes: dict[str, Recipe]) -> None:
+    """The formulas of arXiv 2503.09799, for 35 M parameters: 22256 N^-0.8827 M^0.2929, and 14.521 N^0.4695 M^0.3399 tokens."""
+    synchronous, diloco = (recipes[name] for name in PUBLISHED)
+    ignored = ("run.name", "sync", "parallel", "optim.lr", "train.global_batch", "train.micro_batch")
+    assert differences(synchronous, diloco, ignore=ignored) == []
+    for recipe, replicas in ((synchronous, 1), (diloco, 4)):
+        check(recipe, 1)
+        assert recipe.parallel.replicas == replicas
+        assert recipe.optim.lr == pytest.approx(22256 * 35e6**-0.8827 * replicas**0.2929, rel=0.01)
+        assert 1 <= recipe.train.tokens_per_step / (14.521 * 35e6**0.4695 * replicas**0.3399) < 1.4
+        assert recipe.optim.weight_decay == pytest.approx(1 / recipe.train.total_steps, rel=0.2)
+    assert diloco.sync.period.every == 30 and diloco.train.total_steps // 30 == 284
 
 
 def test_recipes_of_zero_change_the_engine_alone(recipes: dict[str, Recipe]) -> None:
