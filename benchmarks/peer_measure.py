@@ -104,8 +104,9 @@ class PeerLoop:
         import torch
         from peer_loops import LOOPS, Job
 
+        from llmtrain.data.batch_shape import BatchShape
         from llmtrain.data.build_loader import build_loader
-        from llmtrain.data.loader import BatchShape, PrefetchLoader
+        from llmtrain.data.loader import PrefetchLoader
         from llmtrain.lr import LRSchedule
         from llmtrain.model import blocks_of, initialize, model_config
         from llmtrain.model import build as build_model

@@ -208,7 +208,8 @@ def step_of(
     """Build the loop of an engine, and return a function that takes one step of it."""
     if engine not in OTHERS:
         return build(recipe, mesh, prepared, scratch, name).train_step
-    from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
+    from llmtrain.data.batch_shape import BatchShape
+    from llmtrain.data.loader import Loader, PrefetchLoader
 
     shape = BatchShape.of(recipe, shard_rank=mesh.shard_comms.rank, shards=mesh.shard_comms.size)
     loader = Loader(prepared.tokens("train"), shape)

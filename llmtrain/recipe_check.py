@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.config import ModelSection, ParallelSection, Recipe
 from llmtrain.config.section import leaves
+from llmtrain.data.batch_shape import batch_unit
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
@@ -263,19 +264,30 @@ def _check_sync(recipe: Recipe) -> None:
 
 
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas, or if these are more than
-    `data.per_replica` has texts for."""
+    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas, if these are more than
+    `data.per_replica` has texts for, or not as many as `train.batch_shares` has shares for."""
     check_replicas(recipe.data, replicas)
+    shares = recipe.train.batch_shares
+    if shares and len(shares) != replicas:
+        raise RecipeError(
+            f"train.batch_shares has {len(shares)} {'share' if len(shares) == 1 else 'shares'}, but the run has {replicas} "
+            f"{'replica' if replicas == 1 else 'replicas'}; give one for each replica, or [] for equal shares"
+        )
     recipe.sync.schedule.resolve_group_size(replicas)
 
 
 def _check_batch(recipe: Recipe, ranks: int) -> None:
     train = recipe.train
-    at_once = train.micro_batch * ranks
+    at_once = batch_unit(train.micro_batch, ranks, train.batch_shares)
     if train.global_batch % at_once == 0:
         return
     below = train.global_batch // at_once * at_once
     works = f"train.global_batch={f'{below} or ' if below else ''}{below + at_once}"
+    if train.batch_shares:
+        raise RecipeError(
+            f"train.global_batch is {train.global_batch}, which train.batch_shares={[*train.batch_shares]} does not divide into complete "
+            f"micro-batches of {train.micro_batch} on {ranks // len(train.batch_shares)} ranks per replica; use {works}"
+        )
     micro = next(
         (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),
         None,

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenDataset
 from llmtrain.data.document_loader import DocumentLoader, document_eval_batches
 from llmtrain.data.documents import document_samples
-from llmtrain.data.loader import BatchShape, Loader, eval_batches
+from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.stream import GrowingTokens
 from llmtrain.errors import DataError
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.documents import DocumentSamples
-from llmtrain.data.loader import BatchShape, Loader
+from llmtrain.data.loader import Loader
 from llmtrain.data.order import SampleOrder
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX, inputs_and_labels
@@ -113,7 +114,7 @@ class DocumentLoader(Loader):
         return super().next()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict() | {"sizes": self.order.sizes, "unit": self.order.unit}
+        return self.cursor.state_dict() | {"sizes": self.order.sizes, "unit": self.order.unit} | self.shape.state_dict()
 
     def _merge(self, states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
         return super()._merge(states, global_batch) | {"unit": states[0]["unit"]}

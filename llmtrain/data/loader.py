@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
 from llmtrain.data.tokens import Tokens
@@ -42,61 +41,12 @@ Its arguments are the text's name, the text's number of samples now, and a funct
 run to the number of those that are of this text."""
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """Sizes of the batches that replicas share, and one rank's part of them."""
-
-    sequence_length: int
-    global_batch: int
-    """Sequences that all replicas read per step."""
-    micro_batch: int
-    """Sequences per micro-batch of a rank."""
-    seed: int
-    """Seed of the order of samples."""
-    replica: int = 0
-    replicas: int = 1
-    shard_rank: int = 0
-    shards: int = 1
-    """Number of ranks that share a replica's part of a batch."""
-
-    def __post_init__(self) -> None:
-        assert self.global_batch % (self.micro_batch * self.replicas * self.shards) == 0, self
-        assert 0 <= self.replica < self.replicas and 0 <= self.shard_rank < self.shards, self
-
-    @classmethod
-    def of(
-        cls, recipe: Recipe, *, replica: int = 0, replicas: int = 1, shard_rank: int = 0, shards: int = 1
-    ) -> BatchShape:
-        """Return the shape that a recipe gives to this rank."""
-        train = recipe.train
-        return cls(
-            sequence_length=train.sequence_length,
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-            seed=recipe.run.seed,
-            replica=replica,
-            replicas=replicas,
-            shard_rank=shard_rank,
-            shards=shards,
-        )
-
-    @property
-    def per_rank(self) -> int:
-        """Return the number of sequences of a global batch that a rank reads."""
-        return self.global_batch // (self.replicas * self.shards)
-
-    @property
-    def first(self) -> int:
-        """Return the index in a global batch of the first sequence that this rank reads."""
-        return (self.replica * self.shards + self.shard_rank) * self.per_rank
-
-
 class Loader:
     """Loader of this rank's part of the global batches.
 
-    A step takes the next global_batch entries of the endless list of samples. Replica r reads the r-th equal part of
-    them, and shard rank s the s-th equal part of that. After the number of replicas or the global batch changes, the entries
-    that the earlier replicas left unread come first (`merge_cursors`).
+    A step takes the next global_batch entries of the endless list of samples. Replica r reads the r-th part of them, and shard
+    rank s the s-th equal part of that. After the number of replicas, their parts or the global batch change, the entries that the
+    earlier replicas left unread come first (`merge_cursors`).
     """
 
     def __init__(self, tokens: Tokens, shape: BatchShape, *, in_blocks: bool = False) -> None:
@@ -114,6 +64,8 @@ class Loader:
             raise DataError(f"training data: {self._shortage()}")
         self.mean_replica_tokens = self.global_batch * self.sequence_length / shape.replicas
         """Tokens of the last step's global batch, divided by the number of replicas."""
+        self.relative_part = shape.relative_part
+        """Sequences that this replica reads per step, divided by the mean over all replicas."""
         self._in_blocks = in_blocks
         self.order = self._new_order()
 
@@ -157,7 +109,7 @@ class Loader:
         return list(torch.from_numpy(rows).split(self.micro_batch))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.cursor.state_dict() | self.order.state_dict()
+        return self.cursor.state_dict() | self.order.state_dict() | self.shape.state_dict()
 
     def reshard_rule(self) -> FromAllRanks:
         """Return the rule by which `state_dict` is resharded: each sample that no replica has read is read once."""
@@ -165,7 +117,7 @@ class Loader:
 
     def _reshard(self, change: MeshChange, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         states = ranks[:: change.old_shards]
-        if not change.replicas_changed and change.old_global_batch is None:
+        if not change.replicas_changed and change.old_global_batch is None and self.shape.has_parts_of(states):
             return states[change.replica]
         return self._merge(states, change.old_global_batch or self.global_batch)
 
@@ -217,6 +169,8 @@ class PrefetchLoader:
         self._state = loader.state_dict()  # excludes the batches read ahead
         self.mean_replica_tokens = loader.mean_replica_tokens
         """Tokens of the last global batch of which `next` has returned a part, divided by the number of replicas."""
+        self.relative_part = loader.relative_part
+        """Sequences that this replica reads per step, divided by the mean over all replicas."""
         # A daemon thread, because a hung disk must not keep the process alive after the run has given up on it.
         threading.Thread(target=with_current_device(self._worker), name="reads ahead", daemon=True).start()
         atexit.register(self._drain)

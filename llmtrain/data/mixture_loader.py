@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import BatchShape, Loader, SamplesBefore
+from llmtrain.data.loader import Loader, SamplesBefore
 from llmtrain.data.mixture import MixtureOrder, most_of
 from llmtrain.data.order import SampleOrder, grow, merge_cursors
 from llmtrain.data.tokens import Tokens

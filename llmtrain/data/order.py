@@ -157,17 +157,19 @@ class SampleCursor:
 def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
     """Return the state from which every replica of a continued run starts, given the state of each earlier replica.
     Each entry that no replica has read occurs exactly once in it. `global_batch` is the number of entries that all
-    replicas together read per step, in equal parts."""
+    replicas together read per step, in equal parts. If the parts were not equal, each state has its own, and the batch:
+    `part`, [start, stop, global batch]."""
     replicas = [SampleCursor() for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.load_state_dict(state)
     ahead = max(replica.num_read for replica in replicas)
-    share = global_batch // len(replicas)
+    equal = global_batch // len(replicas)
     left = []
-    for number, replica in enumerate(replicas):
+    for number, (replica, state) in enumerate(zip(replicas, states, strict=True)):
+        start, stop, batch = state.get("part", (number * equal, (number + 1) * equal, global_batch))
         while replica.num_read < ahead:
-            left += replica.peek(number * share, share)
-            replica.advance(global_batch)
+            left += replica.peek(start, stop - start)
+            replica.advance(batch)
     sizes = {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
     # Every replica has now read as many entries, so all cursors are equal.
     return SampleCursor(replicas[0].position, _joined([*left, *replicas[0].left])).state_dict() | sizes

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards
-from llmtrain.data.loader import BatchShape, Loader, SamplesBefore
+from llmtrain.data.loader import Loader, SamplesBefore
 from llmtrain.data.order import SampleCursor, grow, merge_cursors
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
@@ -32,14 +33,13 @@ class SiteLoader(Loader):
         self.sites, self.site = list(sites), sites[shape.replica]
         self.absent: dict[str, dict[str, Any]] = {}
         """States of sites that have no replica now, by name."""
-        self._run_batch = shape.global_batch
-        own = [number for number, site in enumerate(sites) if site == self.site]
-        batch = _site_batch(shape.global_batch, len(own), len(sites))
-        at_site = replace(shape, global_batch=batch, replica=own.index(shape.replica), replicas=len(own))
+        self._run = shape
         try:
-            super().__init__(tokens, at_site)
+            super().__init__(tokens, _at_site(shape, sites))
         except DataError as error:
             raise DataError(f"{self.site}: {error}".replace("data.source", "data.per_replica")) from None
+        self.mean_replica_tokens = shape.global_batch * shape.sequence_length / shape.replicas
+        self.relative_part = shape.relative_part
 
     def state_dict(self) -> dict[str, Any]:
         absent = {"absent": self.absent} if self.absent else {}
@@ -59,7 +59,7 @@ class SiteLoader(Loader):
         """Return the number of sequences that a run has read at each site, by the site's name. `states` has the loader's
         state of each replica."""
         read = {}
-        for site, state in self._by_site(states, self._run_batch).items():
+        for site, state in self._by_site(states, self._run.global_batch).items():
             cursor = SampleCursor()
             cursor.load_state_dict(state)
             read[site] = cursor.num_read
@@ -68,12 +68,18 @@ class SiteLoader(Loader):
     def _reshard(self, change: MeshChange, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state with which this rank's site continues where its replicas stopped."""
         states, old_batch = ranks[:: change.old_shards], change.old_global_batch
-        if not change.replicas_changed and old_batch is None and [state["site"] for state in states] == self.sites:
+        if not change.replicas_changed and old_batch is None and self._has_parts_of(states):
             return states[change.replica]
-        cursors = self._by_site(states, old_batch or self._run_batch)
+        cursors = self._by_site(states, old_batch or self._run.global_batch)
         absent = {site: state for site, state in cursors.items() if site not in self.sites}
         mine = cursors.get(self.site, SampleCursor().state_dict()) | {"site": self.site}
         return mine | ({"absent": absent} if absent else {})
+
+    def _has_parts_of(self, states: Sequence[dict[str, Any]]) -> bool:
+        """Return whether the replicas of a run, of which the states are given, were at the same sites and had the same parts."""
+        shapes = (_at_site(replace(self._run, replica=number), self.sites) for number in range(len(self.sites)))
+        mine = [{"site": site, **shape.state_dict()} for site, shape in zip(self.sites, shapes, strict=True)]
+        return mine == [{key: state[key] for key in ("site", "part") if key in state} for state in states]
 
     @staticmethod
     def _by_site(states: Sequence[dict[str, Any]], run_batch: int) -> dict[str, dict[str, Any]]:
@@ -86,6 +92,18 @@ class SiteLoader(Loader):
             for site, members in by_site.items()
         }
         return states[0].get("absent", {}) | merged
+
+
+def _at_site(shape: BatchShape, sites: Sequence[str]) -> BatchShape:
+    """Return a replica's shape among the replicas of its site, given its shape in the run and each replica's site."""
+    own = [number for number, site in enumerate(sites) if site == sites[shape.replica]]
+    return replace(
+        shape,
+        global_batch=sum(len(replace(shape, replica=number).part) for number in own),
+        replica=own.index(shape.replica),
+        replicas=len(own),
+        shares=tuple(shape.shares[number] for number in own) if shape.shares else (),
+    )
 
 
 def _site_batch(run_batch: int, members: int, replicas: int) -> int:

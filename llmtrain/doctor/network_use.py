@@ -36,7 +36,8 @@ def slowest_rate(nodes: Sequence[str], rates: Sequence[float | None]) -> tuple[f
     if ratio < UNEVEN:
         return by_host[slow], []
     what = f"ranks on {fast} compute {ratio:.1f} times as fast as those on {slow}; the slowest is predicted below"
-    return by_host[slow], [warning(what, "rounds of steps wait for the slowest replica; sync.method=a_edit does not")]
+    advice = "steps and rounds wait for the slowest replica; train.batch_shares gives it less work, sync.method=a_edit does not wait"
+    return by_host[slow], [warning(what, advice)]
 
 
 def network_use(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates) -> Finding:

@@ -15,10 +15,10 @@ import torch
 
 from llmtrain.config import DataSection, Recipe
 from llmtrain.config.data import HUB
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.hub import require
-from llmtrain.data.loader import BatchShape
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path, check_documents
 from llmtrain.data.ready_made import check_separators, find_ready_made

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import batch_unit
 from llmtrain.errors import (
     BAD_USAGE,
     DONE,
@@ -216,7 +217,8 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
     if attempt.nodes.count == nodes.count:
         return []
     processes = start.processes // nodes.count * attempt.nodes.count
-    fewer = ["parallel.replicas=auto", *_texts_left(recipe, start, nodes, attempt), *_shared_batch(recipe, processes)]
+    left = _replicas_left(start, nodes, attempt)
+    fewer = ["parallel.replicas=auto", *_texts_left(recipe, left), *_shared_batch(recipe, processes, left)]
     try:
         smaller = load_recipe(recipe_path, fewer)
         check(smaller, processes)
@@ -231,14 +233,23 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
     return fewer
 
 
-def _shared_batch(recipe: Recipe, ranks: int) -> list[str]:
+def _replicas_left(start: Preflight, nodes: Nodes, attempt: Attempt) -> list[int]:
+    """Return the replicas of which the remaining nodes have at least one rank."""
+    left = (start.replicas_of(replace(nodes, rank=member)) for member in attempt.members)
+    return list(dict.fromkeys(itertools.chain(*left)))
+
+
+def _shared_batch(recipe: Recipe, ranks: int, left: Sequence[int]) -> list[str]:
     """Return overrides with the largest batch up to the recipe's that so many ranks can share, and as many steps; none if they can
-    share the recipe's, or none below it."""
+    share the recipe's, or none below it. The replicas `left` keep their `train.batch_shares`, relative to each other."""
     train = recipe.train
-    batch = train.global_batch // (train.micro_batch * ranks) * train.micro_batch * ranks
+    shares = [train.batch_shares[replica] for replica in left] if train.batch_shares else []
+    given = [f"train.batch_shares={shares}"] if shares else []
+    unit = batch_unit(train.micro_batch, ranks, shares)
+    batch = train.global_batch // unit * unit
     if batch in (0, train.global_batch):
-        return []
-    return [f"train.global_batch={batch}", "train.tokens=null", f"train.steps={train.total_steps}"]
+        return given
+    return [*given, f"train.global_batch={batch}", "train.tokens=null", f"train.steps={train.total_steps}"]
 
 
 def _warn_of_lost_node(nodes: Nodes, fewer_replicas: Callable[[Attempt], list[str]]) -> None:
@@ -251,13 +262,12 @@ def _warn_of_lost_node(nodes: Nodes, fewer_replicas: Callable[[Attempt], list[st
         print(f"warning: after the loss of a node, {error}", flush=True)
 
 
-def _texts_left(recipe: Recipe, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
-    """Return an override that gives each remaining node the texts of its own replicas, because other nodes may not have
-    them."""
+def _texts_left(recipe: Recipe, left: Sequence[int]) -> list[str]:
+    """Return an override that gives the remaining nodes, whose replicas are `left`, the texts of these, because they may not have
+    others."""
     if not recipe.data.per_replica:
         return []
-    left = [start.replicas_of(replace(nodes, rank=member)) for member in attempt.members]
-    entries = [recipe.data.per_replica[replica] for replica in dict.fromkeys(itertools.chain(*left))]
+    entries = [recipe.data.per_replica[replica] for replica in left]
     return [f"data.per_replica={json.dumps([entry.model_dump(mode='json') for entry in entries])}"]
 
 

@@ -47,7 +47,9 @@ def engine_memory(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
 
 
 def _accumulates(recipe: Recipe, replicas: int, shards: int) -> bool:
-    return recipe.train.global_batch > recipe.train.micro_batch * replicas * shards
+    train = recipe.train
+    shares = train.batch_shares if len(train.batch_shares) == replicas else (1,) * replicas
+    return train.global_batch * max(shares) > train.micro_batch * shards * sum(shares)
 
 
 def moment_values(recipe: Recipe, size: ModelSize, shards: int = 1) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import batch_unit
 from llmtrain.plan.cards import GpuCard
 from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.memory import Memory, estimate, reshards
@@ -104,7 +105,7 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
         table.add_row(f"fits in {hardware.card.gigabytes} GB", *(_fits(total, hardware.card) for total in totals))
     if recipe.parallel.engine == "fsdp2" and any(shards > 1 for _, shards in meshes):
         table.add_row("stay gathered", *(_stay_gathered(recipe, size, *mesh) for mesh in meshes))
-    table.add_row("micro-batches per step", *(_accumulation(recipe, replicas * shards) for replicas, shards in meshes))
+    table.add_row("micro-batches per step", *(_accumulation(recipe, *mesh) for mesh in meshes))
     return _titled(f"Estimated {unit} on {device}, by replicas x shards", table)
 
 
@@ -165,7 +166,12 @@ def _titled(title: str, table: Table) -> Group:
     return Group(Text(title, style="italic"), table)
 
 
-def _accumulation(recipe: Recipe, ranks: int) -> str:
-    """Return the number of micro-batches per rank and step, or "uneven" if the global batch can't be divided equally."""
-    at_once = recipe.train.micro_batch * ranks
-    return "uneven" if recipe.train.global_batch % at_once else str(recipe.train.global_batch // at_once)
+def _accumulation(recipe: Recipe, replicas: int, shards: int) -> str:
+    """Return the number of micro-batches per rank and step, by replica if replicas have shares of their own, or "uneven" if the global
+    batch can't be divided so."""
+    train = recipe.train
+    shares = train.batch_shares if len(train.batch_shares) == replicas else ()
+    if train.global_batch % batch_unit(train.micro_batch, replicas * shards, shares):
+        return "uneven"
+    at_once = train.micro_batch * shards * (sum(shares) or replicas)
+    return ", ".join(str(train.global_batch * share // at_once) for share in shares or (1,))

@@ -43,6 +43,7 @@ RESUMABLE_KEYS = (
     "train.tokens",
     "train.global_batch",
     "train.micro_batch",
+    "train.batch_shares",
     "train.gc_every",
     "parallel.replicas",
     "parallel.shards",

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.config import DataSection, Recipe
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.build_loader import validation_batches
 from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.data.loader import BatchShape, Loader
+from llmtrain.data.loader import Loader
 from llmtrain.data.stream import first_block, shuffles_in_blocks
 from llmtrain.data.text_identity import TextIdentity, check_continued
 from llmtrain.parallel.mesh import Mesh

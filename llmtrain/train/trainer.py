@@ -86,7 +86,7 @@ class Trainer:
             tokens: Number = 0
             if plan.computes_gradient:
                 with span("gradient"):
-                    loss = self.engine.forward_backward(micro_batches, self.loader.mean_replica_tokens)
+                    loss = self.engine.forward_backward(micro_batches, self._tokens_per_gradient())
                     grad_norm = self.engine.step(plan.lr)
                 if self.recipe.optim.nonfinite == "rollback" and self.engine.skipped:
                     self.method.roll_back()
@@ -95,6 +95,12 @@ class Trainer:
         metrics.count_step(state)
         for call in self.after_step:
             call(state.step)
+
+    def _tokens_per_gradient(self) -> float:
+        """Return the number of tokens by which the replica's summed loss is divided: their mean over replicas if gradients are averaged, so
+        that every token counts alike, and otherwise the replica's own part of the batch."""
+        tokens = self.loader.mean_replica_tokens
+        return tokens if self.engine.average_gradients else tokens * self.loader.relative_part
 
     def validate(self) -> None:
         """Validate the replicas' mean, or the anchor if the method validates the anchor. Log the loss and a text that the model

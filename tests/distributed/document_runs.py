@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.document_loader import DocumentLoader
 from llmtrain.data.documents import DocumentSamples, find_starts
-from llmtrain.data.loader import BatchShape
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.parallel.engine import count_tokens
 from tests.distributed.pairs_reference import Replicas

@@ -106,10 +106,10 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
     log = part.until if complete_checkpoints(directory.checkpoints) else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
-    # One micro-batch a rank, whatever the mesh: it may change with it.
-    train = part.recipe.train.model_copy(
-        update={"micro_batch": part.recipe.train.global_batch // (part.replicas * part.shard)}
-    )
+    # One micro-batch a rank, whatever the mesh: it may change with it. With shares, of the replica that reads least.
+    shares = part.recipe.train.batch_shares or (1,) * part.replicas
+    smallest = part.recipe.train.global_batch * min(shares) // sum(shares)
+    train = part.recipe.train.model_copy(update={"micro_batch": smallest // part.shard})
     update = {"checkpoint": checkpoint, "log": part.recipe.log.model_copy(update={"every": log}), "train": train}
     recipe = part.recipe.model_copy(update=update)
     check(recipe, part.replicas * part.shard)

@@ -18,6 +18,25 @@ TABLES = {
           -     threading.Thread(target=_watch_input, daemon=True).start()
           -
     """,
+    "llmtrain/data/batch_shape.py": r"""
+    seen by unit/test_data_loader.py
+        loader: all shards of a replica read the same
+          - return self.part.start + self.shard_rank * self.per_rank
+          + return self.part.start
+    seen by unit/test_batch_shares.py
+        shares: all parts are equal
+          - shares = self.shares or (1,) * self.replicas
+          + shares = (1,) * self.replicas
+        shares: a checkpoint does not say whose parts were which
+          - return {"part": [self.part.start, self.part.stop, self.global_batch]} if self.shares else {}
+          + return {}
+        shares: a run goes on with other parts as if they were its own
+          - return [state.get("part") for state in states] == [state.get("part") for state in mine]
+          + return len(states) == len(mine)
+        shares: a batch fits if the first replica's part does
+          - return lcm(*(divisor // gcd(divisor, share) for share in shares))
+          + return divisor // gcd(divisor, shares[0])
+    """,
     "llmtrain/data/bytes_read.py": r"""
     seen by unit/test_data_progress.py
         progress: each file begins at no bytes
@@ -194,18 +213,15 @@ TABLES = {
     "llmtrain/data/loader.py": r"""
     seen by distributed/test_reshard.py
         reshape: samples left by slow replicas are read by nobody
-          - if not change.replicas_changed and change.old_global_batch is None:
+          - if not change.replicas_changed and change.old_global_batch is None and self.shape.has_parts_of(states):
           + if True:
     seen by unit/test_data_loader.py
         reshape: with another batch, each replica reads on from its own place
-          - if not change.replicas_changed and change.old_global_batch is None:
-          + if not change.replicas_changed:
+          - if not change.replicas_changed and change.old_global_batch is None and
+          + if not change.replicas_changed and
         reshape: cursors are merged with the new batch
           - self._merge(states, change.old_global_batch or self.global_batch)
           + self._merge(states, self.global_batch)
-        loader: all shards of a replica read the same
-          - return (self.replica * self.shards + self.shard_rank) * self.per_rank
-          + return self.replica * self.shards * self.per_rank
         loader: one window too many
           - return max(self.tokens.most - 1, 0) // self.sequence_length
           + return self.tokens.most // self.sequence_length

@@ -29,6 +29,10 @@ TABLES = {
           + self._starts = np.cumsum([0, *map(len, texts)])
     """,
     "llmtrain/data/order.py": r"""
+    seen by unit/test_batch_shares.py
+        shares: what a slow replica left is taken as an equal part
+          - state.get("part", (number * equal, (number + 1) * equal, global_batch))
+          + (number * equal, (number + 1) * equal, global_batch)
     seen by unit/test_data_loader.py
         length: data that has grown gets another order
           - sizes = [*(size for size in sizes if size < now), now]
@@ -172,6 +176,13 @@ TABLES = {
           +
     """,
     "llmtrain/data/sites.py": r"""
+    seen by unit/test_batch_shares.py
+        shares: a site's replicas have the shares of the first ones
+          - shares=tuple(shape.shares[number] for number in own) if
+          + shares=shape.shares[: len(own)] if
+        shares: the mean over replicas is that of the site
+          - self.mean_replica_tokens = shape.global_batch * shape.sequence_length / shape.replicas
+          + pass
     seen by unit/test_data_sites.py
         sites: all replicas of a site read the same
           - replica=own.index(shape.replica)
@@ -180,14 +191,14 @@ TABLES = {
           - return states[0].get("absent", {}) | merged
           + return merged
         sites: a cursor belongs to the replica's number
-          - old_batch is None and [state["site"] for state in states] == self.sites:
+          - old_batch is None and self._has_parts_of(states):
           + old_batch is None:
         sites: with another batch, each replica reads on from its own place
           - if not change.replicas_changed and old_batch is None and
           + if not change.replicas_changed and
         sites: cursors are merged with the new batch
-          - self._by_site(states, old_batch or self._run_batch)
-          + self._by_site(states, self._run_batch)
+          - self._by_site(states, old_batch or self._run.global_batch)
+          + self._by_site(states, self._run.global_batch)
         sites: cursors are merged as if the site had all replicas
           - return run_batch // replicas * members
           + return run_batch

@@ -218,8 +218,12 @@ TABLES = {
           +     import torch  # noqa: F401
     seen by unit/test_text_list.py
         sites: the nodes that are left read the first texts
-          - for member in attempt.members]
-          + for member in range(attempt.nodes.count)]
+          - rank=member)) for member in attempt.members)
+          + rank=member)) for member in range(attempt.nodes.count))
+    seen by unit/test_batch_shares.py
+        shares: a lost replica's share is kept
+          - [train.batch_shares[replica] for replica in left] if
+          + [*train.batch_shares[:len(left)]] if
     seen by unit/test_torchrun.py, end_to_end/test_interruptions.py
         torchrun: a stopped run counts as failed
           - {"signal": STOPPED_EARLY, "done": DONE}

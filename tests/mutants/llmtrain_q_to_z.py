@@ -2,6 +2,13 @@
 
 TABLES = {
     "llmtrain/recipe_check.py": r"""
+    seen by unit/test_batch_shares.py
+        shares: replicas without a share
+          - if shares and len(shares) != replicas:
+          + if False:
+        shares: parts that are not complete micro-batches
+          - at_once = batch_unit(train.micro_batch, ranks, train.batch_shares)
+          + at_once = train.micro_batch
     seen by unit/test_wsd.py
         wsd: warm-up and decay may take more than the run
           - if recipe.schedule.kind == "wsd" and recipe.schedule.warmup_steps

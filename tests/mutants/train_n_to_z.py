@@ -353,8 +353,15 @@ TABLES = {
           -
     seen by end_to_end/test_documents.py
         documents: the trainer does not say how many tokens the batch has
-          - forward_backward(micro_batches, self.loader.mean_replica_tokens)
+          - forward_backward(micro_batches, self._tokens_per_gradient())
           + forward_backward(micro_batches)
+    seen by distributed/test_batch_shares.py
+        shares: a local step divides by the mean of all replicas
+          - return tokens if self.engine.average_gradients else tokens * self.loader.relative_part
+          + return tokens
+        shares: a synchronous step divides by the replica's own part
+          - return tokens if self.engine.average_gradients else tokens * self.loader.relative_part
+          + return tokens * self.loader.relative_part
     """,
     "llmtrain/train/validation.py": r"""
     seen by unit/test_run_texts.py

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from llmtrain.data import order
-from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
+from llmtrain.data.batch_shape import BatchShape
+from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.data.order import block_of, block_of_sample, grow
 from llmtrain.errors import DataError, TrainingError
 from tests.unit.test_data_loader import MESHES

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llmtrain.data import documents
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import INDEX, Index, Shard, ShardWriter, SplitIndex, TokenDataset, TokenShards
 from llmtrain.data.document_loader import (
     WINDOW_BATCHES,
@@ -21,7 +22,6 @@ from llmtrain.data.document_loader import (
     padded,
 )
 from llmtrain.data.documents import DocumentSamples, document_samples, find_starts
-from llmtrain.data.loader import BatchShape
 from llmtrain.data.order import SampleOrder, grow
 from llmtrain.data.sources import Position
 from llmtrain.errors import DataError

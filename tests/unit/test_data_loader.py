@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader, eval_batches
+from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
 from llmtrain.data.order import grow, merge_cursors
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import BatchShape, Loader, PrefetchLoader
+from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
 from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors

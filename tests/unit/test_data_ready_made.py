@@ -12,9 +12,10 @@ import pytest
 
 from llmtrain.config import DataSection
 from llmtrain.data import ready_made
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.data.dataset import TokenDataset, TokenShards, open_dataset
-from llmtrain.data.loader import BatchShape, Loader, eval_batches
+from llmtrain.data.loader import Loader, eval_batches
 from llmtrain.data.prepare import prepare
 from llmtrain.data.token_digests import token_digest
 from llmtrain.data.token_files import read_header

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.loader import BatchShape, Loader
+from llmtrain.data.loader import Loader
 from llmtrain.data.sites import SiteLoader, tokenizer_digest
 from llmtrain.errors import DataError
 from llmtrain.reshard import MeshChange

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from llmtrain.config import DataSection
 from llmtrain.data import dataset, order, stream
 from llmtrain.data import extend as extending
+from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.host_blocks import HostBlocks, posted_blocks
-from llmtrain.data.loader import BatchShape, Loader
+from llmtrain.data.loader import Loader
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.sources import TextStream
 from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks, write_status

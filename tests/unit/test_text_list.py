@@ -15,10 +15,9 @@ from llmtrain.config import DataSection, Recipe
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.text_list import key_of, texts_of
 from llmtrain.errors import DataError, RecipeError
-from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here
-from llmtrain.launch.torchrun import _texts_left
+from llmtrain.launch.torchrun import _replicas_left, _texts_left
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_keys import key_groups_at
 from llmtrain.recipe_loader import load_recipe, resolved_yaml
@@ -104,10 +103,11 @@ def test_a_node_has_the_texts_of_its_replicas() -> None:
 def test_nodes_that_are_left_keep_their_texts() -> None:
     made = recipe("data.per_replica=[{source: a.txt}, {source: b.txt, text_key: body}, {source: c.txt}]")
     start = Preflight(processes=3, replicas=3, shards=1, reason="", memory=0)
-    left = _texts_left(made, start, Nodes(3, 2), Attempt(1, Nodes(2, 1), (0, 2)))
+    replicas = _replicas_left(start, Nodes(3, 2), Attempt(1, Nodes(2, 1), (0, 2)))
+    left = _texts_left(made, replicas)
     assert [entry.source for entry in recipe(*left).data.per_replica] == ["a.txt", "c.txt"]
     assert recipe_changes(made, recipe(*left)) == []
-    assert _texts_left(recipe(), start, Nodes(3, 2), Attempt(1, Nodes(2, 1), (0, 2))) == []
+    assert _texts_left(recipe(), [0, 2]) == []
 
 
 def test_sites_may_come_and_go_but_stay_what_they_are() -> None:
