@@ -15,6 +15,7 @@ from llmtrain.config import DataSection, Recipe
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.data.text_list import key_of, texts_of
 from llmtrain.errors import DataError, RecipeError
+from llmtrain.launch.attempts import Attempt
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.preflight import Preflight, check_here
 from llmtrain.launch.torchrun import _replicas_left, _texts_left

@@ -1,65 +1,6 @@
-"""Mistakes in llmtrain/data, m to z."""
+"""Mistakes in llmtrain/data, p to z."""
 
 TABLES = {
-    "llmtrain/data/mixture.py": r"""
-    seen by unit/test_data_mixture.py
-        mixture: remainders go to the first texts
-          - by_remainder = sorted(range(len(weights)), key=lambda text: shares[text] - exact[text])
-          + by_remainder = list(range(len(weights)))
-        mixture: every block in the same order
-          - np.random.default_rng([self._seed, block])
-          + np.random.default_rng([self._seed, 0])
-        mixture: a text begins anew in every block
-          - return text, block * self.shares[text] + int(ranks[index])
-          + return text, int(ranks[index])
-        mixture: a hub text is prepared for its mean share only
-          - return min(entries, -(-entries // BLOCK) * share)
-          + return entries * share // BLOCK
-    """,
-    "llmtrain/data/mixture_loader.py": r"""
-    seen by unit/test_data_mixture.py
-        mixture: what slow replicas have left counts as read
-          - counts -= self.order.count(range(start, stop))
-          + pass
-        mixture: a resumed run forgets that a text has grown
-          - given = sizes or [()] * len(self.samples)
-          + given = [()] * len(self.samples)
-        mixture: texts are joined with their tails
-          - self._starts = np.cumsum([0, *(number * sequence_length for number in samples)])
-          + self._starts = np.cumsum([0, *map(len, texts)])
-    """,
-    "llmtrain/data/order.py": r"""
-    seen by unit/test_batch_shares.py
-        shares: what a slow replica left is taken as an equal part
-          - state.get("part", (number * equal, (number + 1) * equal, global_batch))
-          + (number * equal, (number + 1) * equal, global_batch)
-    seen by unit/test_data_loader.py
-        length: data that has grown gets another order
-          - sizes = [*(size for size in sizes if size < now), now]
-          + sizes = [now]
-        loader: every epoch in the same order
-          - np.random.default_rng([self._seed, epoch,␣
-          + np.random.default_rng([self._seed, 0,␣
-    seen by unit/test_data_loader.py, unit/test_data_blocks.py
-        length: every epoch has the samples added at its end
-          -         if epoch:
-          -             return 0, self.num_samples
-          -
-    seen by unit/test_data_cursors.py
-        unread: one batch too many counts as unread
-          - while replica.num_read < ahead:
-          + while replica.num_read <= ahead:
-    seen by unit/test_data_blocks.py
-        blocks: a block is as large as what is there
-          - return first, min([end, *(size for size in ends if size > index)])
-          + return first, max(index + 1, min([end, *ends, self._wait(first) if self._wait else end]))
-        blocks: a block that a shorter run has cut is joined
-          - ends = [*self.sizes, self.num_samples]
-          + ends = [self.num_samples]
-        blocks: what has been read stays in memory
-          - if epoch * self.num_samples + first + len(part) > before
-          + if True
-    """,
     "llmtrain/data/prepare.py": r"""
     seen by unit/test_data_one_document.py
         prepare: equal documents are to be more
