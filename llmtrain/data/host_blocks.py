@@ -121,12 +121,12 @@ def hosts_of(mesh: Mesh) -> list[int]:
 
 
 @contextmanager
-def chosen_tokenizer(mesh: Mesh, folder: Path) -> Iterator[bool]:
-    """Provide whether this rank tokenizes for all hosts that see its prepared folder: on file systems whose locks hold on one
-    host only, several of them would write the same shards.
+def chosen_to_tokenize(mesh: Mesh, folder: Path) -> Iterator[bool]:
+    """Provide whether this rank tokenizes for all hosts that see its prepared folder. Otherwise, on file systems whose locks hold
+    on one host only, several hosts would write the same shards.
 
-    The first rank of each host puts a file into its folder, and all ranks look for these. A collective of all ranks, at both
-    ends: when the block has ended on one rank, it has on all.
+    The first rank of each host puts a file into its folder, and all ranks look for these files. A collective of all ranks on entry
+    and on exit, so no rank leaves the block before all ranks have reached its end.
     """
     is_first = mesh.world.local_rank == 0
     mark = folder / f"{secrets.token_hex(8)}.host"

@@ -171,7 +171,7 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
             left += replica.peek(start, stop - start)
             replica.advance(batch)
     sizes = {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
-    # Every replica has now read as many entries, so all cursors are equal.
+    # All replicas have now read equally many entries, so all cursors are equal.
     return SampleCursor(replicas[0].position, _joined([*left, *replicas[0].left])).state_dict() | sizes
 
 

@@ -131,17 +131,17 @@ class BackgroundEval:
 
     def _report(self, step: int, code: int, log: Path) -> None:
         """Print one line: the scores, or the reason for the failure."""
+        if code != 0:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
+            return
         result = self.run / EVALUATIONS / f"{self._name}-{step_name(step)}.json"
         try:
-            scores = json.loads(result.read_text(encoding="utf-8"))["headline"] if code == 0 else ""
+            scores = json.loads(result.read_text(encoding="utf-8"))["headline"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._say(step, f"the evaluation left no result ({error}); see {log}")
             return
-        if code == 0:
-            self._say(step, scores or f"evaluated ({result})")
-        else:
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
+        self._say(step, scores or f"evaluated ({result})")
 
     def _wait(self) -> None:
         """Wait for the last evaluation until it ends, `wait_seconds` have passed, or a signal requests a stop."""

@@ -68,7 +68,7 @@ class OpenRun:
     mesh_reason: str
     """Why the mesh has its shape."""
     stop: StopRequest
-    suites: BackgroundEval
+    background_eval: BackgroundEval
     at_end: ExitStack
     """Functions to call once the mesh is closed and no rank waits for this one any more."""
 

@@ -188,7 +188,7 @@ class Checkpointer:
             of_method[kind] = self._read_kind(path, f"sync.{kind}.", present, change, change.factor(kind))
         self.method.load_state_dict(method, of_method)
         self.from_weights = state.get("from_weights")
-        changed = length if length is not None and not length.is_none else None
+        changed = length if length is not None and length.is_change else None
         return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], LengthChange | None]:

@@ -157,7 +157,7 @@ class AsyncMetricGather:
         if self._pending is not None:
             self._pending[-1].wait()
 
-    def wait_all(self, only_if_done: bool = False) -> LogLine | None:
+    def collect(self, only_if_done: bool = False) -> LogLine | None:
         """Return the line in flight, with all ranks' numbers, and forget it; None if no line is in flight. Waits for the slowest
         rank's numbers, or with `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):

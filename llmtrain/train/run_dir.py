@@ -68,7 +68,7 @@ RESUMABLE_KEYS = (
     "sync.offload",
 )
 """Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with four exceptions: the
-virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_other_sites`), and the run's
+virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_site_changes`), and the run's
 length and global batch (`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length or global batch does: those that determine the learning rate, and those that
@@ -156,12 +156,12 @@ class RunDirectory:
         before = load_recipe(there)
         check_same_recipe(before, self.recipe, str(self.path))
         change, summary = self.length_change(), self.summary() or {}
-        is_lost = change is None and summary.get("stopped") == "done"
-        if is_lost:
+        lost_checkpoints = change is None and summary.get("stopped") == "done"
+        if lost_checkpoints:
             change = LengthChange(before, self.recipe, summary["steps"])
         if change is not None:
             change.check(str(self.path))
-        if is_lost and not change.is_none and self.recipe.checkpoint.mirror is None:
+        if lost_checkpoints and change.is_change and self.recipe.checkpoint.mirror is None:
             self.check_may_begin()
 
     def check_may_begin(self) -> None:
@@ -304,10 +304,10 @@ def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     sizes = [(one.train.total_steps, one.train.global_batch) for one in (there, recipe)]
     with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _site_changes(there, recipe)
 
 
-def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
+def _site_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each site of both recipes whose text differs. Sites may be added and removed."""
     before, now = ({entry.name: entry.model_dump() for entry in one.data.per_replica} for one in (there, recipe))
     lines = []

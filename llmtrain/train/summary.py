@@ -116,8 +116,8 @@ def print_report(trainer: Trainer) -> None:
             console.print(line)
 
 
-def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line about what was read of the texts of a mixture or of sites; no line if the run had one text."""
+def lines_about_texts(summary: Mapping[str, Any]) -> list[str]:
+    """Return the line about what the run has read of each text of a mixture or of each site; no line if the run had one text."""
     parts = []
     for name, text in summary.get("texts", {}).items():
         epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
@@ -180,7 +180,7 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     plot, run = run_log.directory.plot, run_log.directory.path
     return [
         happened,
-        *read_lines_of(summary),
+        *lines_about_texts(summary),
         sent,
         *kept,
         f"Look at {plot}{board} · llmtrain generate {run} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",

@@ -145,8 +145,8 @@ TABLES = {
           - with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
           + with_length = KEYS_WITH_LENGTH
         length: a finished run without checkpoints begins anew
-          - is_lost = change is None and summary.get("stopped") == "done"
-          + is_lost = False
+          - lost_checkpoints = change is None and summary.get("stopped") == "done"
+          + lost_checkpoints = False
         run: only the newest checkpoint's state counts
           - reversed(complete_checkpoints(self.checkpoints).values())
           + list(complete_checkpoints(self.checkpoints).values())[-1:]
@@ -167,7 +167,7 @@ TABLES = {
           - if self.steps_differ and self.step >= total and not is_end:
           + if False:
         length: another outer step is not said
-          - {batch if self.old_global_batch else ''}{self._other_outer_step()}"
+          - {batch if self.old_global_batch else ''}{self._outer_step_changes()}"
           + {batch if self.old_global_batch else ''}"
         batch: a new rate is a jump that the length causes
           -         if not self.steps_differ:
@@ -371,8 +371,8 @@ TABLES = {
           +         return found.loss / math.log(2) / sum(part.share / shares * part.bytes_per_token for part in self.parts)
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: each replica validates its own weights
-          - stay = given is None and (is_synchronized or self.mesh.replicas == 1)
-          + stay = given is None
+          - keeps_parameters = given is None and (is_synchronized or self.mesh.replicas == 1)
+          + keeps_parameters = given is None
         validation: the sum of replicas, not their mean
           - replica.all_reduce(flat_view(block) / replica.size,␣
           + replica.all_reduce(flat_view(block),␣
