@@ -115,7 +115,7 @@ def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
 
 
 def hosts_of(mesh: Mesh) -> list[int]:
-    """Return the first rank of each host. All ranks must call this, because it is a collective."""
+    """Return the first rank of each host. A collective of all ranks."""
     local = mesh.all_ranks.all_gather_object(mesh.world.local_rank, "counting hosts")
     return [rank for rank, number in enumerate(local) if number == 0]
 

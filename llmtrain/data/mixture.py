@@ -72,7 +72,7 @@ class MixtureOrder:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that makes another order equal to this one, given the same seed, numbers of samples and weights."""
         sizes = [order.sizes for order in self.orders]
-        return {"sizes": sizes} if any(len(of_text) > 1 for of_text in sizes) else {}
+        return {"sizes": sizes} if any(len(text_sizes) > 1 for text_sizes in sizes) else {}
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the text of each entry of a block, and its rank among that text's entries of the block."""

@@ -157,8 +157,8 @@ class GrowingTokens(Tokens):
         """Wait until `condition` is true. It may depend on the tokens here, or on other hosts, of which `elsewhere` returns the
         status. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
         has ended."""
-        moved = time.monotonic()
-        shown = moved + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
+        last_progress = time.monotonic()
+        shown = last_progress + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
         before = None
         while not condition():
             self._last_wait = now = time.monotonic()
@@ -167,8 +167,8 @@ class GrowingTokens(Tokens):
             if "error" in status:
                 raise text_error(status["error"], status.get("is_temporary", False))
             if (progress := (len(self), status)) != before:
-                before, moved = progress, now
-            if now - moved > self._timeout:
+                before, last_progress = progress, now
+            if now - last_progress > self._timeout:
                 raise UnavailableError(
                     f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {tokens:,} tokens "
                     f"were needed and {len(self):,} were on this host; look at {self.directory}, and start the same command again"

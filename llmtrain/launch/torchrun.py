@@ -175,7 +175,7 @@ def _launch_ranks(
     def ready() -> str:
         """Prepare this node and return "", or return why there is nothing to train."""
         directory.check_recipe()
-        if directory.finished():
+        if directory.finished_summary():
             return directory.completed_message()
         prepare_node()
         return ""

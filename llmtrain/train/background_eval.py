@@ -30,7 +30,7 @@ from llmtrain.train.signals import RUN, StopRequest
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL for an evaluation that is terminated."""
-LOOK_EVERY_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """Interval at which the wait for the last evaluation checks for a stop request."""
 
 
@@ -153,7 +153,7 @@ class BackgroundEval:
                 "(eval.suite.wait_seconds)"
             )
         until = time.monotonic() + self.section.wait_seconds
-        while not self.stop.requested and time.monotonic() < until and not self.worker.join(LOOK_EVERY_SECONDS):
+        while not self.stop.requested and time.monotonic() < until and not self.worker.join(POLL_SECONDS):
             pass
         if self.worker.join():
             self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")

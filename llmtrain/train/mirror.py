@@ -26,7 +26,7 @@ from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.run_files import LATEST, RECIPE, STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import Digest, find_corruption_on_any_rank, read_state
-from llmtrain.train.rank_errors import LOOK_SECONDS, run_on_main
+from llmtrain.train.rank_errors import POLL_SECONDS, run_on_main
 from llmtrain.train.run_dir import RunDirectory, check_same_recipe
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ class Mirror:
 
     def _is_busy(self, deadline: float) -> bool:
         left = deadline - time.monotonic()
-        return left > 0 and not self.worker.join(min(left, LOOK_SECONDS))
+        return left > 0 and not self.worker.join(min(left, POLL_SECONDS))
 
     def _missing(self, within: str) -> str | None:
         if self._last_submitted is None or self._last_complete == self._last_submitted:

@@ -183,7 +183,7 @@ def _message_if_finished(directory: RunDirectory) -> str | None:
     """Return the console message for a run that is already complete, or None. Raises RecipeError if the directory belongs to
     another recipe. Main rank only, whose host has the folder."""
     directory.check_recipe()
-    return directory.completed_message() if directory.finished() is not None else None
+    return directory.completed_message() if directory.finished_summary() is not None else None
 
 
 def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:

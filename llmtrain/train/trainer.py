@@ -159,7 +159,7 @@ class Trainer:
         self.metrics.load_state_dict(progress, self.state)
         loader_state = progress["loader"]
         if length is not None:  # the number of steps or the global batch has changed
-            loader_state = self.loader.grown(loader_state, length.samples_before)
+            loader_state = self.loader.state_for_length(loader_state, length.samples_before)
             self.method.keep_warmup(loaded.step)
             if length.steps_differ:
                 self.method.total_steps_changed()

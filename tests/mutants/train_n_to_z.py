@@ -28,7 +28,7 @@ TABLES = {
     "llmtrain/train/rank_errors.py": r"""
     seen by unit/test_mirror_fetch.py
         errand: progress does not extend the wait
-          - so_far, moved = now, time.monotonic()
+          - so_far, last_progress = now, time.monotonic()
           + so_far = now
     """,
     "llmtrain/train/run.py": r"""
@@ -260,7 +260,7 @@ TABLES = {
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py
         signals: a rank that stops is asked again, which ends it
-          - if not any(stop.requested for stop in _handled):
+          - if not any(stop.requested for stop in _installed):
           + if True:
         signals: a repeated signal ends the run at once
           - SAME_REQUEST_SECONDS = 2.0
@@ -297,8 +297,8 @@ TABLES = {
     "llmtrain/train/text_kinds.py": r"""
     seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
         mixture: texts are validated with equal weights
-          - return joined([replace(self.everywhere(name), share=weights[name]) for name in self.texts])
-          + return joined([self.everywhere(name) for name in self.texts])
+          - return joined([replace(self.validated_by_all(name), share=weights[name]) for name in self.texts])
+          + return joined([self.validated_by_all(name) for name in self.texts])
     seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
         sites: replicas make different numbers of forward passes
           - for _ in range(count - given):
@@ -307,7 +307,7 @@ TABLES = {
           - batches=partial(_padded, own.batches, batches), share=site.validated)
           + batches=partial(_padded, own.batches, batches), share=1.0)
         sites: a shard is checked by the ranks of another site
-          - return ChecksumScan(self.all.values(), ranks.index(self.mesh.world.rank), len(ranks))
+          - return ChecksumScan(self.all_texts.values(), ranks.index(self.mesh.world.rank), len(ranks))
           + return super().scan()
     """,
     "llmtrain/train/trainer.py": r"""
