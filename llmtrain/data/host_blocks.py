@@ -106,7 +106,7 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
 
 def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
     """Return the digest of the block that begins at token `start`, or None if it is not complete."""
-    end = min(block_of(start)[1] + 1, tokens.most)
+    end = min(block_of(start)[1] + 1, tokens.max_tokens)
     if start >= len(tokens) or (len(tokens) < end and not tokens.is_complete):
         return None
     end = min(end, len(tokens))

@@ -90,7 +90,7 @@ class Loader:
         return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
 
     def _count_samples(self) -> int:
-        return max(self.tokens.most - 1, 0) // self.sequence_length
+        return max(self.tokens.max_tokens - 1, 0) // self.sequence_length
 
     def _shortage(self) -> str:
         """Return the text of an error about data with fewer samples than one step needs."""

@@ -31,7 +31,7 @@ def shares_of(weights: Sequence[float], entries: int = BLOCK) -> list[int]:
     return shares
 
 
-def most_of(share: int, entries: int) -> int:
+def max_entries_of(share: int, entries: int) -> int:
     """Return an upper bound on how many of the first `entries` are of a text that has `share` entries of each block."""
     return min(entries, -(-entries // BLOCK) * share)
 

@@ -11,7 +11,7 @@ import numpy as np
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, SamplesBefore
-from llmtrain.data.mixture import MixtureOrder, most_of
+from llmtrain.data.mixture import MixtureOrder, max_entries_of
 from llmtrain.data.order import SampleOrder, merge_cursors, resize
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError
@@ -70,7 +70,7 @@ class MixtureLoader(Loader):
         rest = {key: value for key, value in state.items() if key != "sizes"}
         sizes = []
         for index, (name, now) in enumerate(self.samples.items()):
-            earlier = before(name, now, partial(most_of, self.order.shares[index]))
+            earlier = before(name, now, partial(max_entries_of, self.order.shares[index]))
             text_state = {"sizes": state["sizes"][index]} if "sizes" in state else {}
             sizes.append(resize(text_state, earlier, now).get("sizes", [now]))
         return rest if all(len(text_sizes) == 1 for text_sizes in sizes) else rest | {"sizes": sizes}

@@ -223,8 +223,8 @@ TABLES = {
           - self._merge(states, change.old_global_batch or self.global_batch)
           + self._merge(states, self.global_batch)
         loader: one window too many
-          - return max(self.tokens.most - 1, 0) // self.sequence_length
-          + return self.tokens.most // self.sequence_length
+          - return max(self.tokens.max_tokens - 1, 0) // self.sequence_length
+          + return self.tokens.max_tokens // self.sequence_length
         loader: all ranks validate on the same windows
           - range(first + rank, min(first + per_batch, windows), world)
           + range(first, min(first + micro_batch, windows))

@@ -205,7 +205,7 @@ TABLES = {
           - before, last_progress = progress, now
           + before = progress
         stream: more tokens than the run's are read
-          - self._tokens = TokenShards(self._shards, self.most)
+          - self._tokens = TokenShards(self._shards, self.max_tokens)
           + self._tokens = TokenShards(self._shards)
         stream: an error of the tokenizer is waited out
           - if "error" in status:

@@ -13,7 +13,7 @@ import torch
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader
-from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
+from llmtrain.data.mixture import BLOCK, MixtureOrder, max_entries_of, shares_of
 from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors
 from llmtrain.errors import DataError, TrainingError
@@ -150,7 +150,7 @@ def test_a_hub_text_is_prepared_as_far_as_the_mixture_reads_it(entries: int) -> 
     counts = order.count(range(entries))
     assert counts.sum() == entries
     for share, count in zip(order.shares, counts, strict=True):
-        assert count <= most_of(share, entries) <= count + share
+        assert count <= max_entries_of(share, entries) <= count + share
 
 
 def test_old_blocks_and_epochs_are_forgotten() -> None:
