@@ -386,7 +386,7 @@ class CheckpointWriter:
 
 
 def _catch_error(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or its error in one line that can be sent to other ranks."""
+    """Return the result of `work`, or its error in one line, to send to other ranks. `raise_on_all` needs a Mesh; a writer has Comms."""
     try:
         return work()
     except (CheckpointException, Exception) as error:
