@@ -80,7 +80,7 @@ def train(recipe: str, overrides: Sequence[str]) -> Path:
     loaded = load_recipe(ROOT / recipe, overrides)
     run = ROOT / loaded.run.out_dir / loaded.run.name
     with contextlib.chdir(ROOT):  # where the run starts
-        is_complete = RunDirectory(loaded).finished() is not None
+        is_complete = RunDirectory(loaded).finished_summary() is not None
     if not is_complete and commit() not in (known := commits_of(run)):
         run.mkdir(parents=True, exist_ok=True)
         (run / COMMITS).write_text("".join(f"{one}\n" for one in (*known, commit())))

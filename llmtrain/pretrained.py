@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import ModelSection, Recipe
 from llmtrain.data.dataset import TOKENIZER
-from llmtrain.data.hub import require
+from llmtrain.data.hub import require_on_hub
 from llmtrain.errors import DataError, ModelError, first_line, one_line
 from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.run_files import CHECKPOINTS, RECIPE, STATE_FILE, complete_checkpoints, is_run
@@ -115,7 +115,7 @@ def _of_hub(name: str, download: bool) -> Path | None:
             return folder
     except (HFValidationError, LocalEntryNotFoundError, OSError, ModelError):
         pass  # not downloaded yet, or not completely
-    require(name, "model", key=KEY, instead=EXPECTED)
+    require_on_hub(name, "model", key=KEY, instead=EXPECTED)
     if not download:
         return None
     try:

@@ -26,7 +26,7 @@ SIGNIFICANT = 0.05
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss", "ppl", "bpb")
 NOTHING = "–"
 LARGE = 1000.0
-"""Score from which on only three digits are shown. An untrained model's perplexity is so large."""
+"""Score from which only three digits are shown, as for the perplexity of an untrained model."""
 
 
 def check_benchmarks(section: BenchmarkSection | None) -> None:

@@ -45,9 +45,9 @@ STATUS_SECONDS = 1.0
 class BackgroundTokenizer:
     """Supervisor of a host's tokenizing process. Use it as a context manager.
 
-    A process that fails or is killed is started again. If its text is at fault in ATTEMPTS failures in a row, its error line ends the
-    run. Another failure may end by itself: it ends no rank that still has text, but those that wait for more, once there was no new
-    text for `timeout_seconds`."""
+    A process that fails or is killed is started again. From the third failure in a row (ATTEMPTS), text that is at fault ends the run
+    with its error line. Any other failure may be temporary: it then ends only ranks that wait for more text, once none was added for
+    `timeout_seconds`."""
 
     def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int, timeout_seconds: float) -> None:
         self.directory, self._timeout = cache_path(data), timeout_seconds
@@ -60,7 +60,7 @@ class BackgroundTokenizer:
         self._over = threading.Event()
         """Set once the run has ended, after which no process is started."""
         self._lock = threading.Lock()
-        """Lock on these two, so that the exit ends every process that the supervising thread starts."""
+        """Lock on `_process` and `_over`, so that the exit ends every process that the supervising thread starts."""
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
 
     def __enter__(self) -> BackgroundTokenizer:
@@ -106,7 +106,7 @@ class BackgroundTokenizer:
 
     def _supervise(self) -> None:
         """Wait for the process, and start it again or report its error, until it or the run has ended."""
-        failures, tokens_before, moved = 0, self._count_tokens(), time.monotonic()
+        failures, tokens_before, last_progress = 0, self._count_tokens(), time.monotonic()
         while True:
             process = self._process
             lines = deque((line.strip() for line in process.stderr), maxlen=20)
@@ -114,13 +114,13 @@ class BackgroundTokenizer:
             if self._over.is_set() or code == 0:
                 return
             if (tokens := self._count_tokens()) != tokens_before:
-                failures, tokens_before, moved = 0, tokens, time.monotonic()
+                failures, tokens_before, last_progress = 0, tokens, time.monotonic()
             failures += 1
             error, pause = self._explain(code, list(lines)), PAUSES[min(failures, len(PAUSES)) - 1]
             if failures >= ATTEMPTS and code == BAD_USAGE:
                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=False)
                 return
-            if failures >= ATTEMPTS and time.monotonic() - moved > self._timeout:
+            if failures >= ATTEMPTS and time.monotonic() - last_progress > self._timeout:
                 self._end_waits(
                     f"{error} (no new text for {self._timeout:g} s, run.timeout_seconds)", is_temporary=True
                 )

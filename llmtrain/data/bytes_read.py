@@ -16,7 +16,7 @@ class BytesRead:
     def __init__(self) -> None:
         self.total = 0
         """Bytes of all files; 0 if unknown."""
-        self.current: Callable[[], int] = int
+        self.current: Callable[[], int] = int  # int() is 0
         """Function that returns the bytes read from the open file. The file's reader sets it."""
         self._before = 0
 

@@ -123,7 +123,7 @@ class DocumentLoader(Loader):
         sizes = state.get("sizes", [self.num_samples])
         if sizes[-1] != self.num_samples:
             raise DataError(
-                f"training data: {self.num_samples:,} documents there, {sizes[-1]:,} when the run's checkpoint was "
+                f"training data: {self.num_samples:,} documents, but {sizes[-1]:,} when the run's checkpoint was "
                 "written; give the same text, or start another run with run.name=NAME"
             )
         self.cursor.load_state_dict(state)
@@ -138,8 +138,8 @@ class DocumentLoader(Loader):
 
     def _shortage(self) -> str:
         return (
-            f"{self.num_samples} documents there (of at most {self.sequence_length} tokens), {self.global_batch} needed "
-            "for one step; give more text (data.source, data.max_tokens), or lower train.global_batch"
+            f"{self.num_samples} documents of at most {self.sequence_length} tokens, but one step needs {self.global_batch}; "
+            "give more text (data.source, data.max_tokens), or lower train.global_batch"
         )
 
     def _read(self, samples: Sequence[int]) -> list[torch.Tensor]:

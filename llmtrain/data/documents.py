@@ -38,9 +38,9 @@ class DocumentSamples:
     """Samples of one split. The module's docstring describes them."""
 
     def __init__(self, tokens: TokenShards, starts: np.ndarray, eos_id: int) -> None:
-        """Keep the samples that end in `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in
-        more tokens, of which `tokens` are the first. Only if the first sample does not end there, it is cut. The last one would have
-        another length in a longer run, and so other samples would be near it."""
+        """Keep the samples that end within `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in more
+        tokens, of which `tokens` are the first. The sample that the end of `tokens` cuts is left out, unless it is the first one: in a
+        longer run it would be longer, and would be sorted next to other samples."""
         self.tokens, self._starts, self._eos_id = tokens, starts, eos_id
         first = min(1, len(tokens), len(starts) - 1)
         self._count = max(int(np.searchsorted(starts, len(tokens), side="right")) - 1, first)

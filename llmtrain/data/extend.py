@@ -130,7 +130,7 @@ def _batches(
                 batch.append((split, text))
         # a split that needs little must not wait for a full batch from a stream that is mostly the other split
         enough = max(BATCH_CHARACTERS // SMALLEST_BATCHES, *left.values())
-        if characters >= min(BATCH_CHARACTERS, enough) or folder.is_due:
+        if characters >= min(BATCH_CHARACTERS, enough) or folder.is_commit_due:
             yield batch, stream.position()
             batch, characters = [], 0
     if batch:
@@ -149,6 +149,8 @@ class _GrowingFolder:
         self._writers = {
             split: ShardWriter(directory, split, dtype, entry.shards) for split, entry in index.splits.items()
         }
+        self._pool: ThreadPoolExecutor
+        """Thread that writes; it exists within `committed`."""
         self._writing: Future | None = None
         self._committed, self._on_progress = time.monotonic(), on_progress
         self._train_committed = index.splits["train"].tokens
@@ -158,7 +160,7 @@ class _GrowingFolder:
         return not self.index.splits[split].exhausted and self.index.splits[split].tokens < tokens
 
     @property
-    def is_due(self) -> bool:
+    def is_commit_due(self) -> bool:
         return time.monotonic() - self._committed >= COMMIT_SECONDS
 
     def add(self, parts: Mapping[Split, Part], read: Iterable[Split], position: Position) -> None:
@@ -173,7 +175,7 @@ class _GrowingFolder:
                 counts = {name: getattr(entry, name) + getattr(part, name) for name in COUNTS}
                 self._update(split, position=position, **counts)
         self.announce_progress()
-        if self.is_due or self._completes_block():
+        if self.is_commit_due or self._completes_block():
             self._commit()
 
     def announce_progress(self, skipped: int = 0) -> None:
@@ -242,7 +244,7 @@ class ProgressBar:
 
         self.label = label
         self.text_bytes, self.tokens, self._needed = 0, 0, needed
-        self._files = 0
+        self._total_bytes = 0
         self._console = Console(stderr=True, quiet=not show)
         # rich's bar shows nothing unless the console is a terminal; lines are printed instead
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
@@ -256,18 +258,19 @@ class ProgressBar:
         self._bar.start()
         return self
 
-    def advance(self, text_bytes: int, tokens: int, read: int = 0, files: int = 0) -> None:
-        """Count a batch of `text_bytes` and `tokens`. `read` is the number of bytes read so far of the `files` bytes of all
-        files, skipped text included. Both are 0 if they are unknown."""
+    def advance(self, text_bytes: int, tokens: int, bytes_read: int = 0, total_bytes: int = 0) -> None:
+        """Count a batch of `text_bytes` and `tokens`. `bytes_read` of the `total_bytes` of all files have been read, skipped text
+        included. Both are 0 if they are unknown."""
         if not self._marks:  # text that a continued preparation has skipped, at another speed, is not in the rate
-            self._marks.append((self._shown, self.tokens, read))
+            self._marks.append((self._shown, self.tokens, bytes_read))
         self.text_bytes += text_bytes
         self.tokens += tokens
-        self._files = files
-        self._marks.append((time.monotonic(), self.tokens, read))
+        self._total_bytes = total_bytes
+        self._marks.append((time.monotonic(), self.tokens, bytes_read))
         while len(self._marks) > 2 and self._marks[1][0] <= self._marks[-1][0] - RATE_SECONDS:
             self._marks.popleft()
-        done, total = (read, files) if self._needed == sys.maxsize and files else (self.tokens, self._needed)
+        is_by_bytes = self._needed == sys.maxsize and total_bytes
+        done, total = (bytes_read, total_bytes) if is_by_bytes else (self.tokens, self._needed)
         self._bar.update(self._task, completed=done, total=total, description=self.line())
         if not self._console.is_terminal and time.monotonic() - self._shown >= PLAIN_SECONDS:
             self._shown = time.monotonic()
@@ -292,8 +295,8 @@ class ProgressBar:
         left = []
         if 0 < self.tokens < self._needed < sys.maxsize and rate > 0:
             left.append((self._needed - self.tokens) / rate)
-        if read_before < read < self._files:
-            left.append((self._files - read) / (read - read_before) * seconds)
+        if read_before < read < self._total_bytes:
+            left.append((self._total_bytes - read) / (read - read_before) * seconds)
         if left:
             line += f", {min(left) / 60:.0f} min left"
         return line
@@ -303,7 +306,7 @@ class ProgressBar:
     ) -> None:
         self._bar.stop()
         if kind is None:
-            self._files = 0  # so that the last line shows no time left, even if the rest of the files has no text
+            self._total_bytes = 0  # so that the last line shows no time left, even if the rest of the files has no text
             self._print()
 
     def _print(self) -> None:

@@ -106,7 +106,7 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
 
 def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
     """Return the digest of the block that begins at token `start`, or None if it is not complete."""
-    end = min(block_of(start)[1] + 1, tokens.most)
+    end = min(block_of(start)[1] + 1, tokens.max_tokens)
     if start >= len(tokens) or (len(tokens) < end and not tokens.is_complete):
         return None
     end = min(end, len(tokens))
@@ -115,18 +115,18 @@ def _describe(tokens: GrowingTokens, start: int) -> dict[str, str] | None:
 
 
 def hosts_of(mesh: Mesh) -> list[int]:
-    """Return the first rank of each host. All ranks must call this, because it is a collective."""
+    """Return the first rank of each host. A collective of all ranks."""
     local = mesh.all_ranks.all_gather_object(mesh.world.local_rank, "counting hosts")
     return [rank for rank, number in enumerate(local) if number == 0]
 
 
 @contextmanager
-def chosen_tokenizer(mesh: Mesh, folder: Path) -> Iterator[bool]:
-    """Provide whether this rank tokenizes for all hosts that see its prepared folder: on file systems whose locks hold on one
-    host only, several of them would write the same shards.
+def chosen_to_tokenize(mesh: Mesh, folder: Path) -> Iterator[bool]:
+    """Provide whether this rank tokenizes for all hosts that see its prepared folder. Otherwise, on file systems whose locks hold
+    on one host only, several hosts would write the same shards.
 
-    The first rank of each host puts a file into its folder, and all ranks look for these. A collective of all ranks, at both
-    ends: when the block has ended on one rank, it has on all.
+    The first rank of each host puts a file into its folder, and all ranks look for these files. A collective of all ranks on entry
+    and on exit, so no rank leaves the block before all ranks have reached its end.
     """
     is_first = mesh.world.local_rank == 0
     mark = folder / f"{secrets.token_hex(8)}.host"

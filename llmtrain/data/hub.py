@@ -15,7 +15,7 @@ TIMEOUT = 5.0
 """Seconds to wait for each of the hub's several addresses."""
 
 
-def require(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> str | None:
+def require_on_hub(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> str | None:
     """Return the newest commit of repository `name`. Raises DataError unless the Hugging Face hub has it, UnavailableError unless
     the hub answers: the message names `key` and, unless the repository does not exist, suggests `instead`."""
     from huggingface_hub import HfApi
@@ -53,7 +53,7 @@ class HubDataset:
         self._data, self._split, self._key = data, split, key
         name = data.source.removeprefix(HUB)
         instead = "data.source=/path/to/files or data.source=stdlib"
-        newest = require(name, "dataset", key="data.source", instead=instead)
+        newest = require_on_hub(name, "dataset", key="data.source", instead=instead)
         self.revision = revision or newest
         import datasets
 

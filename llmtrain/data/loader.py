@@ -22,7 +22,7 @@ import torch
 
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
-from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, grow, merge_cursors
+from llmtrain.data.order import SampleCursor, SampleOrder, block_of_sample, merge_cursors, resize
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
@@ -90,7 +90,7 @@ class Loader:
         return [self.order.sample(entry) for part in self.cursor.peek(first, count) for entry in part]
 
     def _count_samples(self) -> int:
-        return max(self.tokens.most - 1, 0) // self.sequence_length
+        return max(self.tokens.max_tokens - 1, 0) // self.sequence_length
 
     def _shortage(self) -> str:
         """Return the text of an error about data with fewer samples than one step needs."""
@@ -129,10 +129,10 @@ class Loader:
         self.cursor.load_state_dict(state)
         self.order = self._new_order(state.get("sizes", ()))
 
-    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
-        text had in that run."""
-        return grow(state, before("", self.num_samples, lambda entries: entries), self.num_samples)
+    def state_for_length(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return the `state` of a run of another length as a state of this run. `before` returns how many samples a text had in
+        that run."""
+        return resize(state, before("", self.num_samples, lambda entries: entries), self.num_samples)
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
         """Return the number of sequences that a run has read of each text, by the text's name. `states` has the loader's
@@ -148,10 +148,10 @@ class Loader:
     def _wait_for_samples(self, samples: int) -> int:
         """Wait until `samples` samples exist or the source has ended. Return how many exist. Raises DataError if they are
         fewer than one global batch."""
-        there = max(self.tokens.wait_for(samples * self.sequence_length + 1) - 1, 0) // self.sequence_length
-        if there < min(samples, self.global_batch):
+        existing = max(self.tokens.wait_for(samples * self.sequence_length + 1) - 1, 0) // self.sequence_length
+        if existing < min(samples, self.global_batch):
             raise DataError(f"training data: {self._shortage()}")
-        return there
+        return existing
 
 
 class PrefetchLoader:
@@ -198,9 +198,9 @@ class PrefetchLoader:
         """Return the rule by which `state_dict` is resharded."""
         return self.loader.reshard_rule()
 
-    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return the `state` of a run that was shorter or longer, as a state of this run."""
-        return self.loader.grown(state, before)
+    def state_for_length(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return the `state` of a run of another length as a state of this run."""
+        return self.loader.state_for_length(state, before)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state, after discarding batches read ahead."""
@@ -279,13 +279,13 @@ def eval_batches(
 
 def count_windows(tokens: TokenShards, max_tokens: int, sequence_length: int) -> int:
     """Return the number of windows that are validated. Raises DataError if the data has no complete window."""
-    there = max(len(tokens) - 1, 0) // sequence_length
-    if not there:
+    existing = max(len(tokens) - 1, 0) // sequence_length
+    if not existing:
         raise DataError(
             f"validation data: {len(tokens)} tokens, but one sequence needs {sequence_length + 1}; raise "
             "data.validation_fraction, give data.validation, or lower train.sequence_length"
         )
-    return min(max(max_tokens // sequence_length, 1), there)
+    return min(max(max_tokens // sequence_length, 1), existing)
 
 
 def _eval_batch(

@@ -190,7 +190,8 @@ def _read_parquet(path: Path, data: DataSection, read: BytesRead) -> Iterator[st
             rows, size = 0, path.stat().st_size
             for batch in table.iter_batches(batch_size=1024, columns=[data.text_key]):
                 rows += len(batch)
-                read.current = partial(int, size * rows / table.metadata.num_rows)
+                share = int(size * rows / table.metadata.num_rows)
+                read.current = partial(int, share)  # returns share
                 for number, row in enumerate(batch.to_pylist(), start=rows - len(batch) + 1):
                     yield from text_of_row(row, data.text_key, f"{path}: row {number:,}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

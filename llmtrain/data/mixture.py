@@ -31,7 +31,7 @@ def shares_of(weights: Sequence[float], entries: int = BLOCK) -> list[int]:
     return shares
 
 
-def most_of(share: int, entries: int) -> int:
+def max_entries_of(share: int, entries: int) -> int:
     """Return an upper bound on how many of the first `entries` are of a text that has `share` entries of each block."""
     return min(entries, -(-entries // BLOCK) * share)
 
@@ -72,7 +72,7 @@ class MixtureOrder:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that makes another order equal to this one, given the same seed, numbers of samples and weights."""
         sizes = [order.sizes for order in self.orders]
-        return {"sizes": sizes} if any(len(of_text) > 1 for of_text in sizes) else {}
+        return {"sizes": sizes} if any(len(text_sizes) > 1 for text_sizes in sizes) else {}
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the text of each entry of a block, and its rank among that text's entries of the block."""

@@ -11,8 +11,8 @@ import numpy as np
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, SamplesBefore
-from llmtrain.data.mixture import MixtureOrder, most_of
-from llmtrain.data.order import SampleOrder, grow, merge_cursors
+from llmtrain.data.mixture import MixtureOrder, max_entries_of
+from llmtrain.data.order import SampleOrder, merge_cursors, resize
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError
 
@@ -64,16 +64,16 @@ class MixtureLoader(Loader):
         orders = [SampleOrder(number, self.shape.seed, before) for number, before in zip(numbers, given, strict=True)]
         return MixtureOrder(orders, self.weights, self.shape.seed)
 
-    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
-        text had in that run."""
+    def state_for_length(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return the `state` of a run of another length as a state of this run. `before` returns how many samples a text had in
+        that run."""
         rest = {key: value for key, value in state.items() if key != "sizes"}
         sizes = []
         for index, (name, now) in enumerate(self.samples.items()):
-            earlier = before(name, now, partial(most_of, self.order.shares[index]))
-            of_text = {"sizes": state["sizes"][index]} if "sizes" in state else {}
-            sizes.append(grow(of_text, earlier, now).get("sizes", [now]))
-        return rest if all(len(of_text) == 1 for of_text in sizes) else rest | {"sizes": sizes}
+            earlier = before(name, now, partial(max_entries_of, self.order.shares[index]))
+            text_state = {"sizes": state["sizes"][index]} if "sizes" in state else {}
+            sizes.append(resize(text_state, earlier, now).get("sizes", [now]))
+        return rest if all(len(text_sizes) == 1 for text_sizes in sizes) else rest | {"sizes": sizes}
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
         """Return the number of sequences that a run has read of each text, by the text's name. `states` has the loader's

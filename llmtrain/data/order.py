@@ -32,7 +32,7 @@ class SampleOrder:
     """Endless list of samples: the permutations of all epochs, one after the other.
 
     It depends on the seed and the number of samples alone, so it is the same on every rank and for every mesh. If the data
-    has grown since the run began (`grow`), the first epoch is a permutation of the samples that existed then, followed by
+    has grown since the run began (`resize`), the first epoch is a permutation of the samples that existed then, followed by
     one of those added.
 
     With blocks, the first epoch is a permutation of the samples of the first block, followed by one of those of the second,
@@ -171,11 +171,11 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
             left += replica.peek(start, stop - start)
             replica.advance(batch)
     sizes = {"sizes": states[0]["sizes"]} if "sizes" in states[0] else {}
-    # Every replica has now read as many entries, so all cursors are equal.
+    # All replicas have now read equally many entries, so all cursors are equal.
     return SampleCursor(replicas[0].position, _joined([*left, *replicas[0].left])).state_dict() | sizes
 
 
-def grow(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
+def resize(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
     """Return a loader's state for data that now has `now` samples. It had the numbers of samples in the state's `sizes` or, if
     there are none, `before` samples. In the first epoch, the new samples come after the old ones. If there are fewer samples
     now, only the order up to the last of `sizes` below that number remains."""

@@ -41,9 +41,9 @@ NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 PACKAGES = "packages.txt"
 """File that records the packages of `python`: versions, sizes and digests, one package per line."""
 MANY = 20
-"""Expected number of a split's documents from which on it is no chance that there are none."""
+"""Expected number of documents of a split above which it is no coincidence that the split has none."""
 BY_PARAGRAPHS = """'data.separator="\\n\\n"'"""
-"""Override that makes documents of a .txt's paragraphs, as a shell takes it."""
+"""Override that makes each paragraph of a .txt a document, quoted for a shell."""
 LOCK_SECONDS = 24 * 3600.0
 """Seconds to wait for another process that prepares the same folder."""
 

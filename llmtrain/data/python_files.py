@@ -74,7 +74,7 @@ class Package:
 
     @property
     def record(self) -> PackageRecord:
-        """Size and digest of the files. The digest covers names, sizes and recorded digests, so that no file is read. It
+        """Return the size and digest of the files. The digest covers names, sizes and recorded digests, so that no file is read. It
         misses an edit in place that keeps a file's size."""
         lines = "\n".join(f"{file.name} {file.bytes} {file.recorded}" for file in self.files)
         digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
@@ -92,20 +92,21 @@ class PythonText:
 
     @cached_property
     def records(self) -> list[PackageRecord]:
-        """Records of the packages that are read, in the order of their names."""
+        """Return the records of the packages that are read, in the order of their names."""
         return [package.record for package in self.packages]
 
     @property
     def record(self) -> str:
-        """The packages that are read: one per line, with version, number of files, bytes and digest."""
+        """Return the packages that are read: one per line, with version, number of files, bytes and digest."""
         return "\n".join(map(str, self.records)) + "\n"
 
     def line(self, fraction: float) -> str:
         """Return one line that says which text this is, how it differs from the pinned one, and what is held out."""
         digest = hashlib.blake2b(self.record.encode(), digest_size=4).hexdigest()
         here = {record.name: record for record in self.records}
-        differences = [f"{pin.name} {_difference(here.get(pin.name), pin)}" for pin in self.pinned]
-        differences = [difference for difference in differences if not difference.endswith(" ")]
+        differences = [
+            f"{pin.name} {difference}" for pin in self.pinned if (difference := _difference(here.get(pin.name), pin))
+        ]
         validation = self.validation_packages(fraction)
         return (
             f"python: {sum(record.files for record in self.records):,} files of {len(self.records)} packages, "

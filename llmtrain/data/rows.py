@@ -1,4 +1,4 @@
-"""Rows of data sets: the text in one."""
+"""Text in a row of a dataset."""
 
 from __future__ import annotations
 

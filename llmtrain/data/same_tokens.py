@@ -21,7 +21,7 @@ COPY_TEXT = "copy this text, and data.tokenizer if it is a file or folder, from 
 def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     """Raise DataError on every rank if two ranks would read different tokens of a text with the same name, or if a rank can't
     read its own tokens. Tokens differ if the hub dataset, a local file or Python's standard library is not the same on all
-    hosts. All ranks must call this, because it is a collective."""
+    hosts. A collective of all ranks."""
     if mesh.world.size == 1:
         return
     mine = socket.gethostname(), *_digests(texts)

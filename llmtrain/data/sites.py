@@ -16,7 +16,7 @@ from typing import Any
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TOKENIZER, TokenDataset, TokenShards
 from llmtrain.data.loader import Loader, SamplesBefore
-from llmtrain.data.order import SampleCursor, grow, merge_cursors
+from llmtrain.data.order import SampleCursor, merge_cursors, resize
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.world import node_name
@@ -47,13 +47,13 @@ class SiteLoader(Loader):
         return super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(grow(state, self.num_samples, self.num_samples))
+        super().load_state_dict(resize(state, self.num_samples, self.num_samples))
         self.absent = state.get("absent", {})
 
-    def grown(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return the `state` of a run that was shorter or longer, as a state of this run. `before` returns how many samples a
-        text had in that run."""
-        return grow(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
+    def state_for_length(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
+        """Return the `state` of a run of another length as a state of this run. `before` returns how many samples a text had in
+        that run."""
+        return resize(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
         """Return the number of sequences that a run has read at each site, by the site's name. `states` has the loader's
@@ -145,8 +145,7 @@ class Sites:
 
 def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
     """Return the sites of the run. `mine` is the text of this rank's site, or the error if it can't be read. Raises DataError,
-    on every rank, if a rank's text can't be read, or if sites have different tokenizers. All ranks must call this, because it
-    is a collective."""
+    on every rank, if a rank's text can't be read, or if sites have different tokenizers. A collective of all ranks."""
     here = node_name(), mine
     of_ranks = mesh.all_ranks.all_gather_object(here, "comparing sites") if mesh.world.size > 1 else [here]
     for rank, (node, text) in enumerate(of_ranks):

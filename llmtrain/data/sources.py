@@ -98,8 +98,8 @@ class TextStream:
             yield ("validation" if is_held_out else "train"), text
 
     def _after_start(self, texts: Iterator[T]) -> Iterator[T]:
-        """Yield what is left of a local text. An error after its first document, when tokens may exist, says what a correction means
-        for them."""
+        """Yield the documents after `start` of a local text. If text after its first document is damaged, the error adds that the
+        corrected text is tokenized anew."""
         try:
             for number in range(1, self._start.documents + 1):
                 if next(texts, None) is None:

@@ -92,7 +92,7 @@ class GrowingTokens(Tokens):
         announced on stderr with `announce`. `agree(self, tokens)` is called when more tokens than ever before have been waited
         for. It may wait for other hosts, and raises DataError if they have other tokens."""
         self.directory, self.source = prepared.directory, prepared.index.source
-        self._most = prepared.limits.get("train", sys.maxsize)
+        self._max_tokens = prepared.limits.get("train", sys.maxsize)
         self.closed = threading.Event()
         """Set at the end of the run, to end a wait."""
         self.is_complete = False
@@ -113,10 +113,10 @@ class GrowingTokens(Tokens):
         return len(self._tokens)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Return the largest number of tokens that the sequence can ever have; sys.maxsize if the length of the source is
         unknown."""
-        return self._most
+        return self._max_tokens
 
     def window(self, start: int, length: int) -> np.ndarray:
         return self._tokens.window(start, length)
@@ -124,7 +124,7 @@ class GrowingTokens(Tokens):
     def wait_for(self, tokens: int) -> int:
         """Wait until `tokens` tokens exist or the source has ended. Return how many exist. Raises DataError if the tokenizing
         process has failed, or if no tokens are added for `timeout_seconds`."""
-        tokens = min(tokens, self.most)
+        tokens = min(tokens, self.max_tokens)
         if tokens > self._agreed:
             if tokens > len(self) and not self.is_complete:
                 self.wait_until(lambda: tokens <= len(self) or self.is_complete, tokens)
@@ -147,8 +147,8 @@ class GrowingTokens(Tokens):
         for shard in entry.shards[len(self._shards) :]:
             check_shard(self.directory, index, shard)
             self._shards.append(LazyShard(self.directory, shard))
-        self._tokens = TokenShards(self._shards, self.most)
-        self.is_complete = entry.exhausted or entry.tokens >= self.most
+        self._tokens = TokenShards(self._shards, self.max_tokens)
+        self.is_complete = entry.exhausted or entry.tokens >= self.max_tokens
         self._stamp = stamp
 
     def wait_until(
@@ -157,8 +157,8 @@ class GrowingTokens(Tokens):
         """Wait until `condition` is true. It may depend on the tokens here, or on other hosts, of which `elsewhere` returns the
         status. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
         has ended."""
-        moved = time.monotonic()
-        shown = moved + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
+        last_progress = time.monotonic()
+        shown = last_progress + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
         before = None
         while not condition():
             self._last_wait = now = time.monotonic()
@@ -167,8 +167,8 @@ class GrowingTokens(Tokens):
             if "error" in status:
                 raise text_error(status["error"], status.get("is_temporary", False))
             if (progress := (len(self), status)) != before:
-                before, moved = progress, now
-            if now - moved > self._timeout:
+                before, last_progress = progress, now
+            if now - last_progress > self._timeout:
                 raise UnavailableError(
                     f"{self.source}: no text was tokenized for {self._timeout:g} s (run.timeout_seconds) while {tokens:,} tokens "
                     f"were needed and {len(self):,} were on this host; look at {self.directory}, and start the same command again"

@@ -1,6 +1,6 @@
 """Identity of a run's texts, stored in its checkpoints, so that a run does not continue on other tokens.
 
-A text may change although the recipe does not: a file is added to a folder, a package is upgraded, or a data set has a new
+A text may change although the recipe does not: a file is added to a folder, a package is upgraded, or a dataset has a new
 revision. A run that continued on the changed text would repeat some samples and skip others, or would read token ids of
 another tokenizer.
 """

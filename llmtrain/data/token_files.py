@@ -68,7 +68,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """Index of a Megatron data set: sequences, and the documents that they form."""
+    """Index of a Megatron dataset: sequences, and the documents that they form."""
 
     path: Path
     itemsize: int
@@ -136,7 +136,7 @@ def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> li
 
 
 def _without_indexes(paths: Sequence[Path]) -> list[Path]:
-    """Return the paths with each `.idx` replaced by its `.bin`, which stands for the data set, and without duplicates."""
+    """Return the paths with each `.idx` replaced by its `.bin`, which stands for the dataset, and without duplicates."""
     return list(dict.fromkeys(path.with_suffix(".bin") if path.suffix.lower() == ".idx" else path for path in paths))
 
 
@@ -240,7 +240,7 @@ def _check_no_text(path: Path, start: bytes) -> None:
 
 def _read_megatron(path: Path, index: Path) -> TokenFile:
     size, index_size = path.stat().st_size, index.stat().st_size
-    remedy = f"copy {index.name} and {path.name} again, both from one data set"
+    remedy = f"copy {index.name} and {path.name} again, both from one dataset"
     with index.open("rb") as file:
         header = file.read(MEGATRON_HEADER.size)
     if not header.startswith(MEGATRON_MAGIC):
@@ -253,14 +253,14 @@ def _read_megatron(path: Path, index: Path) -> TokenFile:
     if code not in MEGATRON_DTYPES:
         raise DataError(f"{index}: dtype code {code}, which is not of whole numbers; expected that of tokens")
     expected = MEGATRON_HEADER.size + 12 * sequences + 8 * borders
-    # data sets of text and images have one more byte per sequence, for its mode
+    # datasets of text and images have one more byte per sequence, for its mode
     if index_size not in (expected, expected + sequences):
         raise DataError(
             f"{index}: {index_size:,} bytes found, {expected:,} expected for {sequences:,} sequences and {borders:,} document "
             f"borders; {remedy}"
         )
     if not sequences or not size:
-        raise DataError(f"{path}: no tokens; give a data set with some")
+        raise DataError(f"{path}: no tokens; give a dataset with some")
     found = DocumentIndex(index, np.dtype(MEGATRON_DTYPES[code]).itemsize, sequences, borders)
     _check_fit(found, path, size, remedy)
     return TokenFile(path, "megatron", MEGATRON_DTYPES[code], 0, size // found.itemsize, size, found)

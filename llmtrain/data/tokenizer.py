@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.config import DataSection
-from llmtrain.data.hub import require
+from llmtrain.data.hub import require_on_hub
 from llmtrain.data.sentencepiece_model import MODEL_FILE, hiding, load_sentencepiece
 from llmtrain.data.sources import documents
 from llmtrain.data.tokenizing import encode_without_threads
@@ -102,7 +102,7 @@ def check_tokenizer_exists(data: DataSection) -> None:
     if (tokenizer := existing_tokenizer(data)) is not None:
         _hide_eos(tokenizer, data)
     elif trained_size(data.tokenizer) is None:
-        require(data.tokenizer, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
+        require_on_hub(data.tokenizer, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
 
 
 def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
@@ -115,9 +115,9 @@ def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
 
 
 def _hide_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> bool:
-    """Return whether the tokenizer had to be changed so that it no longer finds its eos token in a text that quotes it, where a
-    document would seem to end. Models of pieces with scores and of words find it if it is one of their pieces. Raises DataError if there
-    is no eos token, or if it can't be hidden."""
+    """Change the tokenizer, if necessary, so that it does not find its eos token in a text that quotes it, where a document would seem
+    to end. Return whether it was changed. Models of pieces with scores and of words find the token if it is one of their pieces. Raises
+    DataError if there is no eos token, or if it can't be hidden."""
     from tokenizers import pre_tokenizers
 
     if tokenizer.eos_token_id is None:
@@ -211,7 +211,7 @@ def _load_hub(name: str) -> PreTrainedTokenizerBase:
 
     if (tokenizer := _downloaded(name)) is not None:
         return tokenizer
-    require(name, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
+    require_on_hub(name, "model", key="data.tokenizer", instead=INSTEAD_OF_HUB)
     try:
         with announced(f"the Hugging Face hub to send the tokenizer {name}"), panics_as_errors():
             return AutoTokenizer.from_pretrained(name)

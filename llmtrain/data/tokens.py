@@ -19,7 +19,7 @@ class Tokens(ABC):
         """Return tokens [start, start + length), which must exist. The array may be a read-only view."""
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Return the largest number of tokens that the sequence can ever have."""
         return len(self)
 

@@ -157,7 +157,7 @@ def measure_all(
     timeout_seconds: float,
     exchange: Callable[[str, Any], Sequence[Any]],
 ) -> list[Link]:
-    """Measure all links between hosts and return them on every rank. All ranks must call this, because it is a collective.
+    """Measure all links between hosts and return them on every rank. A collective of all ranks.
 
     `me` is this host's index, or None on ranks that measure nothing. `exchange(name, value)` returns every host's
     value in the order of `addresses`; all ranks call it equally often. It must wait longer than `timeout_seconds`.
@@ -338,7 +338,7 @@ def bench_collectives(
     mesh: Mesh, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
 ) -> tuple[list[Finding], float | None]:
     """Return findings from all-reduces over the replica axis and the shard axis, and the bytes per second that a rank sends in
-    one over the replica axis (None for one replica). All ranks must call this, because it is a collective.
+    one over the replica axis (None for one replica). A collective of all ranks.
 
     `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. `round_trip` is the longest one
     between hosts in seconds, and `timeout_seconds` the mesh's timeout; both are the same on all ranks. Raises TrainingError if

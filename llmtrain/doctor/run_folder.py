@@ -11,7 +11,7 @@ from typing import Any
 
 from llmtrain.doctor.finding import Finding, ok, problem
 from llmtrain.files import nearest_existing
-from llmtrain.train.shared_folder import ADVICE, PATIENCE_SECONDS, not_shared, probe_file, wait_for_file
+from llmtrain.train.shared_folder import ADVICE, PATIENCE_SECONDS, probe_file, sharing_problem, wait_for_file
 
 
 def shared_run_folder(
@@ -35,6 +35,6 @@ def shared_run_folder(
         if rank == 0:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
-    if what := not_shared([told[leader] for leader in leaders]):
+    if what := sharing_problem([told[leader] for leader in leaders]):
         return [problem(what, ADVICE)]
     return [ok(f"run.out_dir={out_dir} is the same folder on all {len(leaders)} hosts")]

@@ -1,4 +1,4 @@
-"""Loading of all tasks of a suite without a model: `python -m llmtrain.eval.fetch SUITE [DATA_DIR]`. Data sets of the hub are then in
+"""Loading of all tasks of a suite without a model: `python -m llmtrain.eval.fetch SUITE [DATA_DIR]`. Datasets of the hub are then in
 its cache."""
 
 from __future__ import annotations

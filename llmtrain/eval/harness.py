@@ -129,7 +129,7 @@ def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]
     except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
         if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
             raise DataError(f"task {name}: its data can't be read ({first_line(error)}); mend the file") from error
-        raise DataError(  # ValueError if another configuration of the data set is in the hub's cache
+        raise DataError(  # ValueError if another configuration of the dataset is in the hub's cache
             f"task {name}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
         ) from error
 

@@ -30,7 +30,7 @@ WORDS = ("exported tokens", "prepare RECIPE --export FOLDER")
 NAMES = {"train": "train", "validation": "val"}
 """Beginnings of file names by split, as nanoGPT and llm.c have them."""
 SHARD_TOKENS = 100_000_000
-"""Tokens per file of llm.c, as in its own data sets."""
+"""Tokens per file of llm.c, as in its own datasets."""
 CHUNK = 1 << 22
 LARGEST_UINT16 = 1 << 16
 

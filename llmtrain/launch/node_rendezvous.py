@@ -36,9 +36,12 @@ ENDING_SECONDS = 24 * 3600.0
 """Maximum seconds that other nodes, once their ranks have ended, wait for node 0 to collect the exits of all nodes."""
 BEAT_SECONDS, SILENCE_SECONDS = 2.0, 20.0
 """Seconds between a launcher's heartbeats, and seconds without one after which the launcher counts as lost."""
-PATIENCE_SECONDS = 10.0
-"""Seconds after which a wait is reported. Also the maximum seconds for which node 0 stays at the end, so that other nodes can
-read from its store."""
+ATTEMPT_SECONDS = 10.0
+"""Maximum seconds for one connection attempt."""
+REPORT_SECONDS = 10.0
+"""Seconds after which a wait is reported."""
+LINGER_SECONDS = 10.0
+"""Maximum seconds for which node 0 stays at the end, so that other nodes can read from its store."""
 
 
 @contextmanager
@@ -57,9 +60,9 @@ def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Itera
     link, is_member = NodeLink(nodes, store, info), False
     with ExitStack() as heart:
         try:
-            with link.needs_node_0("come"):
+            with link.needs_node_0("arrive"):
                 link.claim()
-                heart.enter_context(store_thread("says that it is there", link.heartbeat))
+                heart.enter_context(store_thread("heartbeat", link.heartbeat))
                 link.assemble(timeout_seconds)
             is_member = True
             yield link
@@ -102,11 +105,11 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
     with announced(f"node 0 to listen at {nodes.address}:{nodes.port}", timeout_seconds):
         while (left := started + timeout_seconds - time.monotonic()) > 0:
             try:
-                socket.create_connection((nodes.address, nodes.port), timeout=min(left, PATIENCE_SECONDS)).close()
+                socket.create_connection((nodes.address, nodes.port), timeout=min(left, ATTEMPT_SECONDS)).close()
                 return
             except OSError as error:
                 reason = error.strerror or str(error)
-                if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
+                if not is_reported and time.monotonic() - started >= REPORT_SECONDS:
                     is_reported = True
                     tried = f"node {nodes.rank} tries to reach node 0 at {nodes.address}:{nodes.port}"
                     print(f"{tried} (up to {timeout_seconds:g} s): {reason}", flush=True)
@@ -161,13 +164,13 @@ class NodeLink:
         rank, count = self.nodes.rank, self.nodes.count
         if rank == 0:
             self._store.set("count 0", str(count))
-        self._wait("count", [0], "come", timeout_seconds)
+        self._wait("count", [0], "arrive", timeout_seconds)
         counted = int(self._store.get("count 0"))
         if counted != count:
             raise RecipeError(f"NNODES={count} on {self._host}, but {counted} on node 0; set the same on all nodes")
         self._store.set(f"info {rank}", json.dumps(asdict(self._info)))
         self._store.set(f"host {rank}", self._host)
-        self._wait("host", range(count), "come", timeout_seconds)
+        self._wait("host", range(count), "arrive", timeout_seconds)
         told = [json.loads(self._store.get(f"info {node}")) for node in range(count)]
         check_nodes(told, [self._name(node) for node in range(count)])
         self._store.set("complete 0", "yes")
@@ -222,7 +225,7 @@ class NodeLink:
         self._attempt = attempt + 1
         outcome = f"outcome{attempt}"
         if self.nodes.rank == 0:
-            gone = self._gone(f"ended{attempt}")
+            gone = self._wait_for_lost(f"ended{attempt}")
             if gone and not allow_node_loss:
                 raise TrainingError(
                     f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
@@ -279,7 +282,7 @@ class NodeLink:
                 heard[node] = beats, time.monotonic()
         return [node for node in nodes if time.monotonic() - heard[node][1] > SILENCE_SECONDS]
 
-    def _gone(self, key: str) -> list[int]:
+    def _wait_for_lost(self, key: str) -> list[int]:
         """Wait until every node has set its `key` or is lost, and return the lost nodes."""
         heard: dict[int, tuple[int, float]] = {}
         while missing := [node for node in self._members if not self._has(f"{key} {node}")]:
@@ -309,15 +312,15 @@ class NodeLink:
                 names = ", ".join(map(self._name, missing))
                 if waited > seconds:
                     raise TrainingError(self._timed_out(names, purpose, seconds))
-                if not is_reported and waited > PATIENCE_SECONDS:
+                if not is_reported and waited > REPORT_SECONDS:
                     is_reported = True
                     print(f"node {self.nodes.rank} waits for {names} to {purpose} (up to {seconds:g} s)", flush=True)
                 time.sleep(POLL_SECONDS)
 
     def _timed_out(self, names: str, purpose: str, seconds: float) -> str:
-        came = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
+        arrived = ", ".join(self._name(node) for node in range(self.nodes.count) if self._has(f"host {node}"))
         return (
-            f"waited {seconds:g} s for {names} to {purpose}; here: {came}; start llmtrain launch on each of "
+            f"waited {seconds:g} s for {names} to {purpose}; arrived: {arrived}; start llmtrain launch on each of "
             f"{self.nodes.count} nodes with MASTER_ADDR={self.nodes.address} MASTER_PORT={self.nodes.port}, "
             "or raise run.timeout_seconds"
         )
@@ -326,7 +329,7 @@ class NodeLink:
         """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
         arrived have acknowledged it, because its store may end with it."""
         self._store.set(f"heard {what} {self.nodes.rank}", "yes")
-        deadline = time.monotonic() + (PATIENCE_SECONDS if self.nodes.rank == 0 else 0)
+        deadline = time.monotonic() + (LINGER_SECONDS if self.nodes.rank == 0 else 0)
         while time.monotonic() < deadline and any(
             self._has(f"host {node}") and not self._has(f"heard {what} {node}") for node in self._members
         ):

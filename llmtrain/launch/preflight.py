@@ -18,7 +18,7 @@ from llmtrain.config.data import HUB
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.build_loader import build_loader, check_set, validation_batches
 from llmtrain.data.dataset import TokenDataset, open_dataset
-from llmtrain.data.hub import require
+from llmtrain.data.hub import require_on_hub
 from llmtrain.data.mixture_loader import count_samples
 from llmtrain.data.prepare import cache_path, check_documents
 from llmtrain.data.ready_made import check_separators, find_ready_made
@@ -141,7 +141,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
         start,
         texts=texts,
         warnings=[*warnings, *(change.warnings() if change is not None else ())],
-        completed=directory.completed_message() if directory.finished() else None,
+        completed=directory.completed_message() if directory.finished_summary() else None,
     )
 
 
@@ -242,7 +242,7 @@ def _check_source(data: DataSection) -> None:
     documents are read. For a hub dataset, only its existence is checked."""
     if data.source.startswith(HUB):
         name = data.source.removeprefix(HUB)
-        require(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
+        require_on_hub(name, "dataset", key="data.source", instead="data.source=/path/to/files or data.source=stdlib")
         return
     cache_path(data)  # lists the files, and reads the headers of token files
     if find_ready_made(data) is None:

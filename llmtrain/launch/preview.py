@@ -31,14 +31,14 @@ def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
         *warnings,
         mesh_line(preflight.replicas, preflight.shards, device, preflight.reason),
         model_line(recipe, size.parameters, len(size.block_parameters), _sequences(recipe, preflight)),
-        f"memory: about {needed / GIB:.2f} GiB for {each}, which may use {preflight.memory / GIB:.1f} GiB",
     ]
     if prepared is None:
-        lines.insert(
-            -1, "note: whether the text is long enough shows when it is tokenized, by the start or llmtrain prepare"
+        lines.append(
+            "note: whether the text is long enough shows when it is tokenized, by the start or llmtrain prepare"
         )
     if preflight.weights is not None:
-        lines.insert(-1, preflight.weights.describe())
+        lines.append(preflight.weights.describe())
+    lines.append(f"memory: about {needed / GIB:.2f} GiB for {each}, which may use {preflight.memory / GIB:.1f} GiB")
     return [*lines, f"{path}: fine on this machine"]
 
 

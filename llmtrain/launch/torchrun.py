@@ -175,7 +175,7 @@ def _launch_ranks(
     def ready() -> str:
         """Prepare this node and return "", or return why there is nothing to train."""
         directory.check_recipe()
-        if directory.finished():
+        if directory.finished_summary():
             return directory.completed_message()
         prepare_node()
         return ""
@@ -197,10 +197,10 @@ def _launch_ranks(
             fewer = fewer_replicas(attempt)
             with (
                 _stop_requests_raise("between two attempts"),
-                _with_endpoint(attempt.nodes) as members,
+                _with_endpoint(attempt.nodes) as reachable,
                 kill_hung_ranks(partial(link.has_failed, attempt.number)),
             ):
-                options = torchrun_arguments(recipe, Attempt(attempt.number, members), info.processes)
+                options = torchrun_arguments(recipe, Attempt(attempt.number, reachable), info.processes)
                 return _run([*options, *program, str(recipe_path), *fewer], directory, nodes)
 
         def exchange_exits(*how: Any) -> Mapping[int, NodeExit]:
@@ -318,7 +318,7 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace))
     opened_before = _opened_at(directory)
     for logger in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_is_news)
+        logging.getLogger(f"torch.distributed.elastic.{logger}").addFilter(_filter_line)
     try:
         with stop_on_signals() as are_killed:
             run(command)
@@ -335,12 +335,13 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
     return NodeExit(DONE)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for torchrun's lines about signals that it forwards, and about nodes that end later than this one, for which
-    the launchers wait. Drop the stack trace from the line that names the failed rank, because it shows only torchrun's own wait."""
+def _filter_line(record: logging.LogRecord) -> bool:
+    """Return whether to print a line of torchrun. Drop its lines about signals that it forwards, and about nodes that end later than
+    this one, for which the launchers wait. Remove the stack trace from the line that names the failed rank: it shows only torchrun's own
+    wait."""
     record.exc_info = None
-    no_news = "Closing process", "Sending process", "Received %s death signal", "Error waiting on exit barrier"
-    return not record.msg.startswith(no_news)
+    dropped = "Closing process", "Sending process", "Received %s death signal", "Error waiting on exit barrier"
+    return not record.msg.startswith(dropped)
 
 
 def _opened_at(directory: RunDirectory) -> int | None:

@@ -28,16 +28,17 @@ from llmtrain.sync.methods import is_for_one_replica
 SEVERAL = 3
 """Minimum length of a run, as a multiple of what its running average covers. At this length, the parameters from which the
 average began still have 5 % of its weight."""
-FEW = 30
+TESTED_ROUNDS = 30
 """Rounds up to which the warning of early momentum was tested: in 26 rounds of 30 steps (one seed), DiLoCo with an outer learning
 rate of 0.7 and momentum 0.8 ended 6 % higher than with a warm-up of the momentum over four rounds, and in 7 rounds DiLoCo and EDiT
 with their presets 11 and 13 % (benchmarks/results/study); in 13 rounds of 20, EDiT 3 %. With Muon, 7 rounds show no difference."""
 LARGE, LARGE_LR = 0.8, 0.7
-"""Smallest momentum and learning rate with which it was. With a learning rate of 0.4, the warm-up changed less than 0.02."""
+"""Smallest momentum and learning rate with which the warning was tested. With a learning rate of 0.4, the warm-up changed less than
+0.02."""
 FEWEST_WITH_RULE = 13
-"""Rounds from which on `sync.outer: auto` ended lower in tests."""
+"""Smallest number of rounds with which `sync.outer: auto` ended lower in tests."""
 TESTED_WARMUP = 4
-"""Rounds of warm-up with which it was."""
+"""Rounds of warm-up with which the warning was tested."""
 NO_TEXTS: Mapping[str, TokenDataset] = MappingProxyType({})
 
 
@@ -187,7 +188,7 @@ def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
     else:
         rounds = round_count(recipe) if period.min_length else 0
     is_tested = outer.momentum >= LARGE and outer.lr >= LARGE_LR and recipe.optim.kind == "adamw"
-    if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= FEW and not outer.rounds.momentum_warmup:
+    if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= TESTED_ROUNDS and not outer.rounds.momentum_warmup:
         has_rule = isinstance(outer, NesterovSection) and not period.is_timed and rounds >= FEWEST_WITH_RULE
         yield (
             f"sync.outer.momentum is {outer.momentum:g} from the first of {'about ' * period.is_timed}{rounds} rounds: so short a run "

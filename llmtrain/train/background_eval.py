@@ -30,7 +30,7 @@ from llmtrain.train.signals import RUN, StopRequest
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL for an evaluation that is terminated."""
-LOOK_EVERY_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """Interval at which the wait for the last evaluation checks for a stop request."""
 
 
@@ -131,17 +131,17 @@ class BackgroundEval:
 
     def _report(self, step: int, code: int, log: Path) -> None:
         """Print one line: the scores, or the reason for the failure."""
+        if code != 0:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
+            return
         result = self.run / EVALUATIONS / f"{self._name}-{step_name(step)}.json"
         try:
-            scores = json.loads(result.read_text(encoding="utf-8"))["headline"] if code == 0 else ""
+            scores = json.loads(result.read_text(encoding="utf-8"))["headline"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._say(step, f"the evaluation left no result ({error}); see {log}")
             return
-        if code == 0:
-            self._say(step, scores or f"evaluated ({result})")
-        else:
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            self._say(step, f"the evaluation failed ({how}): {last_log_line(log)}; see {log}")
+        self._say(step, scores or f"evaluated ({result})")
 
     def _wait(self) -> None:
         """Wait for the last evaluation until it ends, `wait_seconds` have passed, or a signal requests a stop."""
@@ -153,7 +153,7 @@ class BackgroundEval:
                 "(eval.suite.wait_seconds)"
             )
         until = time.monotonic() + self.section.wait_seconds
-        while not self.stop.requested and time.monotonic() < until and not self.worker.join(LOOK_EVERY_SECONDS):
+        while not self.stop.requested and time.monotonic() < until and not self.worker.join(POLL_SECONDS):
             pass
         if self.worker.join():
             self.console.print(f"all checkpoints: {shlex.join(self._command('--over-time'))}")

@@ -68,7 +68,7 @@ class OpenRun:
     mesh_reason: str
     """Why the mesh has its shape."""
     stop: StopRequest
-    suites: BackgroundEval
+    background_eval: BackgroundEval
     at_end: ExitStack
     """Functions to call once the mesh is closed and no rank waits for this one any more."""
 
@@ -207,6 +207,6 @@ def _start_lines(
 
 def _start_warnings(recipe: Recipe, mesh: Mesh, texts: RunTexts) -> Iterator[str]:
     """Yield the warnings about a run that are known before its first step."""
-    yield from recipe_warnings(recipe, texts.all, MeshSize(mesh.world.size, mesh.replicas, mesh.world.local_size))
+    yield from recipe_warnings(recipe, texts.all_texts, MeshSize(mesh.world.size, mesh.replicas, mesh.world.local_size))
     if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
         yield f"{mesh.unencrypted}; {ADVICE}"

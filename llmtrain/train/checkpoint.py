@@ -102,12 +102,12 @@ class Checkpointer:
         keep = _stage_to_cpu if is_staged else as_is
         prefix = f"replica{self.mesh.replica_comms.rank}"
         tensors = {f"{prefix}.{name}": tensor for name, tensor in self.engine.state_dict(keep).items()}
-        for of_kinds, kinds in (("", shared), (f"{prefix}.sync.", own)):
+        for key_prefix, kinds in (("", shared), (f"{prefix}.sync.", own)):
             for kind, flats in kinds.items():
                 # Offloaded blocks pass through the device one at a time. Without a copy back, all would be on it at once.
                 are_offloaded = any(flat is not None and flat.device != self.mesh.device for flat in flats)
                 named = self._named_parts(flats, _stage_to_cpu if are_offloaded else keep)
-                tensors |= {f"{of_kinds}{kind}.{name}": tensor for name, tensor in named.items()}
+                tensors |= {f"{key_prefix}{kind}.{name}": tensor for name, tensor in named.items()}
         tensors |= {f"rank{self.mesh.world.rank}.{name}": keep(state) for name, state in self._generators().items()}
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # for all copies at once, instead of after each
@@ -188,7 +188,7 @@ class Checkpointer:
             of_method[kind] = self._read_kind(path, f"sync.{kind}.", present, change, change.factor(kind))
         self.method.load_state_dict(method, of_method)
         self.from_weights = state.get("from_weights")
-        changed = length if length is not None and not length.is_none else None
+        changed = length if length is not None and length.is_change else None
         return LoadedCheckpoint(state["step"], progress, change.describe(), changed)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], LengthChange | None]:

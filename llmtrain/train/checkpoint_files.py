@@ -51,8 +51,8 @@ DAMAGED = ".damaged"
 TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
 """Numbers of transient errors, which do not mean that a file is damaged: those of network file systems and mounts that are gone,
 and those of a lack of memory or file handles."""
-READ_AGAIN_SECONDS = (1.0, 3.0, 6.0)
-"""Pauses before a file that had an I/O error is read again. While its server is replaced, a network file system reports such
+RETRY_PAUSES = (1.0, 3.0, 6.0)
+"""Seconds before a file that had an I/O error is read again. While its server is replaced, a network file system reports such
 errors for seconds; a broken disk reports them for good."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
@@ -72,7 +72,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json. Raises CheckpointError if it is damaged or has another format."""
     where = path / STATE_FILE
     try:
-        state = json.loads(_read_again(lambda: where.read_text(encoding="utf-8")))
+        state = json.loads(_read_with_retries(lambda: where.read_text(encoding="utf-8")))
         seal = state.pop(CHECKSUM_KEY, None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         if isinstance(error, OSError):
@@ -108,7 +108,7 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
             found = path.stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
-            if _read_again(lambda path=path: _xxh3(path)) != digest:
+            if _read_with_retries(lambda path=path: _xxh3(path)) != digest:
                 return f"{name} is not what was written: its digest differs"
         except FileNotFoundError:
             return f"{name} is gone"
@@ -118,9 +118,9 @@ def find_corruption(directory: Path, files: Mapping[str, Digest]) -> str | None:
     return None
 
 
-def _read_again(read: Callable[[], str]) -> str:
-    """Return what `read` returns. After an I/O error, call it again up to len(READ_AGAIN_SECONDS) times."""
-    for pause in READ_AGAIN_SECONDS:
+def _read_with_retries(read: Callable[[], str]) -> str:
+    """Return what `read` returns. After an I/O error, call it again up to len(RETRY_PAUSES) times."""
+    for pause in RETRY_PAUSES:
         try:
             return read()
         except OSError as error:
@@ -186,8 +186,8 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 
 def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
     """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in memory
-    although the disk is at another site. Files of ranks that do not exist now are divided among the ranks. The main rank reads
-    all others."""
+    although the disk is at another site. Files that ranks wrote which do not exist now are divided among the ranks. The main
+    rank also reads the files that are not of tensors, such as the metadata."""
     written_by = {name: int(found[1]) if (found := TENSOR_FILE.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, writer in written_by.items() if writer % ranks == rank)
 
@@ -386,7 +386,7 @@ class CheckpointWriter:
 
 
 def _catch_error(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or its error in one line that can be sent to other ranks."""
+    """Return the result of `work`, or its error in one line, to send to other ranks. `raise_on_all` needs a Mesh; a writer has Comms."""
     try:
         return work()
     except (CheckpointException, Exception) as error:

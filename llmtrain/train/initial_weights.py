@@ -62,7 +62,7 @@ class InitialWeights:
             self._files = sorted(self._written)
         else:
             self._reader = SafetensorsReader(pretrained.folder)
-            self._written, self._files = _of_export(pretrained.folder), self._reader.files
+            self._written, self._files = _export_digests(pretrained.folder), self._reader.files
         self._names = _match(model, self._reader.shapes, pretrained.name)
 
     def read(self, name: str) -> torch.Tensor:
@@ -123,7 +123,7 @@ class InitialWeights:
         return f"weights: from {self.pretrained.name} ({what})"
 
 
-def _of_export(folder: Path) -> dict[str, Digest] | None:
+def _export_digests(folder: Path) -> dict[str, Digest] | None:
     """Return the digests in the manifest of an export, or None for a folder that `export` has not written. Raises
     ModelError if the manifest is damaged."""
     try:
@@ -141,7 +141,8 @@ def _of_export(folder: Path) -> dict[str, Digest] | None:
 def _match(model: LanguageModel, stored: dict[str, torch.Size], name: str) -> dict[str, list[str]]:
     """Return, by the model's name for each weight, the names under which it is stored. A tied embedding may have two. Raises
     ModelError if weights are missing, unexpected or of another shape."""
-    prefix, found = f"{model.causal_lm.base_model_prefix}.", dict[int, list[str]]()
+    prefix = f"{model.causal_lm.base_model_prefix}."
+    found: dict[int, list[str]] = {}
     for full, parameter in model.causal_lm.named_parameters(remove_duplicate=False):
         names = dict.fromkeys((full, full.removeprefix(prefix)))  # files of a model without its head have no prefix
         found.setdefault(id(parameter), []).extend(one for one in names if one in stored)

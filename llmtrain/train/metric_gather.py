@@ -131,7 +131,7 @@ class LogLine:
     def any(self, name: str) -> bool:
         return self.total(name) > 0
 
-    def slowest(self, name: str) -> float:
+    def slowest_per_step(self, name: str) -> float:
         """Return the slowest rank's seconds per step."""
         return float((self.columns[name] / self.columns["steps"]).max())
 
@@ -157,7 +157,7 @@ class AsyncMetricGather:
         if self._pending is not None:
             self._pending[-1].wait()
 
-    def wait_all(self, only_if_done: bool = False) -> LogLine | None:
+    def collect(self, only_if_done: bool = False) -> LogLine | None:
         """Return the line in flight, with all ranks' numbers, and forget it; None if no line is in flight. Waits for the slowest
         rank's numbers, or with `only_if_done` returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
@@ -195,8 +195,8 @@ class MetricReducer:
             "train/gradient_steps": line.mean("gradients_total"),
             "train/grad_norm": float((columns["grad_norm_sum"] / columns["gradients"].clamp(min=1)).mean()),
             "perf/tokens_per_second": rate,
-            "perf/step_seconds": line.slowest("step_seconds"),
-            "perf/data_seconds": line.slowest("data_seconds"),
+            "perf/step_seconds": line.slowest_per_step("step_seconds"),
+            "perf/data_seconds": line.slowest_per_step("data_seconds"),
             "perf/peak_memory_gib": line.largest("peak_memory") / GIB,
             "comm/bytes_total": line.total("bytes_total"),
             "comm/other_bytes_total": line.total("other_bytes_total"),

@@ -85,7 +85,9 @@ class Metrics:
         self._stop_agreed = False
         self._gather = AsyncMetricGather(mesh)
         self._open_line: LogLine | None = None
+        """Line whose gather has not been started."""
         self._displayed: LogLine | None = None
+        """Line that `poll` has logged and `wait` has not checked yet."""
         self._verified = 0  # synchronizations at the last comparison of anchors
 
     def open(self, state: TrainState) -> AbstractContextManager[None]:
@@ -191,7 +193,7 @@ class Metrics:
         self._submit()
         with self.training_time(), self.method.stats.time_exposed(), self.method.stats.time_waiting():
             self._gather.wait()
-        line = self._displayed or self._display(self._gather.wait_all())
+        line = self._displayed or self._display(self._gather.collect())
         self._displayed = None
         if line is not None:
             try:
@@ -217,7 +219,7 @@ class Metrics:
         without waiting. Decisions that all ranks must share are left to `wait`."""
         self._submit()
         if self.mesh.is_main and self._displayed is None:
-            self._displayed = self._display(self._gather.wait_all(only_if_done=True))
+            self._displayed = self._display(self._gather.collect(only_if_done=True))
 
     def log_validation(self, state: TrainState, found: Sequence[tuple[ValidationSet, Validation]]) -> None:
         """Log the results of a validation. Call `wait` first and, if the last line is older than this step, `wait_for_ranks`."""

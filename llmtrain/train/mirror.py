@@ -26,7 +26,7 @@ from llmtrain.recipe_loader import load_recipe, resolved_yaml
 from llmtrain.run_files import LATEST, RECIPE, STATE_FILE, STEP_NAME, complete_checkpoints, step_name, step_of
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.checkpoint_files import Digest, find_corruption_on_any_rank, read_state
-from llmtrain.train.rank_errors import LOOK_SECONDS, run_on_main
+from llmtrain.train.rank_errors import POLL_SECONDS, run_on_main
 from llmtrain.train.run_dir import RunDirectory, check_same_recipe
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 STOPPED_SECONDS = 30.0
 """Maximum seconds for which a run that was asked to stop waits for its last copy: launchers and schedulers soon kill it."""
-
-
 LOCAL = (None, "file", "local")
 """Protocols of the local file system, where folders must be created."""
 UNUSABLE = (ImportError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
@@ -202,11 +200,11 @@ class Mirror:
         self._remote: RemoteRun
         self._problem = ""
         self.worker = LatestStepWorker(self._upload, "copies checkpoints")
-        self._last: int | None = None
+        self._last_submitted: int | None = None
         """Step of the newest checkpoint submitted for copying."""
-        self._complete: int | None = None
+        self._last_complete: int | None = None
         """Step of the newest checkpoint that is in the mirror together with the best one up to it."""
-        self._there: int | None = None
+        self._there_at_start: int | None = None
         """Step of a checkpoint that the mirror had at the start, and that is therefore not copied again."""
         self._candidates: set[int] = set()
         """Steps of the checkpoints among which the best is being found; then the step of the best, while it is copied."""
@@ -255,11 +253,11 @@ class Mirror:
             )
         return None
 
-    def upload_if_newer(self, checkpoint: Path | None) -> None:
-        """Copy the checkpoint that the run continues from, if it is newer than every checkpoint in the mirror, and the best one
-        up to it, if the mirror has none that is as good."""
+    def upload_at_start(self, checkpoint: Path | None) -> None:
+        """Queue the checkpoint that the run continues from. It is not copied if it is the newest one in the mirror; the best
+        checkpoint up to it is copied if the mirror has none that is as good."""
         if checkpoint is not None:
-            self._there = self.newest
+            self._there_at_start = self.newest
             self.after_checkpoint(step_of(checkpoint))
 
     # ---- during training
@@ -268,10 +266,12 @@ class Mirror:
         """Queue the checkpoint of `step`, which is complete on disk, to be copied next. Returns immediately."""
         if self.url is None or not self.is_main:
             return
-        self._last = step
+        self._last_submitted = step
         running, replaced = self.worker.submit(step)
         if replaced is not None:
-            self.note(f"step {replaced} is not copied to {self.url}: step {running} still is, and step {step} is next")
+            self.note(
+                f"step {replaced} is not copied to {self.url}: step {running} is still being copied, and step {step} is next"
+            )
 
     def pending_steps(self) -> set[int]:
         """Return the steps of the checkpoints that are being copied or are queued. Thread-safe."""
@@ -295,20 +295,22 @@ class Mirror:
     def _upload(self, step: int) -> None:
         self._problem, what = "", f"step {step}"
         try:
-            if step != self._there:
+            if step != self._there_at_start:
                 self._copy(step)
-            self.newest, self._there, what = step, None, "the best checkpoint"
+            self.newest, self._there_at_start, what = step, None, "the best checkpoint"
             if self.recipe.checkpoint.keep_best:
                 self._copy_best(step)
         except Exception as error:  # every file system has its own exceptions
             self._problem = f"{what} could not be copied to {self.url}: {one_line(error)}"
             self.note(f"{self._problem}; training continues, and the next checkpoint is tried again")
             return
-        self._complete = step
+        self._last_complete = step
         try:
             self._remote.retain(step, self.recipe.checkpoint)
         except Exception as error:
-            self.note(f"{self.url}: which checkpoints to keep: {one_line(error)}; the next copy tries again")
+            self.note(
+                f"{self.url}: expired checkpoints could not be deleted: {one_line(error)}; the next copy tries again"
+            )
 
     def _copy(self, step: int) -> None:
         began = time.monotonic()
@@ -336,12 +338,12 @@ class Mirror:
 
     def _is_busy(self, deadline: float) -> bool:
         left = deadline - time.monotonic()
-        return left > 0 and not self.worker.join(min(left, LOOK_SECONDS))
+        return left > 0 and not self.worker.join(min(left, POLL_SECONDS))
 
     def _missing(self, within: str) -> str | None:
-        if self._last is None or self._complete == self._last:
+        if self._last_submitted is None or self._last_complete == self._last_submitted:
             return None
-        what = "the best checkpoint" if self.newest == self._last else f"step {self._last}"
+        what = "the best checkpoint" if self.newest == self._last_submitted else f"step {self._last_submitted}"
         late = f"{what} was not copied to {self.url} within {within}"
         return f"{self._problem or late}; it is complete in {self.directory.checkpoints}, start the same command again to copy it"
 

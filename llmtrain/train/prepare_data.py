@@ -9,7 +9,7 @@ from llmtrain.config import DataSection, Recipe
 from llmtrain.data.build_loader import check_set
 from llmtrain.data.dataset import TokenDataset, open_dataset
 from llmtrain.data.documents import document_samples
-from llmtrain.data.mixture import most_of, shares_of
+from llmtrain.data.mixture import max_entries_of, shares_of
 from llmtrain.data.prepare import cache_path, describe_kept, prepare
 from llmtrain.data.ready_made import check_separators
 from llmtrain.data.sites import tokenizer_digest
@@ -77,7 +77,7 @@ def tokens_of(recipe: Recipe, texts: Mapping[str, DataSection]) -> list[int]:
     # A site's text is prepared for all sequences of the run, so that it suffices if the run continues with fewer sites.
     reads = [sequences] * len(texts)
     if data.sources:
-        reads = [most_of(share, sequences) for share in shares_of([entry.weight for entry in data.sources])]
+        reads = [max_entries_of(share, sequences) for share in shares_of([entry.weight for entry in data.sources])]
     return [read * train.sequence_length + 1 for read in reads]
 
 

@@ -15,7 +15,7 @@ from llmtrain.errors import DataError, TrainingError, UserError, one_line
 from llmtrain.parallel.mesh import Mesh
 
 T = TypeVar("T")
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 """Seconds between the messages in which the main rank reports that it is still working."""
 
 
@@ -40,10 +40,10 @@ class IoErrors:
     """I/O errors of one run on this rank, recorded until all ranks can raise them together: failed writes, damaged token
     shards, and text that can't be tokenized."""
 
-    def __init__(self, mesh: Mesh, search: ChecksumScan, text_problem: Callable[[], DataError | None] | None = None):
-        """Start without failed writes. `search` finds damaged token shards. `text_problem()` returns the error that has ended
+    def __init__(self, mesh: Mesh, scan: ChecksumScan, text_problem: Callable[[], DataError | None] | None = None):
+        """Start without failed writes. `scan` finds damaged token shards. `text_problem()` returns the error that has ended
         tokenizing on this host, or None."""
-        self._mesh, self._search = mesh, search
+        self._mesh, self._scan = mesh, scan
         self._text_problem = text_problem or (lambda: None)
         self._unwritten: UserError | TrainingError | None = None
         """Error of the first failed write."""
@@ -51,7 +51,7 @@ class IoErrors:
     @property
     def found(self) -> UserError | TrainingError | None:
         """Return this rank's error, with which the next `check` fails; None if there is none."""
-        return self._search.problem or self._text_problem() or self._unwritten
+        return self._scan.problem or self._text_problem() or self._unwritten
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
         """Return the result of `work`, which writes to `path`. On an OSError, a UserError or a TrainingError, record it and return
@@ -79,12 +79,12 @@ class IoErrors:
 def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: float, progress: Callable[[], int]) -> T:
     """Run `work` on the main rank and return its result on every rank. A collective of all ranks.
 
-    `work` may take longer than the timeout of a collective, because the main rank reports every LOOK_SECONDS that it is still
+    `work` may take longer than the timeout of a collective, because the main rank reports every POLL_SECONDS that it is still
     working. Raises, on every rank, a UserError or TrainingError of `work`, or a TrainingError that names `what` once
     `progress()` has not changed for `timeout_seconds`.
     """
     result: Future[T] = Future()
-    so_far, moved = 0, time.monotonic()
+    so_far, last_progress = 0, time.monotonic()
 
     def run() -> None:
         try:
@@ -93,14 +93,14 @@ def run_on_main(mesh: Mesh, what: str, work: Callable[[], T], timeout_seconds: f
             result.set_exception(error)
 
     def look() -> tuple[T] | None:
-        """Wait at most `LOOK_SECONDS`, then return the result in a tuple, or None if `work` is still running."""
-        nonlocal so_far, moved
-        wait([result], min(LOOK_SECONDS, timeout_seconds))
+        """Wait at most `POLL_SECONDS`, then return the result in a tuple, or None if `work` is still running."""
+        nonlocal so_far, last_progress
+        wait([result], min(POLL_SECONDS, timeout_seconds))
         if result.done():
             return (result.result(),)
         if (now := progress()) != so_far:
-            so_far, moved = now, time.monotonic()
-        elif time.monotonic() - moved > timeout_seconds:
+            so_far, last_progress = now, time.monotonic()
+        elif time.monotonic() - last_progress > timeout_seconds:
             raise TrainingError(
                 f"{what}: no answer for {timeout_seconds:g} s (run.timeout_seconds); start the same command again"
             )

@@ -130,7 +130,9 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
         closing(directory),
         stop_requests() as stop,
         ExitStack() as at_end,
-        BackgroundEval(recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop) as suites,
+        BackgroundEval(
+            recipe.eval.suite if world.rank == 0 else None, recipe, directory, console, stop
+        ) as background_eval,
         ranks.open_mesh(world, peers, shards) as mesh,
         _shared_stop(recipe, mesh, stop) as stop.seen,
         open_train_text(recipe, mesh, prepared) as train_text,
@@ -145,7 +147,7 @@ def _open(recipe: Recipe, ranks: Ranks, world: World) -> Iterator[OpenRun]:
             mesh=mesh,
             mesh_reason=mesh_reason,
             stop=stop,
-            suites=suites,
+            background_eval=background_eval,
             at_end=at_end,
         )
 
@@ -181,7 +183,7 @@ def _message_if_finished(directory: RunDirectory) -> str | None:
     """Return the console message for a run that is already complete, or None. Raises RecipeError if the directory belongs to
     another recipe. Main rank only, whose host has the folder."""
     directory.check_recipe()
-    return directory.completed_message() if directory.finished() is not None else None
+    return directory.completed_message() if directory.finished_summary() is not None else None
 
 
 def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:
@@ -216,8 +218,8 @@ def _build(run: OpenRun, checkpoint: Path | None) -> Trainer:
     with run.console.progress("building the model"), run.explain_out_of_memory():
         trainer = build_trainer(run, weights)
     run.at_end.callback(trainer.metrics.run_log.wait)
-    run.suites.newest = 0 if checkpoint is None else step_of(checkpoint)
-    trainer.checkpointer.followers += [run.suites, run.mirror]
+    run.background_eval.newest = 0 if checkpoint is None else step_of(checkpoint)
+    trainer.checkpointer.followers += [run.background_eval, run.mirror]
     return trainer
 
 
@@ -255,7 +257,7 @@ def _claim(run: OpenRun, checkpoint: Path | None) -> None:
     if checkpoint is not None and run.mesh.is_main:
         set_aside_newer(run.directory.checkpoints, step_of(checkpoint), run.console.print)
     run.mirror.claim(run.mesh)
-    run.mirror.upload_if_newer(checkpoint)
+    run.mirror.upload_at_start(checkpoint)
 
 
 @contextmanager

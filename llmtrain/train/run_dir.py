@@ -68,13 +68,13 @@ RESUMABLE_KEYS = (
     "sync.offload",
 )
 """Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with four exceptions: the
-virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_other_sites`), and the run's
+virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_site_changes`), and the run's
 length and global batch (`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length or global batch does: those that determine the learning rate, and those that
 `sync.outer: auto` derives from the length."""
 
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Maximum number of differing keys that a message names."""
 
 
@@ -117,7 +117,7 @@ class RunDirectory:
             raise RecipeError(f"{path} is damaged; delete it, and the run continues from its newest checkpoint")
         return summary
 
-    def finished(self) -> dict[str, Any] | None:
+    def finished_summary(self) -> dict[str, Any] | None:
         """Return the summary if the run has trained all steps of the recipe, else None."""
         summary = self.summary()
         done = (
@@ -133,7 +133,7 @@ class RunDirectory:
 
     def completed_message(self) -> str:
         """Return the console message for a complete run."""
-        summary, key = self.finished(), length_key(self.recipe)
+        summary, key = self.finished_summary(), length_key(self.recipe)
         assert summary is not None
         twice = 2 * (self.recipe.train.steps or self.recipe.train.tokens or 0)
         newest = max(complete_checkpoints(self.checkpoints), default=None)
@@ -156,18 +156,18 @@ class RunDirectory:
         before = load_recipe(there)
         check_same_recipe(before, self.recipe, str(self.path))
         change, summary = self.length_change(), self.summary() or {}
-        is_lost = change is None and summary.get("stopped") == "done"
-        if is_lost:
+        lost_checkpoints = change is None and summary.get("stopped") == "done"
+        if lost_checkpoints:
             change = LengthChange(before, self.recipe, summary["steps"])
         if change is not None:
             change.check(str(self.path))
-        if is_lost and not change.is_none and self.recipe.checkpoint.mirror is None:
+        if lost_checkpoints and change.is_change and self.recipe.checkpoint.mirror is None:
             self.check_may_begin()
 
     def check_may_begin(self) -> None:
         """Raise RecipeError if the run in the directory was complete with fewer steps. Called if no checkpoint was found."""
         summary = self.summary()
-        if summary is not None and summary["stopped"] == "done" and self.finished() is None:
+        if summary is not None and summary["stopped"] == "done" and self.finished_summary() is None:
             raise RecipeError(
                 f"{self.path} is complete after {summary['steps']} steps, but has no checkpoint to continue from; put one back, or "
                 "choose another run.name"
@@ -290,24 +290,25 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
 
 def _shortened(changed: list[str], there: Recipe, recipe: Recipe) -> str:
     """Return the lines of `recipe_changes` as one line. If the method differs, keys that differ because of it are left out. Lines
-    beyond the first MOST_NAMED are only counted."""
+    beyond the first MAX_NAMED are only counted."""
     methods = [one.sync.method for one in (there, recipe)]
     if methods[0] != methods[1]:
+        # An inner preset's lines begin with "optim.lr: ..." or "optim.muon.momentum: ...".
         follows = ("sync.", *(f"optim.{key}{end}" for one in methods for key in inner_preset(one) for end in ":."))
         named = next(line for line in changed if line.startswith("sync.method:"))
         changed = [f"{named}, and what follows from it", *(line for line in changed if not line.startswith(follows))]
-    more = [f"and {len(changed) - MOST_NAMED} more"] if len(changed) > MOST_NAMED else []
-    return "; ".join([*changed[:MOST_NAMED], *more])
+    more = [f"and {len(changed) - MAX_NAMED} more"] if len(changed) > MAX_NAMED else []
+    return "; ".join([*changed[:MAX_NAMED], *more])
 
 
 def recipe_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each key that keeps `recipe` from continuing `there`."""
     sizes = [(one.train.total_steps, one.train.global_batch) for one in (there, recipe)]
     with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
-    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _other_sites(there, recipe)
+    return differences(there, recipe, ignore=(*RESUMABLE_KEYS, *with_length)) + _site_changes(there, recipe)
 
 
-def _other_sites(there: Recipe, recipe: Recipe) -> list[str]:
+def _site_changes(there: Recipe, recipe: Recipe) -> list[str]:
     """Return a line for each site of both recipes whose text differs. Sites may be added and removed."""
     before, now = ({entry.name: entry.model_dump() for entry in one.data.per_replica} for one in (there, recipe))
     lines = []

@@ -25,9 +25,9 @@ class LengthChange:
     """Global step of the checkpoint."""
 
     @property
-    def is_none(self) -> bool:
-        """Return whether both recipes have the same number of steps and the same global batch."""
-        return not self.steps_differ and self.old_global_batch is None
+    def is_change(self) -> bool:
+        """Return whether the recipes differ in their number of steps or in their global batch."""
+        return self.steps_differ or self.old_global_batch is not None
 
     @property
     def steps_differ(self) -> bool:
@@ -62,9 +62,9 @@ class LengthChange:
         old, new = self.before.train, self.after.train
         steps = f", for {new.total_steps:,} steps instead of {old.total_steps:,}" if self.steps_differ else ""
         batch = f", with {new.global_batch} sequences per step instead of {old.global_batch}"
-        return f"{steps}{batch if self.old_global_batch else ''}{self._other_outer_step()}"
+        return f"{steps}{batch if self.old_global_batch else ''}{self._outer_step_changes()}"
 
-    def _other_outer_step(self) -> str:
+    def _outer_step_changes(self) -> str:
         """Return, for `describe`, the values of `sync.outer` that the new length or recipe changes."""
         before, after = (recipe.sync.outer.model_dump() for recipe in (self.before, self.after))
         given = [f"sync.outer.{key}={value}" for key, value in after.items() if value != before.get(key)]

@@ -93,16 +93,16 @@ class RunTexts(ABC):
     def scan(self) -> ChecksumScan:
         """Start checking this rank's share of its node's token shards for damage, in the background."""
         world = self.mesh.world
-        return ChecksumScan(self.all.values(), world.local_rank, world.local_size)
+        return ChecksumScan(self.all_texts.values(), world.local_rank, world.local_size)
 
     @property
-    def all(self) -> dict[str, TokenDataset]:
+    def all_texts(self) -> dict[str, TokenDataset]:
         """Return all texts that this rank reads."""
         return {**self.texts, **self.sets}
 
     def validation_sets(self) -> list[ValidationSet]:
         """Return the run's own text, then those of `eval.sets`."""
-        return [self.own_validation(), *map(self.everywhere, self.sets)]
+        return [self.own_validation(), *map(self.validated_by_all, self.sets)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identities of the training texts that this rank reads, for a checkpoint."""
@@ -123,10 +123,10 @@ class RunTexts(ABC):
         """Return the identity of each training text that this rank reads, by name."""
         return identities_of(self.recipe, self.texts, is_growing=False)
 
-    def everywhere(self, name: str) -> ValidationSet:
+    def validated_by_all(self, name: str) -> ValidationSet:
         """Return a text that all ranks validate together."""
         world = self.mesh.world
-        return self.validated_by(name, self.all[name], world.rank, world.size)
+        return self.validated_by(name, self.all_texts[name], world.rank, world.size)
 
     def validated_by(self, name: str, text: TokenDataset, rank: int, world: int) -> ValidationSet:
         """Return a text that `world` ranks validate together, of which this one is `rank`."""

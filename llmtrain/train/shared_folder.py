@@ -16,7 +16,7 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.run_files import RECIPE
 from llmtrain.waiting import announced
 
-PATIENCE_SECONDS, LOOK_SECONDS = 10.0, 0.2
+PATIENCE_SECONDS, POLL_SECONDS = 10.0, 0.2
 """Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its checks."""
 MAX_NAMED = 3
 """Maximum number of hosts in the message."""
@@ -45,7 +45,7 @@ def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
     hosts = [host for host in told if host is not None]
-    if problem := not_shared([(host, path, is_there) for host, path, is_there, _ in hosts]):
+    if problem := sharing_problem([(host, path, is_there) for host, path, is_there, _ in hosts]):
         error = (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(f"{problem}; {ADVICE}")
         error.is_shared = True
         raise error
@@ -56,7 +56,7 @@ def probe_file(folder: Path) -> Path:
     return folder / f".{secrets.token_hex(8)}.shared"
 
 
-def not_shared(hosts: Sequence[tuple[str, str, bool]]) -> str:
+def sharing_problem(hosts: Sequence[tuple[str, str, bool]]) -> str:
     """Return a message that names the hosts that do not share the run directory, or "" if all do. Each host is given as its name,
     its path of the folder, and whether it sees there what rank 0, on the first host, has written."""
     without = [(host, path) for host, path, is_there in hosts if not is_there]
@@ -83,5 +83,5 @@ def wait_for_file(path: Path, patience: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             revalidate(path.parent)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     return True

@@ -44,12 +44,11 @@ class StopRequest:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Set the flag, or end the process if it is a second request. Uses no collective and no lock, because a signal
         can arrive at any moment."""
+        name = signal.Signals(number).name
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
-            name = signal.Signals(number).name
             with suppress(OSError):
                 os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
             os._exit(FAILED)
-        name = signal.Signals(number).name
         if not self.requested and TORCHRUN not in os.environ and is_local_rank_zero():  # a launcher says so itself
             again = f"another {name} ends this process at once"
             with suppress(OSError):  # the terminal may be gone
@@ -58,13 +57,13 @@ class StopRequest:
         self._asked_at[number] = min(self._asked_at[number], time.monotonic())
 
 
-_handled: list[StopRequest] = []
+_installed: list[StopRequest] = []
 """The stop request whose handlers are installed, if they are."""
 
 
 def request_stop() -> None:
     """Ask this process to stop, unless it was asked already: a second SIGTERM would end it at once."""
-    if not any(stop.requested for stop in _handled):
+    if not any(stop.requested for stop in _installed):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -73,7 +72,7 @@ def stop_without_torchrun() -> None:
     else would end it, and it would keep its GPU and the run's lock."""
     if TORCHRUN in os.environ:
         parent = os.getppid()
-        _stop_unless(lambda: os.getppid() == parent)
+        _stop_once_gone(lambda: os.getppid() == parent)
 
 
 def stop_without_run() -> None:
@@ -87,10 +86,10 @@ def stop_without_run() -> None:
         run = psutil.Process(int(pid))
     except psutil.NoSuchProcess:
         run = None
-    _stop_unless(lambda: run is not None and run.is_running() and run.status() != psutil.STATUS_ZOMBIE)
+    _stop_once_gone(lambda: run is not None and run.is_running() and run.status() != psutil.STATUS_ZOMBIE)
 
 
-def _stop_unless(is_there: Callable[[], bool]) -> None:
+def _stop_once_gone(is_there: Callable[[], bool]) -> None:
     def watch() -> None:
         while is_there():
             time.sleep(WATCH_SECONDS)
@@ -126,7 +125,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    _handled.append(request)
+    _installed.append(request)
     try:
         with handled(REQUESTS, request.handle):
             yield request
@@ -136,4 +135,4 @@ def stop_requests() -> Iterator[StopRequest]:
                 signal.signal(number, request.handle)
         raise
     finally:
-        _handled.remove(request)
+        _installed.remove(request)

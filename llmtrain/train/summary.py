@@ -116,8 +116,8 @@ def print_report(trainer: Trainer) -> None:
             console.print(line)
 
 
-def read_lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line about what was read of the texts of a mixture or of sites; no line if the run had one text."""
+def lines_about_texts(summary: Mapping[str, Any]) -> list[str]:
+    """Return the line about what the run has read of each text of a mixture or of each site; no line if the run had one text."""
     parts = []
     for name, text in summary.get("texts", {}).items():
         epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
@@ -148,40 +148,41 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     """Return the lines of the report: the result, the traffic, the best checkpoint if it is not the last, and a suggestion for
     the next run."""
     recipe, metrics, run_log = trainer.recipe, trainer.metrics, trainer.metrics.run_log
-    happened = (
+    result = (
         f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {format_elapsed(summary['train_seconds'])} "
         f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
         f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )
     if run_log.warnings:
         count = len(run_log.warnings)
-        happened += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
+        result += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
     if "virtual_seconds" in summary:
-        happened += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
+        result += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
     every_step = every_step_bytes(read_lines(run_log.directory.metrics), parameters)
-    count, beside = summary["sync_count"], ""
+    count, comparison = summary["sync_count"], ""
     synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
     if recipe.sync.period.averages_gradients:
         synchronizations = "gradients averaged in every step"
     elif summary["replicas"] > 1:
-        beside = f" (gradients averaged in every step: {format_si(every_step)}B)"
+        comparison = f" (gradients averaged in every step: {format_si(every_step)}B)"
     sent = (
         f"{summary['replicas']} replicas x {summary['shards']} shards with {summary['method']}: {synchronizations}, "
-        f"{format_si(summary['bytes_sent'])}B between replicas{beside}."
+        f"{format_si(summary['bytes_sent'])}B between replicas{comparison}."
     )
     other = next(method for method in COMPARE_WITH if method != recipe.sync.method)
-    board = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
-    best, kept = summary["best_checkpoint_step"], []
+    tensorboard = f" · tensorboard --logdir {recipe.run.out_dir}" if recipe.log.tensorboard else ""
+    best, best_lines = summary["best_checkpoint_step"], []
     if best is not None and best < summary["steps"]:
         loss = summary["best_checkpoint_loss"]
-        kept = [
+        best_lines = [
             f"The best checkpoint is of step {best}, validation loss {loss:.4f} (--step best in export, generate, eval)"
         ]
     plot, run = run_log.directory.plot, run_log.directory.path
     return [
-        happened,
-        *read_lines_of(summary),
+        result,
+        *lines_about_texts(summary),
         sent,
-        *kept,
-        f"Look at {plot}{board} · llmtrain generate {run} · next: the same with sync.method={other} run.name={recipe.run.name}_{other}",
+        *best_lines,
+        f"Look at {plot}{tensorboard} · llmtrain generate {run} · next: the same with sync.method={other} "
+        f"run.name={recipe.run.name}_{other}",
     ]

@@ -61,7 +61,7 @@ class SingleText(RunTexts):
         return build_loader(self.recipe, self.texts[""], batch_shape(self.recipe, self.mesh), tokens=growing)
 
     def own_validation(self) -> ValidationSet:
-        return self.everywhere("")
+        return self.validated_by_all("")
 
     def samples(self, loader: Loader) -> dict[str, int] | None:
         if self.train_text is None:
@@ -126,7 +126,7 @@ class MixtureTexts(ListedTexts):
 
     def own_validation(self) -> ValidationSet:
         weights = {entry.name: entry.weight for entry in self.recipe.data.sources}
-        return joined([replace(self.everywhere(name), share=weights[name]) for name in self.texts])
+        return joined([replace(self.validated_by_all(name), share=weights[name]) for name in self.texts])
 
     def samples(self, loader: Loader) -> dict[str, int]:
         return loader.samples
@@ -159,7 +159,7 @@ class SiteTexts(ListedTexts):
 
     def scan(self) -> ChecksumScan:
         ranks = self.sites.node_ranks
-        return ChecksumScan(self.all.values(), ranks.index(self.mesh.world.rank), len(ranks))
+        return ChecksumScan(self.all_texts.values(), ranks.index(self.mesh.world.rank), len(ranks))
 
     def _at_site(self, site: SiteText, batches: int) -> ValidationSet:
         """Return the text of a site. Ranks at other sites have no batches of it. The site's own ranks have `batches` batches, the

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmtrain.config import Recipe
 from llmtrain.data.background import BackgroundTokenizer
 from llmtrain.data.dataset import TokenDataset
-from llmtrain.data.host_blocks import HostBlocks, chosen_tokenizer, hosts_of, posted_blocks
+from llmtrain.data.host_blocks import HostBlocks, chosen_to_tokenize, hosts_of, posted_blocks
 from llmtrain.data.stream import GrowingTokens, shuffles_in_blocks
 from llmtrain.errors import DataError
 from llmtrain.parallel.mesh import Mesh
@@ -41,7 +41,7 @@ def open_train_text(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> Itera
     hosts = [0] if mesh.store is None else hosts_of(mesh)
     with ExitStack() as stack:
         tokenizer: BackgroundTokenizer | None = None
-        choice = chosen_tokenizer(mesh, prepared.directory) if len(hosts) > 1 else nullcontext(is_first)
+        choice = chosen_to_tokenize(mesh, prepared.directory) if len(hosts) > 1 else nullcontext(is_first)
         with choice as tokenizes:
             if tokenizes and not GrowingTokens(prepared, timeout).is_complete:
                 tokenizer = BackgroundTokenizer(recipe.data, tokens_read(recipe), recipe.eval.tokens + 1, timeout)

@@ -68,9 +68,8 @@ class Trainer:
                         self.save()
             if state.is_done:
                 self.finish()
-            with (
-                self.method.period.paused()
-            ):  # a resumed run continues the round of seconds, to which writing does not belong
+            # A resumed run continues the round of seconds, in which writing must not count.
+            with self.method.period.paused():
                 self.save()
             self._wait_for_checkpoint()
             self.method.end_threads()
@@ -159,8 +158,8 @@ class Trainer:
         self.state.load_state_dict(progress, loaded.step)
         self.metrics.load_state_dict(progress, self.state)
         loader_state = progress["loader"]
-        if length is not None:  # the recipe has other steps than the checkpoint's, or another global batch
-            loader_state = self.loader.grown(loader_state, length.samples_before)
+        if length is not None:  # the number of steps or the global batch has changed
+            loader_state = self.loader.state_for_length(loader_state, length.samples_before)
             self.method.keep_warmup(loaded.step)
             if length.steps_differ:
                 self.method.total_steps_changed()

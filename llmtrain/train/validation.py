@@ -69,7 +69,7 @@ class ValidationSet:
         return sum(bits) / sum(part.share for part in self.parts)
 
 
-def in_all(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Validation:
+def weighted_mean(parts: Sequence[ValidationSet], found: Sequence[Validation]) -> Validation:
     """Return the mean of the losses `found` for the parts, weighted by the parts' shares."""
     loss = sum(part.share * one.loss for part, one in zip(parts, found, strict=True))
     losses = {part.name: one.loss for part, one in zip(parts, found, strict=True)}
@@ -91,9 +91,10 @@ def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tenso
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
     for index, block in enumerate(engine.blocks):
         if given is None:
-            what = f"averaging {block.name} for validation"
-            mean = replica.all_reduce(flat_view(block) / replica.size, what)
-        unflatten_into(mean if given is None else given[index].to(mesh.device), block)
+            flat = replica.all_reduce(flat_view(block) / replica.size, f"averaging {block.name} for validation")
+        else:
+            flat = given[index].to(mesh.device)
+        unflatten_into(flat, block)
         engine.parameters_changed(block)
     mesh.all_ranks.traffic.bytes += replica.traffic.bytes
     try:
@@ -142,9 +143,9 @@ class Validator:
         The validated parameters are `given`, a flat tensor for each block, or else the replicas' mean, which is not computed if
         replicas are equal (`is_synchronized`).
         """
-        stay = given is None and (is_synchronized or self.mesh.replicas == 1)
+        keeps_parameters = given is None and (is_synchronized or self.mesh.replicas == 1)
         done = 0
-        with nullcontext() if stay else validated_parameters(self.engine, self.mesh, given):
+        with nullcontext() if keeps_parameters else validated_parameters(self.engine, self.mesh, given):
             with self.console.progress("validating", self._batches) as show:
 
                 def advance() -> None:
@@ -165,4 +166,4 @@ class Validator:
         found = validate(self.engine, self.mesh, [part.batches for part in text.parts or [text]], advance)
         if not text.parts:
             return [(text, found[0])]
-        return [(text, in_all(text.parts, found)), *zip(text.parts, found, strict=True)]
+        return [(text, weighted_mean(text.parts, found)), *zip(text.parts, found, strict=True)]

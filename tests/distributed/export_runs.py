@@ -100,7 +100,7 @@ def open_run(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset], cons
         mesh=mesh,
         mesh_reason="of a test",
         stop=stop,
-        suites=BackgroundEval(None, recipe, directory, console, stop),
+        background_eval=BackgroundEval(None, recipe, directory, console, stop),
         at_end=ExitStack(),
     )
 

@@ -339,7 +339,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:
-    trainer.metrics.run_log.io_errors._search._thread.join()  # so short a run could be over before
+    trainer.metrics.run_log.io_errors._scan._thread.join()  # so short a run could be over before
 
 
 def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(

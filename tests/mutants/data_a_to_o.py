@@ -12,7 +12,7 @@ TABLES = {
           + if failures >= ATTEMPTS:
           +                 self._give_up(f"{error} (attempt {failures} without new text)", is_temporary=code != BAD_USAGE)
         stream: a tokenizer that fails is waited for
-          - time.monotonic() - moved > self._timeout
+          - time.monotonic() - last_progress > self._timeout
           + False
         stream: the tokenizer outlives the run
           -     threading.Thread(target=_watch_input, daemon=True).start()
@@ -160,15 +160,15 @@ TABLES = {
           + parts = tokenized
     seen by unit/test_data_progress.py
         progress: what is skipped counts as speed
-          - self._marks.append((self._shown, self.tokens, read))
+          - self._marks.append((self._shown, self.tokens, bytes_read))
           + self._marks.append((self._shown, self.tokens, 0))
         progress: the wait for validation tokens alone has no line
           - if reads_both and [*missing] == ["validation"]:
           + if False:
     seen by unit/test_data_stream.py
         stream: a complete block is committed with the next minute
-          - if self.is_due or self._completes_block():
-          + if self.is_due:
+          - if self.is_commit_due or self._completes_block():
+          + if self.is_commit_due:
         stream: an interrupted commit is damaged
           - self._pool.submit(self._complete).result()
           + self._complete()
@@ -223,8 +223,8 @@ TABLES = {
           - self._merge(states, change.old_global_batch or self.global_batch)
           + self._merge(states, self.global_batch)
         loader: one window too many
-          - return max(self.tokens.most - 1, 0) // self.sequence_length
-          + return self.tokens.most // self.sequence_length
+          - return max(self.tokens.max_tokens - 1, 0) // self.sequence_length
+          + return self.tokens.max_tokens // self.sequence_length
         loader: all ranks validate on the same windows
           - range(first + rank, min(first + per_batch, windows), world)
           + range(first, min(first + micro_batch, windows))

@@ -202,10 +202,10 @@ TABLES = {
           + (0, 0, found.st_mtime_ns)
     seen by unit/test_data_stream.py
         stream: progress does not count
-          - before, moved = progress, now
+          - before, last_progress = progress, now
           + before = progress
         stream: more tokens than the run's are read
-          - self._tokens = TokenShards(self._shards, self.most)
+          - self._tokens = TokenShards(self._shards, self.max_tokens)
           + self._tokens = TokenShards(self._shards)
         stream: an error of the tokenizer is waited out
           - if "error" in status:

@@ -50,8 +50,8 @@ TABLES = {
     "llmtrain/doctor/run_folder.py": r"""
     seen by unit/test_doctor_ranks.py
         doctor: only rank 0's host looks for the run directory
-          - not_shared([told[leader] for leader in leaders])
-          + not_shared([told[leader] for leader in leaders[:1]])
+          - sharing_problem([told[leader] for leader in leaders])
+          + sharing_problem([told[leader] for leader in leaders[:1]])
         doctor: leaves a file in the run directory
           -                 probe.unlink(missing_ok=True)
           +                 pass

@@ -45,7 +45,7 @@ TABLES = {
         eval: a generated answer may fill the model's context
           - if asked >= model.max_length:
           + if asked > model.max_length:
-        eval: a data set that the hub's cache lacks is a damaged file
+        eval: a dataset that the hub's cache lacks is a damaged file
           - if is_local and not isinstance(error, OSError):
           + if not isinstance(error, OSError):
         eval: JSON with a standard error that is no number

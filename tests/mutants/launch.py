@@ -36,7 +36,7 @@ TABLES = {
           - if self._store.add(f"beat {rank}", 0) == beats:
           + if self._store.add(f"beat {rank}", 0) >= beats:
         roll call: a node that does not reach node 0 is silent
-          - if not is_reported and time.monotonic() - started >= PATIENCE_SECONDS:
+          - if not is_reported and time.monotonic() - started >= REPORT_SECONDS:
           + if False:
         launcher: the nodes of all steps of a Slurm job are of one run
           - f"llmtrain launch {nodes.step}"
@@ -60,7 +60,7 @@ TABLES = {
           - with self.needs_node_0("prepare the data"):
           + if True:
         launch: node 0 may be lost while nodes come
-          - with link.needs_node_0("come"):
+          - with link.needs_node_0("arrive"):
           + if True:
     """,
     "llmtrain/launch/node_info.py": r"""

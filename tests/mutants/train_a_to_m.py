@@ -81,14 +81,14 @@ TABLES = {
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
         integrity: digests are not compared
-          - if _read_again(lambda path=path: _xxh3(path)) != digest:
+          - if _read_with_retries(lambda path=path: _xxh3(path)) != digest:
           + if False:
         integrity: a file is read again after every error
           -             if error.errno != errno.EIO:
           -                 raise
           -
         integrity: a checkpoint whose disk fails for a second is damaged
-          - for pause in READ_AGAIN_SECONDS:
+          - for pause in RETRY_PAUSES:
           + for pause in ():
         integrity: the digest of state.json is not compared
           - if seal != _digest_of(state):
@@ -275,8 +275,8 @@ TABLES = {
           - except UNUSABLE as error:
           + except Exception as error:
         mirror: any copy counts as the last one's
-          - or self._complete == self._last:
-          + or self._complete is not None:
+          - or self._last_complete == self._last_submitted:
+          + or self._last_complete is not None:
     seen by unit/test_mirror_fetch.py
         mirror: fetches a checkpoint that is here already
           - if step > newer_than)
@@ -288,10 +288,10 @@ TABLES = {
           +                 pass
           +
         best: at the end, the mirror may lack it
-          - or self._complete == self._last:
-          + or self.newest == self._last:
+          - or self._last_complete == self._last_submitted:
+          + or self.newest == self._last_submitted:
         best: a start copies the newest again with it
-          - if step != self._there:
+          - if step != self._there_at_start:
           + if True:
         best: one of the mirror that the run has gone back from
           - self._remote.losses().items() if step <= newest}

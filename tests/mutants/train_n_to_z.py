@@ -28,7 +28,7 @@ TABLES = {
     "llmtrain/train/rank_errors.py": r"""
     seen by unit/test_mirror_fetch.py
         errand: progress does not extend the wait
-          - so_far, moved = now, time.monotonic()
+          - so_far, last_progress = now, time.monotonic()
           + so_far = now
     """,
     "llmtrain/train/run.py": r"""
@@ -145,8 +145,8 @@ TABLES = {
           - with_length = () if sizes[0] == sizes[1] else KEYS_WITH_LENGTH
           + with_length = KEYS_WITH_LENGTH
         length: a finished run without checkpoints begins anew
-          - is_lost = change is None and summary.get("stopped") == "done"
-          + is_lost = False
+          - lost_checkpoints = change is None and summary.get("stopped") == "done"
+          + lost_checkpoints = False
         run: only the newest checkpoint's state counts
           - reversed(complete_checkpoints(self.checkpoints).values())
           + list(complete_checkpoints(self.checkpoints).values())[-1:]
@@ -167,7 +167,7 @@ TABLES = {
           - if self.steps_differ and self.step >= total and not is_end:
           + if False:
         length: another outer step is not said
-          - {batch if self.old_global_batch else ''}{self._other_outer_step()}"
+          - {batch if self.old_global_batch else ''}{self._outer_step_changes()}"
           + {batch if self.old_global_batch else ''}"
         batch: a new rate is a jump that the length causes
           -         if not self.steps_differ:
@@ -260,7 +260,7 @@ TABLES = {
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py
         signals: a rank that stops is asked again, which ends it
-          - if not any(stop.requested for stop in _handled):
+          - if not any(stop.requested for stop in _installed):
           + if True:
         signals: a repeated signal ends the run at once
           - SAME_REQUEST_SECONDS = 2.0
@@ -297,8 +297,8 @@ TABLES = {
     "llmtrain/train/text_kinds.py": r"""
     seen by distributed/test_sites.py::test_a_mixture_is_validated_by_weight
         mixture: texts are validated with equal weights
-          - return joined([replace(self.everywhere(name), share=weights[name]) for name in self.texts])
-          + return joined([self.everywhere(name) for name in self.texts])
+          - return joined([replace(self.validated_by_all(name), share=weights[name]) for name in self.texts])
+          + return joined([self.validated_by_all(name) for name in self.texts])
     seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
         sites: replicas make different numbers of forward passes
           - for _ in range(count - given):
@@ -307,7 +307,7 @@ TABLES = {
           - batches=partial(_padded, own.batches, batches), share=site.validated)
           + batches=partial(_padded, own.batches, batches), share=1.0)
         sites: a shard is checked by the ranks of another site
-          - return ChecksumScan(self.all.values(), ranks.index(self.mesh.world.rank), len(ranks))
+          - return ChecksumScan(self.all_texts.values(), ranks.index(self.mesh.world.rank), len(ranks))
           + return super().scan()
     """,
     "llmtrain/train/trainer.py": r"""
@@ -371,8 +371,8 @@ TABLES = {
           +         return found.loss / math.log(2) / sum(part.share / shares * part.bytes_per_token for part in self.parts)
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
         trainer: each replica validates its own weights
-          - stay = given is None and (is_synchronized or self.mesh.replicas == 1)
-          + stay = given is None
+          - keeps_parameters = given is None and (is_synchronized or self.mesh.replicas == 1)
+          + keeps_parameters = given is None
         validation: the sum of replicas, not their mean
           - replica.all_reduce(flat_view(block) / replica.size,␣
           + replica.all_reduce(flat_view(block),␣

@@ -91,7 +91,7 @@ def hold_lock(path: str) -> None:
 class _Disk:
     """A loader of many tensors, or one that never answers."""
 
-    state_dict, tokens, mean_replica_tokens = dict, TokenShards([]), 1.0
+    state_dict, tokens, mean_replica_tokens, relative_part = dict, TokenShards([]), 1.0, 1.0
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers

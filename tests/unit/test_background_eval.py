@@ -60,8 +60,10 @@ class Beside:
         self.lines: list[str] = []
         self.children: list[Child] = []
         self.stop = StopRequest()
-        self.suites = BackgroundEval(self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop)
-        self.suites.start = self.start
+        self.background_eval = BackgroundEval(
+            self.recipe.eval.suite, self.recipe, RunDirectory(self.recipe), self, self.stop
+        )
+        self.background_eval.start = self.start
 
     def print(self, text: str) -> None:
         self.lines.append(text)
@@ -78,7 +80,7 @@ class Beside:
         eventually(lambda: text in self.lines)
 
     def idle(self) -> None:
-        eventually(lambda: not self.suites.worker.pending_steps())
+        eventually(lambda: not self.background_eval.worker.pending_steps())
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -120,13 +122,13 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
     )
     for name in launchers:
         monkeypatch.setenv(name, "3")
-    beside.suites.after_checkpoint(10)
+    beside.background_eval.after_checkpoint(10)
     child = beside.child(0)
     options = ["--suite", "offline", "--limit", "5", "--data-dir", "data", "--step", "10", "--device", "cpu"]
     assert child.command[1:] == ["-m", "llmtrain", "eval", str(tmp_path / "a"), *options]
     assert not set(launchers) & set(child.environment) and child.environment["PATH"] == os.environ["PATH"]
     assert (child.environment["OMP_NUM_THREADS"], child.environment["CUDA_VISIBLE_DEVICES"]) == ("4", "")
-    assert beside.suites.worker.pending_steps() == {10}
+    assert beside.background_eval.worker.pending_steps() == {10}
     beside.says(f"step 10/50 | offline: evaluating in the background ({tmp_path}/a/eval/log/offline-step-00000010.log)")
     child.end(0)
     beside.idle()
@@ -135,8 +137,8 @@ def test_a_checkpoint_is_evaluated_by_a_process_that_is_no_rank(
 
 def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside) -> None:
     for step in (10, 20, 30):
-        beside.suites.after_checkpoint(step)
-    assert beside.suites.worker.pending_steps() == {10, 30}
+        beside.background_eval.after_checkpoint(step)
+    assert beside.background_eval.worker.pending_steps() == {10, 30}
     beside.child(0).end(0)
     beside.child(1).end(0)
     beside.idle()
@@ -145,7 +147,7 @@ def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside
         "step 20/50 | offline: waits for the evaluation of step 10",
         "step 30/50 | offline: waits for the evaluation of step 10, instead of step 20",
     ]
-    beside.suites.after_checkpoint(40)
+    beside.background_eval.after_checkpoint(40)
     beside.child(2).end(0)
     beside.idle()
 
@@ -164,8 +166,8 @@ def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside
 def test_whose_turn_it_is(tmp_path: Path, overrides: list[str], steps: list[int], evaluated: list[int]) -> None:
     beside, ended = Beside(tmp_path, *overrides), 0
     for step in steps:
-        beside.suites.after_checkpoint(step)
-        if step in beside.suites.worker.pending_steps():
+        beside.background_eval.after_checkpoint(step)
+        if step in beside.background_eval.worker.pending_steps():
             beside.child(ended).end(0)
             beside.idle()
             ended += 1
@@ -176,8 +178,8 @@ def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: P
     (tmp_path / "a/checkpoints/step-00000015").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-00000015/state.json").write_text("{}")
     beside = Beside(tmp_path)
-    beside.suites.after_checkpoint(17)
-    assert not beside.suites.worker.pending_steps() and beside.suites.newest == 17
+    beside.background_eval.after_checkpoint(17)
+    assert not beside.background_eval.worker.pending_steps() and beside.background_eval.newest == 17
 
 
 @pytest.mark.parametrize(
@@ -193,14 +195,14 @@ def test_a_run_that_continues_does_not_begin_with_a_stops_checkpoint(tmp_path: P
 def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
     beside: Beside, code: int, result: str | None, line: str
 ) -> None:
-    beside.suites.after_checkpoint(10)
+    beside.background_eval.after_checkpoint(10)
     child = beside.child(0)
     child.end(code, result)
     beside.idle()
     file = child.log.parents[1] / "offline-step-00000010.json"
     assert beside.lines[-1].startswith(f"step 10/50 | offline: {line.format(log=child.log, result=file)}")
     assert len(beside.lines) == 2 and "\n" not in beside.lines[-1]
-    beside.suites.after_checkpoint(20)
+    beside.background_eval.after_checkpoint(20)
     beside.child(1).end(0)
     beside.idle()
     assert beside.lines[-1].endswith(SCORES)
@@ -224,8 +226,8 @@ def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:
     def start(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    beside.suites.start = start
-    beside.suites.after_checkpoint(10)
+    beside.background_eval.start = start
+    beside.background_eval.after_checkpoint(10)
     beside.idle()
     assert beside.lines == [
         "step 10/50 | offline: the evaluation can't be started ([Errno 28] No space left on device)"
@@ -238,9 +240,9 @@ def test_the_end_of_the_run_waits_for_the_last_one(beside: Beside, tmp_path: Pat
         beside.says("waiting for the evaluation of step 50 on offline, at most 1800 s (eval.suite.wait_seconds)")
         beside.child(1).end(0)
 
-    with beside.suites:
-        beside.suites.after_checkpoint(40)
-        beside.suites.after_checkpoint(50)
+    with beside.background_eval:
+        beside.background_eval.after_checkpoint(40)
+        beside.background_eval.after_checkpoint(50)
         ending = threading.Thread(target=end_both)
         ending.start()
     ending.join()
@@ -252,11 +254,11 @@ def test_the_end_of_the_run_waits_for_the_last_one(beside: Beside, tmp_path: Pat
 
 
 def test_the_end_of_the_run_does_not_wait_for_one_that_is_done(beside: Beside) -> None:
-    with beside.suites:
-        beside.suites.after_checkpoint(50)
+    with beside.background_eval:
+        beside.background_eval.after_checkpoint(50)
         beside.child(0).end(0)
         beside.idle()
-        beside.suites.worker.join(60)
+        beside.background_eval.worker.join(60)
     assert not any("waiting for" in line for line in beside.lines)
     assert beside.lines[-1].startswith("all checkpoints: llmtrain eval ")
 
@@ -267,7 +269,7 @@ def test_an_evaluation_on_the_cpu_sees_no_gpu(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     beside = Beside(tmp_path, f"eval.suite.device={device}")
-    beside.suites.after_checkpoint(50)
+    beside.background_eval.after_checkpoint(50)
     child = beside.child(0)
     assert child.environment["CUDA_VISIBLE_DEVICES"] == devices
     child.end(0)
@@ -275,7 +277,7 @@ def test_an_evaluation_on_the_cpu_sees_no_gpu(
 
 
 def after_too_long(beside: Beside) -> None:
-    beside.suites.section = beside.suites.section.model_copy(update={"wait_seconds": 0.01})
+    beside.background_eval.section = beside.background_eval.section.model_copy(update={"wait_seconds": 0.01})
 
 
 def after_a_signal(beside: Beside) -> None:
@@ -285,8 +287,8 @@ def after_a_signal(beside: Beside) -> None:
 @pytest.mark.parametrize("why", [after_too_long, after_a_signal])
 def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_path: Path, why: Callable) -> None:
     why(beside)
-    with beside.suites:
-        beside.suites.after_checkpoint(50)
+    with beside.background_eval:
+        beside.background_eval.after_checkpoint(50)
         beside.child(0)
     assert killed == [(50, signal.SIGTERM)]
     assert beside.lines[-1] == (
@@ -299,16 +301,20 @@ def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_
 def test_a_run_that_stops_early_ends_its_evaluation_and_starts_no_other(
     beside: Beside, killed: list[tuple[int, int]]
 ) -> None:
-    with beside.suites:
-        beside.suites.after_checkpoint(20)
-        beside.suites.after_checkpoint(30)
+    with beside.background_eval:
+        beside.background_eval.after_checkpoint(20)
+        beside.background_eval.after_checkpoint(30)
         beside.child(0)
-    assert killed == [(20, signal.SIGTERM)] and len(beside.children) == 1 and not beside.suites.worker.pending_steps()
+    assert (
+        killed == [(20, signal.SIGTERM)]
+        and len(beside.children) == 1
+        and not beside.background_eval.worker.pending_steps()
+    )
 
 
 def test_an_error_of_the_run_ends_its_evaluation(beside: Beside, killed: list[tuple[int, int]]) -> None:
-    with pytest.raises(RuntimeError, match="broke"), beside.suites:
-        beside.suites.after_checkpoint(50)
+    with pytest.raises(RuntimeError, match="broke"), beside.background_eval:
+        beside.background_eval.after_checkpoint(50)
         beside.child(0)
         raise RuntimeError("broke")
     assert killed == [(50, signal.SIGTERM)]
@@ -324,8 +330,8 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
 
     monkeypatch.setattr(os, "killpg", kill)
     monkeypatch.setattr(background_eval, "GRACE_SECONDS", 0.05)
-    with beside.suites:
-        beside.suites.after_checkpoint(10)
+    with beside.background_eval:
+        beside.background_eval.after_checkpoint(10)
         beside.child(0)
     assert sent == [signal.SIGTERM, signal.SIGKILL]
 

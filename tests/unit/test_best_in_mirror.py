@@ -109,7 +109,7 @@ def test_a_best_that_is_not_copied_at_the_end_is_said_and_copied_by_the_next_sta
     again = Machine(tmp_path / "disk", url)
     again.mirror.open(ALONE)
     again.mirror.fetch(ALONE, newer_than=30)
-    again.mirror.upload_if_newer(again.directory.checkpoints / "step-00000030")
+    again.mirror.upload_at_start(again.directory.checkpoints / "step-00000030")
     assert again.mirror.finish(ALONE) is None and again.mirror.newest == 30
     assert steps_at(url) == [20, 30] and len(again.said) == 1, "only the best is copied"
 

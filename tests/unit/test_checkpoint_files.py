@@ -141,7 +141,7 @@ def test_a_file_with_an_io_error_is_read_again(
     monkeypatch.setattr(checkpoint_files, "time", SimpleNamespace(sleep=slept.append))
     path, said = newest(folder)
     assert path == folder / f"step-{step:08d}" and len(said) == (step == 10)
-    assert slept == list(checkpoint_files.READ_AGAIN_SECONDS[:errors])
+    assert slept == list(checkpoint_files.RETRY_PAUSES[:errors])
 
 
 def test_a_checkpoints_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from llmtrain.data import order
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.loader import Loader, PrefetchLoader
-from llmtrain.data.order import block_of, block_of_sample, grow
+from llmtrain.data.order import block_of, block_of_sample, resize
 from llmtrain.errors import DataError, TrainingError
 from tests.unit.test_data_loader import MESHES
 
@@ -35,16 +35,16 @@ class SlowTokens:
 
     def __init__(self, samples: int, most: int | None = None, ahead: int = 0) -> None:
         self.total, self.ahead = samples * LENGTH + 1, ahead
-        self.most = sys.maxsize if most is None else most * LENGTH + 1
+        self.max_tokens = sys.maxsize if most is None else most * LENGTH + 1
         self.there, self.waits = min(ahead, self.total), []
 
     def __len__(self) -> int:
         return self.there
 
     def wait_for(self, tokens: int) -> int:
-        if min(tokens, self.most) > self.there:
+        if min(tokens, self.max_tokens) > self.there:
             self.waits.append(tokens)
-            self.there = min(tokens + self.ahead, self.total, self.most)
+            self.there = min(tokens + self.ahead, self.total, self.max_tokens)
         return self.there
 
     def window(self, start: int, length: int) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_blocks_follow_one_another_and_double() -> None:
         assert all(one[1] == other[0] for one, other in itertools.pairwise(sorted(starts)))
 
 
-@pytest.mark.parametrize("most", [None, 90], ids=["a file", "a hub data set"])
+@pytest.mark.parametrize("most", [None, 90], ids=["a file", "a hub dataset"])
 @pytest.mark.parametrize("samples", [90, 24])
 def test_the_order_is_equal_for_every_timing_and_mesh(samples: int, most: int | None) -> None:
     count = 3 * samples // BATCH
@@ -140,7 +140,7 @@ def test_a_longer_run_goes_on_with_the_order_of_the_shorter_one(old: int) -> Non
     short = loader(SlowTokens(200, most=old))
     before = entries(short, old)
     short.next()
-    state = grow(short.state_dict(), old, 100)
+    state = resize(short.state_dict(), old, 100)
     longer = [loader(SlowTokens(200, most=100, ahead=ahead)) for ahead in (0, 10**6)]
     for made in longer:
         made.load_state_dict(state)

@@ -22,7 +22,7 @@ from llmtrain.data.document_loader import (
     padded,
 )
 from llmtrain.data.documents import DocumentSamples, document_samples, find_starts
-from llmtrain.data.order import SampleOrder, grow
+from llmtrain.data.order import SampleOrder, resize
 from llmtrain.data.sources import Position
 from llmtrain.errors import DataError
 from llmtrain.loss import IGNORE_INDEX, inputs_and_labels
@@ -200,7 +200,7 @@ def test_a_longer_run_reads_what_is_left_and_then_what_was_added() -> None:
     for _ in range(20):
         read += [row for batch in short.next() for row in documents_in(batch)]
     longer = rank(all_of_them)
-    longer.load_state_dict(grow(short.state_dict(), 0, 700))
+    longer.load_state_dict(resize(short.state_dict(), 0, 700))
     for _ in range(67):
         read += [row for batch in longer.next() for row in documents_in(batch)]
     every = [tuple(all_of_them.read(sample)[1:].tolist()) for sample in range(700)]
@@ -214,15 +214,13 @@ def test_a_longer_run_reads_what_is_left_and_then_what_was_added() -> None:
 
 def test_another_text_under_a_checkpoint_is_refused() -> None:
     loader = rank(drawn(100))
-    with pytest.raises(
-        DataError, match=r"training data: \d+ documents there, 41 when the run's checkpoint was written"
-    ):
+    with pytest.raises(DataError, match=r"training data: \d+ documents, but 41 when the run's checkpoint was written"):
         loader.load_state_dict({"position": 8, "sizes": [41], "unit": 1})
 
 
 def test_too_few_documents_are_refused_with_both_numbers() -> None:
     rank(samples_of(text([3] * BATCH)))
-    with pytest.raises(DataError, match=r"training data: 7 documents there \(of at most 16 tokens\), 8 needed for one"):
+    with pytest.raises(DataError, match=r"training data: 7 documents of at most 16 tokens, but one step needs 8;"):
         rank(samples_of(text([3] * (BATCH - 1))))
 
 

@@ -1,4 +1,4 @@
-"""Hub data sets against a small hub of our own on this machine; and what is said, soon, when there is none."""
+"""Hub datasets against a small hub of our own on this machine; and what is said, soon, when there is none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for keys, split in {attempts}:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's API that streaming a data set of jsonl files needs. It never answers a request with "silent" in its path,
+    """The part of the hub's API that streaming a dataset of jsonl files needs. It never answers a request with "silent" in its path,
     which is the worst that a network can do."""
 
     protocol_version = "HTTP/1.1"

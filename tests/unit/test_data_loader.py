@@ -14,7 +14,7 @@ import torch
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader, eval_batches
-from llmtrain.data.order import grow, merge_cursors
+from llmtrain.data.order import merge_cursors, resize
 from llmtrain.errors import DataError, TrainingError
 from llmtrain.loss import IGNORE_INDEX
 from llmtrain.reshard import MeshChange
@@ -202,13 +202,13 @@ def test_another_batch_reads_on_where_the_replicas_stopped(replicas: tuple[int, 
 
 @pytest.mark.parametrize("done", [2, 3])
 def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> None:
-    """A hub data set is tokenized as far as a run reads it; a longer run adds to it."""
+    """A hub dataset is tokenized as far as a run reads it; a longer run adds to it."""
     small, large, larger = (sequence(samples) for samples in (24, 40, 56))
     first, second, third = loader(small), loader(large), loader(larger)
     before = [first.order.sample(entry) for entry in range(24)]
     for _ in range(done):
         first.next()
-    second.load_state_dict(grow(first.state_dict(), 24, 40))
+    second.load_state_dict(resize(first.state_dict(), 24, 40))
     once = [second.order.sample(entry) for entry in range(40)]
     assert once[:24] == before and sorted(once[24:]) == list(range(24, 40)) != once[24:]
     following = [second.order.sample(entry) for entry in range(40, 80)]
@@ -218,10 +218,10 @@ def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> N
     state = second.state_dict()
     assert state == {"position": done * BATCH, "sizes": [24, 40]}
     again = loader(large)
-    again.load_state_dict(grow(state, 24, 40))
+    again.load_state_dict(resize(state, 24, 40))
     assert [again.order.sample(entry) for entry in range(80)] == [second.order.sample(entry) for entry in range(80)]
-    third.load_state_dict(grow(state, 24, 56))
+    third.load_state_dict(resize(state, 24, 56))
     assert [third.order.sample(entry) for entry in range(40)] == once and third.order.sizes == [24, 40, 56]
     assert merge_cursors([state, state], BATCH)["sizes"] == [24, 40]
-    assert grow(state, 24, 30) == {"position": done * BATCH, "sizes": [24, 30]}
-    assert grow(state, 24, 20) == {"position": done * BATCH} == grow(first.state_dict(), 24, 24)
+    assert resize(state, 24, 30) == {"position": done * BATCH, "sizes": [24, 30]}
+    assert resize(state, 24, 20) == {"position": done * BATCH} == resize(first.state_dict(), 24, 24)

@@ -13,7 +13,7 @@ import torch
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader
-from llmtrain.data.mixture import BLOCK, MixtureOrder, most_of, shares_of
+from llmtrain.data.mixture import BLOCK, MixtureOrder, max_entries_of, shares_of
 from llmtrain.data.mixture_loader import MixedShards, MixtureLoader
 from llmtrain.data.order import SampleOrder, merge_cursors
 from llmtrain.errors import DataError, TrainingError
@@ -130,15 +130,17 @@ def test_a_longer_run_reads_what_was_added_to_a_text_after_what_was_there() -> N
     before = read(first, 10)
     state = first.state_dict()
     longer = loader(texts=larger)
-    state = longer.grown(state, lambda name, samples, of_text: SAMPLES[name])
+    state = longer.state_for_length(state, lambda name, samples, of_text: SAMPLES[name])
     assert state == {"position": 10 * BATCH, "sizes": [[90], [40, 60], [11]]}
     longer.load_state_dict(state)
     assert longer.state_dict() == state
     own = [sample for name, sample in before + read(longer, 40) if name == "b"]
     assert sorted(own[:40]) == list(range(40)) and sorted(own[40:60]) == list(range(40, 60))
-    assert loader().grown({"position": 8}, lambda name, samples, of_text: samples) == {"position": 8}
+    assert loader().state_for_length({"position": 8}, lambda name, samples, of_text: samples) == {"position": 8}
     bounds = []
-    loader().grown({"position": 8}, lambda name, samples, of_text: bounds.append((name, of_text(1001))) or samples)
+    loader().state_for_length(
+        {"position": 8}, lambda name, samples, of_text: bounds.append((name, of_text(1001))) or samples
+    )
     assert bounds == [("a", 1001), ("b", 500), ("c", 100)]
 
 
@@ -148,7 +150,7 @@ def test_a_hub_text_is_prepared_as_far_as_the_mixture_reads_it(entries: int) -> 
     counts = order.count(range(entries))
     assert counts.sum() == entries
     for share, count in zip(order.shares, counts, strict=True):
-        assert count <= most_of(share, entries) <= count + share
+        assert count <= max_entries_of(share, entries) <= count + share
 
 
 def test_old_blocks_and_epochs_are_forgotten() -> None:

@@ -237,7 +237,7 @@ def test_a_hub_that_breaks_off_is_read_on(data: DataSection, monkeypatch: pytest
         return datasets.IterableDataset.from_generator(rows, gen_kwargs={"parts": list(range(10))})
 
     newest = iter("abc")
-    monkeypatch.setattr("llmtrain.data.hub.require", lambda *_, **__: next(newest))
+    monkeypatch.setattr("llmtrain.data.hub.require_on_hub", lambda *_, **__: next(newest))
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
     local = prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-local"}), 10**9, 10**9)

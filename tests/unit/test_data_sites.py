@@ -148,7 +148,9 @@ def test_a_text_smaller_than_a_step_of_its_site_is_refused_by_its_name() -> None
 def test_a_longer_run_asks_for_its_site_s_samples() -> None:
     (one,), _ = loaders("AB")
     asked = []
-    state = one.grown({"position": 0}, lambda name, samples, of_text: asked.append((name, of_text(5))) or samples - 80)
+    state = one.state_for_length(
+        {"position": 0}, lambda name, samples, of_text: asked.append((name, of_text(5))) or samples - 80
+    )
     assert asked == [("A", 5)] and state == {"position": 0, "sizes": [400, 480]}
 
 

@@ -278,7 +278,7 @@ def test_a_hub_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         yield {"text": "one"}
         raise ConnectionResetError("connection reset by peer")
 
-    monkeypatch.setattr("llmtrain.data.hub.require", lambda *_, **__: None)
+    monkeypatch.setattr("llmtrain.data.hub.require_on_hub", lambda *_, **__: None)
     monkeypatch.setattr("datasets.load_dataset", rows)
     texts = documents(DataSection(source="hf:o/d", validation_fraction=0.001), "train")
     assert next(texts) == "one"

@@ -134,7 +134,7 @@ def test_only_the_tokens_of_the_run_are_read(data: DataSection, expected: list[i
     prepared = begun(data, 2000)
     prepare(data, MANY, 100)
     tokens = growing(prepared)
-    assert tokens.most == len(tokens) == tokens.wait_for(MANY) == 2000 and tokens.is_complete
+    assert tokens.max_tokens == len(tokens) == tokens.wait_for(MANY) == 2000 and tokens.is_complete
     assert first_block(begun(data, 400)).limits["train"] == 400
 
 

@@ -173,7 +173,7 @@ def test_a_tokenizer_of_the_hub_is_downloaded_if_it_was_not_before(
         return found
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(module, "require", lambda name, kind, **_: asked.append((name, kind)))
+    monkeypatch.setattr(module, "require_on_hub", lambda name, kind, **_: asked.append((name, kind)))
     data = DataSection(tokenizer="owner/model")
     with pytest.raises(DataError) as refused:
         load_tokenizer(data, tmp_path / "cache")
@@ -207,7 +207,7 @@ def test_a_tokenizer_of_the_hub_that_can_not_be_loaded_is_told_in_one_line(
     def fail(name: str, **options: bool) -> None:
         raise error
 
-    monkeypatch.setattr(module, "require", lambda *_, **__: None)
+    monkeypatch.setattr(module, "require_on_hub", lambda *_, **__: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
     with pytest.raises(DataError, match=rf"^data.tokenizer: some/name: can't be loaded \(.*{error}\)$"):
         module._load_hub("some/name")

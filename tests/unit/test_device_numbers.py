@@ -39,8 +39,8 @@ def test_numbers_are_gathered_in_one_order_whichever_a_gpu_computes() -> None:
     for row in rows:
         gather = AsyncMetricGather(mesh)
         gather.submit(LogLine(4, 9.0, {"train/lr": 0.1}, DeviceNumbers(row)), {"wait_seconds": 3.0})
-    line = gather.wait_all()
-    assert (line.step, line.seconds, line.common) == (4, 9.0, {"train/lr": 0.1}) and gather.wait_all() is None
+    line = gather.collect()
+    assert (line.step, line.seconds, line.common) == (4, 9.0, {"train/lr": 0.1}) and gather.collect() is None
     found = {name: column.tolist() for name, column in line.columns.items()}
     assert found == {"steps": [2, 3], "step_seconds": [0.5, 0.25], "stop": [1, 0], "wait_seconds": [3, 3]}
 

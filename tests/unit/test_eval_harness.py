@@ -97,7 +97,7 @@ def run_one(monkeypatch: pytest.MonkeyPatch, task: Task, evaluated: Callable[...
 
 
 def test_only_a_task_with_a_local_file_has_a_file_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets raises ValueError without internet if its cache has another configuration of a data set."""
+    """datasets raises ValueError without internet if its cache has another configuration of a dataset."""
 
     def load(names: list[str]) -> None:
         raise ValueError("Couldn't find cache for ai2_arc\nAvailable: ARC-Easy")

@@ -194,7 +194,7 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     assert machine.steps() == [10, 40], "10 is on its way, 40 is the newest"
     assert machine.mirror.worker.pending_steps() == {10, 40}
     assert [line for line in machine.said if "not copied" in line] == [
-        f"step {left_out} is not copied to {there}/a: step 10 still is, and step {step} is next"
+        f"step {left_out} is not copied to {there}/a: step 10 is still being copied, and step {step} is next"
         for left_out, step in ((20, 30), (30, 40))
     ]
     held.go.release(2)
@@ -292,5 +292,5 @@ def test_without_a_mirror_nothing_is_asked_of_anybody(tmp_path: Path) -> None:
     machine.mirror.claim(mesh)
     assert machine.mirror.fetch(mesh, -1) is None and machine.mirror.finish(mesh) is None
     machine.mirror.after_checkpoint(10)
-    machine.mirror.upload_if_newer(None)
+    machine.mirror.upload_at_start(None)
     assert machine.mirror.newest is None and machine.mirror.worker.pending_steps() == set() and machine.said == []

@@ -38,7 +38,7 @@ def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str
     assert (second.directory.checkpoints / "latest").read_text() == "step-00000020\n"
     assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
     assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
-    second.mirror.upload_if_newer(there)
+    second.mirror.upload_at_start(there)
     assert second.mirror.finish(ALONE) is None and len(second.said) == 1, "it is there already"
     second.save(30)
     assert steps_at(url) == [20, 30]
@@ -52,7 +52,7 @@ def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(t
     again = Machine(tmp_path / "disk", url)
     again.mirror.open(ALONE)
     assert again.mirror.fetch(ALONE, newer_than=20) is None and steps_at(url) == [10]
-    again.mirror.upload_if_newer(again.directory.checkpoints / "step-00000020")
+    again.mirror.upload_at_start(again.directory.checkpoints / "step-00000020")
     assert again.mirror.finish(ALONE) is None
     assert steps_at(url) == [10, 20] and again.mirror.newest == 20
 
@@ -183,7 +183,7 @@ def test_a_local_checkpoint_older_than_a_damaged_one_of_the_mirror_is_copied(tmp
     assert second.start(newer_than=15) is None
     second.directory.checkpoints.mkdir(exist_ok=True)
     write(second.directory.checkpoints, 15)
-    second.mirror.upload_if_newer(second.directory.checkpoints / "step-00000015")
+    second.mirror.upload_at_start(second.directory.checkpoints / "step-00000015")
     assert second.mirror.finish(ALONE) is None, second.said
     assert Machine(tmp_path / "third", url).start().name == "step-00000015"
 

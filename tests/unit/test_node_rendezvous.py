@@ -81,7 +81,7 @@ def test_node_0_prepares_before_the_others_and_all_wait_for_all(meeting: Meeting
 
 def test_two_steps_of_a_slurm_job_with_one_port_do_not_meet(meeting: Meeting):
     outcomes = meeting.hold([0, 1], 2, lambda call: None, seconds=3, steps=["0", "1"])
-    assert all(isinstance(outcome, TrainingError) and " to come; here: " in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, TrainingError) and " to arrive; arrived: " in str(outcome) for outcome in outcomes)
 
 
 def test_a_run_that_node_0_finds_complete_is_complete_everywhere(meeting: Meeting):
@@ -94,7 +94,8 @@ def test_a_node_that_never_comes_is_named_on_every_node_that_came(meeting: Meeti
     outcomes = meeting.hold([0, 2], 4, lambda call: None, seconds=3)
     assert {type(outcome) for outcome in outcomes} == {TrainingError}
     for outcome in outcomes:
-        assert f"waited 3 s for node 1, node 3 to come; here: node 0 on {HERE}, node 2 on {HERE}; start" in str(outcome)
+        arrived = f"node 0 on {HERE}, node 2 on {HERE}"
+        assert f"waited 3 s for node 1, node 3 to arrive; arrived: {arrived}; start" in str(outcome)
 
 
 def test_without_node_0_the_others_say_where_they_looked(meeting: Meeting):
@@ -125,7 +126,7 @@ def test_two_nodes_with_one_number_are_refused(meeting: Meeting, monkeypatch: py
 
 
 def test_a_node_that_waits_for_node_0_reports_once_why(meeting: Meeting, monkeypatch, capsys):
-    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(node_rendezvous, "REPORT_SECONDS", 0.1)
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
     meeting.hold([1], 2, lambda call: None, seconds=2)
     where = f"node 1 tries to reach node 0 at 127.0.0.1:{meeting.port} (up to 2 s): Connection refused"
@@ -266,7 +267,7 @@ def test_a_node_that_loses_node_0_between_two_waits_says_so(monkeypatch: pytest.
     monkeypatch.setattr(node_rendezvous, "_open_store", lambda *_: Lost())
     monkeypatch.setattr(node_rendezvous, "PrefixStore", lambda prefix, store: store)  # that of torch calls no Python
     with (
-        pytest.raises(TrainingError, match=r"lost node 0 \(alpha:1\) while it waited for nodes to come"),
+        pytest.raises(TrainingError, match=r"lost node 0 \(alpha:1\) while it waited for nodes to arrive"),
         connect_nodes(Nodes(2, 1, "alpha", 1), 5, NodeInfo()),
     ):
         pass
@@ -290,11 +291,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 2.5)
-    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 10.0)
 
 
 def leave(call: NodeLink) -> None:
-    """Leave, as if the ends of later waits had been heard: node 0 stays PATIENCE_SECONDS for each node that has not heard."""
+    """Leave, as if the ends of later waits had been heard: node 0 stays LINGER_SECONDS for each node that has not heard."""
     for wait in ("outcome0", "failure"):
         call._store.set(f"heard {wait} {call.nodes.rank}", "yes")
 
@@ -334,7 +335,7 @@ def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest
 
 @pytest.mark.usefixtures("soon")
 def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_rendezvous, "PATIENCE_SECONDS", 2.0)  # in which node 1 does not hear of the failure
+    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 2.0)  # in which node 1 does not hear of the failure
 
     def attend(call: NodeLink) -> str | None:
         return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
@@ -350,20 +351,17 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     """A scheduler that replaces a lost node must not read it as a wrong recipe."""
     meeting, outcomes = Meeting(), []
 
+    def heartbeats() -> int:
+        return [thread.name for thread in threading.enumerate()].count("heartbeat")
+
     def attend(call: NodeLink) -> None:
         if call.nodes.rank == 1:
             return leave(call)
-        wait_until(
-            lambda: [thread.name for thread in threading.enumerate()].count("says that it is there") == 1,
-            "node 0 is not alone",
-        )
+        wait_until(lambda: heartbeats() == 1, "node 0 is not alone")
         outcomes.extend(meeting.hold([1], 2, lambda call: None))
         outcomes.append(call.exchange_exits(0, NodeExit(DONE), True))
 
-    wait_until(
-        lambda: "says that it is there" not in [thread.name for thread in threading.enumerate()],
-        "launchers of an earlier test are there",
-    )
+    wait_until(lambda: heartbeats() == 0, "launchers of an earlier test are there")
     meeting.hold([0, 1], 2, attend)
     assert type(outcomes[0]) is ReturnedError
     assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")

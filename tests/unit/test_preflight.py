@@ -307,7 +307,7 @@ def test_recipe_check_warns_of_the_mesh_as_a_start_does(
     ranks, shards = here.replicas * here.shards, SimpleNamespace(size=here.shards)
     world = SimpleNamespace(size=ranks, local_size=ranks)
     mesh = SimpleNamespace(replicas=here.replicas, shard_comms=shards, world=world, unencrypted=None)
-    start = list(_start_warnings(recipe, mesh, SimpleNamespace(all={})))
+    start = list(_start_warnings(recipe, mesh, SimpleNamespace(all_texts={})))
     assert start == here.warnings == check_elsewhere(recipe, processes)
     assert len(start) == len(lines) and all(map(str.startswith, start, lines))
 

@@ -354,7 +354,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_without_pickles(
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("llmtrain.pretrained.require", lambda *args, **options: None)
+    monkeypatch.setattr("llmtrain.pretrained.require_on_hub", lambda *args, **options: None)
     (folder / "model.safetensors").rename(folder.parent / "aside")  # an interrupted download
     assert find_pretrained("owner/name") is None
     assert find_pretrained("owner/name", download=True) == Pretrained("owner/name", folder)

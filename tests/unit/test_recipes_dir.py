@@ -76,7 +76,7 @@ TEXTS = {
     "hf:HuggingFaceFW/fineweb-edu",
     "hf:allenai/c4",
 }
-"""Values of `data.source`: what is on every machine, and the data sets that llmtrain is for."""
+"""Values of `data.source`: what is on every machine, and the datasets that llmtrain is for."""
 MAY_DIFFER = ("run.name", "sync", "optim.kind", "optim.muon")
 """Keys in which recipes that are compared may differ."""
 ALSO_DIFFERS = {"muloco": ("optim.lr",), "gpa": ("optim.lr",)}

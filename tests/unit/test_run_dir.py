@@ -336,7 +336,7 @@ def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: 
     ("fails", "work"),
     [
         ("pathlib.Path.read_text", RunDirectory.summary),
-        ("pathlib.Path.read_text", RunDirectory.finished),
+        ("pathlib.Path.read_text", RunDirectory.finished_summary),
         ("llmtrain.recipe_loader.OmegaConf.load", RunDirectory.check_recipe),
         ("llmtrain.train.run_dir.write_lock_holder", RunDirectory.lock),
         ("llmtrain.train.run_dir.atomic_write", RunDirectory.claim),

@@ -132,8 +132,8 @@ def test_a_checkpoint_of_no_step_has_no_jump() -> None:
 
 def test_another_batch_is_said_and_is_no_jump_of_the_rate() -> None:
     change = LengthChange(recipe(40), recipe(40, "train.global_batch=64", "optim.lr=0.5"), 20)
-    assert (change.is_none, change.steps_differ, change.old_global_batch, change.rate_jump()) == (
-        False,
+    assert (change.is_change, change.steps_differ, change.old_global_batch, change.rate_jump()) == (
+        True,
         False,
         32,
         None,
@@ -141,7 +141,7 @@ def test_another_batch_is_said_and_is_no_jump_of_the_rate() -> None:
     assert change.describe() == ", with 64 sequences per step instead of 32"
     both = LengthChange(recipe(40), recipe(80, "train.global_batch=64"), 20).describe()
     assert both.startswith(", for 80 steps instead of 40, with 64 sequences per step instead of 32")
-    assert LengthChange(recipe(40), recipe(40), 20).is_none
+    assert not LengthChange(recipe(40), recipe(40), 20).is_change
 
 
 HUB = "data.source=hf:owner/name"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmtrain.train.text_kinds import SingleText
-from llmtrain.train.validation import Validation, ValidationSet, in_all, joined
+from llmtrain.train.validation import Validation, ValidationSet, joined, weighted_mean
 
 
 @pytest.mark.parametrize("length", [3, 4])
@@ -32,6 +32,6 @@ def test_the_bits_per_byte_of_a_mixture_do_not_depend_on_the_tokenizer(ratios: t
     ]
     bits = [0.9, 0.5]
     found = [Validation(one * math.log(2) * part.bytes_per_token, 9) for one, part in zip(bits, parts, strict=True)]
-    tags = joined(parts).tags(in_all(parts, found))
+    tags = joined(parts).tags(weighted_mean(parts, found))
     assert tags["eval/bpb"] == pytest.approx(0.8)
     assert tags["eval/loss"] == pytest.approx((3 * found[0].loss + found[1].loss) / 4)

@@ -270,7 +270,7 @@ def test_no_summary_is_awaited_after_a_second_interrupt(tmp_path: Path, monkeypa
 )
 def test_torchruns_lines_about_nodes_that_end_later_are_no_news(message: str, is_news: bool) -> None:
     record = logging.LogRecord("torch", logging.ERROR, "api.py", 1, message, (), None)
-    assert torchrun._is_news(record) == is_news
+    assert torchrun._filter_line(record) == is_news
 
 
 def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_the_hub_is_waited_for_aloud(
     with pytest.raises(
         DataError, match=r"'a/b' needs the Hugging Face hub, which can't be used from here \(no answer\)"
     ):
-        hub.require("a/b", "dataset", key="data.source", instead="a folder")
+        hub.require_on_hub("a/b", "dataset", key="data.source", instead="a folder")
     assert capsys.readouterr().err.startswith("waiting for the Hugging Face hub's answer about a/b, 5 s for each")
     assert limits == [hub.TIMEOUT]
 

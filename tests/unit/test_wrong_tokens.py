@@ -33,7 +33,7 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def changed_index(start: int, raw: bytes) -> Callable[[Path], None]:
-    """Return a function that writes a data set of Megatron and replaces bytes of its `.idx`."""
+    """Return a function that writes a dataset of Megatron and replaces bytes of its `.idx`."""
 
     def write(path: Path) -> None:
         write_megatron(path, IDS, "<u2")
@@ -45,7 +45,7 @@ def changed_index(start: int, raw: bytes) -> Callable[[Path], None]:
 
 
 def cut(ending: str, count: int) -> Callable[[Path], None]:
-    """Return a function that writes a data set of Megatron and cuts bytes off one of its files."""
+    """Return a function that writes a dataset of Megatron and cuts bytes off one of its files."""
 
     def write(path: Path) -> None:
         write_megatron(path, IDS, "<u2")

@@ -34,7 +34,7 @@ def write_llm_c(
 
 
 def write_megatron(path: Path, ids: np.ndarray, dtype: str, lengths: list[int] | None = None) -> None:
-    """Write the `.bin` and the `.idx` of a data set whose documents have these lengths, or end with eos."""
+    """Write the `.bin` and the `.idx` of a dataset whose documents have these lengths, or end with eos."""
     ends = np.flatnonzero(ids == EOS) + 1 if lengths is None else np.cumsum(lengths)
     sizes = np.diff(ends, prepend=0)
     assert sizes.sum() == len(ids)
