@@ -43,6 +43,13 @@ TABLES = {
           + return True
     """,
     "llmtrain/sync/own_loop/local_updates.py": r"""
+    seen by unit/test_own_loop_choices.py
+        library: a mapping replaces the short form of a preset
+          - merge(expand_sync(METHODS[method].PRESET),
+          + merge(METHODS[method].PRESET,
+        library: a mapping is merged with one of another kind
+          - expand_sync(choices), UNION_KEYS)
+          + expand_sync(choices))
     seen by unit/test_house.py
         library: a loop of one's own imports transformers
           - from llmtrain.parallel.sharded import release_gathered

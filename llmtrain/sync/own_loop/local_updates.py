@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.config import LRScheduleSection, SyncSection
-from llmtrain.config.section import Section
+from llmtrain.config.section import UNION_KEYS, Section, expand_sync, merge
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
@@ -352,14 +352,8 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
             near = closest(name, [*keys, *arguments])
             hint = f"did you mean {near}?" if near else f"keys are {one_of(keys)}"
             raise RecipeError(f"LocalUpdates: {name} is neither an argument nor a key of sync; {hint}")
-    preset: dict[str, Any] = dict(METHODS[method].PRESET)
-    for key, value in choices.items():
-        below = preset.get(key)
-        same_kind = (
-            isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind"))
-        )
-        preset[key] = {**below, **value} if same_kind else value
-    data = {"sync": {"method": method, **preset}}
+    changed = merge(expand_sync(METHODS[method].PRESET), expand_sync(choices), UNION_KEYS)
+    data = {"sync": {"method": method, **changed}}
     try:
         section = _Choices.model_validate(data).sync
     except ValidationError as error:
