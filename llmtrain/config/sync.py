@@ -51,7 +51,7 @@ class PeriodSection(Section):
         return getattr(self, self.shortest_round) if self.shortest_round else None
 
 
-class EveryStepsSection(PeriodSection):
+class StepsSection(PeriodSection):
     """A fixed number of local steps per round."""
 
     kind: Literal["steps"] = "steps"
@@ -252,7 +252,7 @@ class WireSection(Section):
         return self.kind != "fp32"
 
 
-AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSection
+AnyPeriod = StepsSection | QsrSection | EverySecondsSection | EveryStepSection
 AnyReduction = MeanSection | TokenWeightedSection | RadialSection | MedianNormSection | EditPenaltySection
 AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection | PrimalAverageSection
 AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
@@ -270,7 +270,7 @@ class SyncSection(Section):
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
     begins; `null`: `warmup_steps` alone decides."""
-    period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(expand_period)] = Field(default_factory=EveryStepsSection)
+    period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(expand_period)] = Field(default_factory=StepsSection)
     """When replicas synchronize: `{kind: steps, every: H}` (short form: `H`), `{kind: qsr, base, alpha}`, `{kind: seconds, every,
     min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from llmtrain.config import AnyPeriod, EveryStepSection, EveryStepsSection, PeriodSection, QsrSection, SyncSection
+from llmtrain.config import AnyPeriod, EveryStepSection, PeriodSection, QsrSection, StepsSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.reshard import require_equal
 
@@ -172,7 +172,7 @@ def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
 
 PERIODS: dict[type[PeriodSection], Callable[[Any, int, LRSchedule], Period]] = {
     EveryStepSection: lambda section, warmup, rates: EveryStep(section),
-    EveryStepsSection: lambda section, warmup, rates: FixedPeriod(section, warmup),
+    StepsSection: lambda section, warmup, rates: FixedPeriod(section, warmup),
     QsrSection: QsrPeriod,
 }
 """Constructors of periods of steps, by the class of `sync.period`. They take the section, the number of synchronous steps before

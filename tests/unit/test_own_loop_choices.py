@@ -11,11 +11,11 @@ import yaml
 from torch import nn
 
 from llmtrain.config import (
-    EveryStepsSection,
     LayerwiseSection,
     NesterovSection,
     OuterRoundsSection,
     Section,
+    StepsSection,
     WireSection,
 )
 from llmtrain.recipe_loader import load_recipe
@@ -24,7 +24,7 @@ from llmtrain.sync import LocalUpdates
 FRAGMENTS = {"fragments": 2}
 CHANGED = [
     ("edit", {"schedule": {"prefetch": 3}}, LayerwiseSection(prefetch=3)),
-    ("edit", {"period": 20}, EveryStepsSection(every=20)),
+    ("edit", {"period": 20}, StepsSection(every=20)),
     ("diloco", {"outer": {"rounds": {"lr_warmup": 2}}}, NesterovSection(rounds=OuterRoundsSection(lr_warmup=2))),
     ("streaming_diloco", {"wire": {"keep": 32}, "schedule": FRAGMENTS}, WireSection(kind="int4", keep=32)),
     ("streaming_diloco", {"wire": {"kind": "fp4"}, "schedule": FRAGMENTS}, WireSection(kind="fp4")),
