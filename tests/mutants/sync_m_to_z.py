@@ -122,12 +122,12 @@ TABLES = {
           - (step - self.warmup - 1) % self.section.every + 1
           + (step - self.warmup) % self.section.every + 1
         period: warm-up by learning rate is a step too long
-          - rates.first_step_below(sync.warmup_until_lr) - 1)
-          + rates.first_step_below(sync.warmup_until_lr))
+          - lr_schedule.first_step_below(sync.warmup_until_lr) - 1)
+          + lr_schedule.first_step_below(sync.warmup_until_lr))
     seen by unit/test_period.py
         period: QSR ignores the warm-up's peak rate
-          - rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
-          + rates.at(self._ends[-1] + 1)
+          - lr_schedule.at(max(self._ends[-1] + 1, lr_schedule.warmup_steps))
+          + lr_schedule.at(self._ends[-1] + 1)
         period: QSR is always quadratic
           - (section.alpha / lr) ** section.power
           + (section.alpha / lr) ** 2
