@@ -185,7 +185,7 @@ def _leave(code: int) -> NoReturn:
 def is_local_rank_zero() -> bool:
     """Return whether this is the first rank of its host, according to every launcher involved in starting it.
 
-    A process whose variables do not describe a rank among others counts as the first one: either the error is about these
+    A process whose variables do not describe one rank of several counts as the first one: either the error is about these
     variables, or the process is alone.
     """
     for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):

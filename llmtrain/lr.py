@@ -78,7 +78,7 @@ class LRSchedule:
         if schedule.kind == "constant":
             return self.peak
         if schedule.kind == "step":
-            # The margin keeps rounding from making 0.29 x 100 28.99..., so that the rate drops a step early.
+            # Without the margin, rounding could turn 0.29 x 100 into 28.99..., and the rate would drop a step early.
             drops = sum(step > share * self.total_steps * (1 + 1e-12) for share in schedule.decay_at)
             return self.peak * schedule.decay_factor**drops
         start = self.last_peak_step if schedule.kind == "wsd" else schedule.warmup_steps

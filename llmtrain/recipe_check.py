@@ -343,7 +343,7 @@ def _check_model(recipe: Recipe) -> None:
             f"model: {config.model_type} is more than a language model, and its config has no num_hidden_layers; choose its "
             "text model, as gemma3_text for gemma3"
         )
-    _check_heads(section, config)
+    _check_heads(config)
     blocks = config.num_hidden_layers + (1 if config.tie_word_embeddings else 2)
     recipe.sync.schedule.check(recipe.sync, blocks)
     positions = getattr(config, "max_position_embeddings", None)
@@ -374,7 +374,7 @@ def _check_model_keys(section: ModelSection) -> None:
             raise RecipeError(f"model.config.{key} is not a key of {default.model_type}'s config; {hint}")
 
 
-def _check_heads(section: ModelSection, config: PretrainedConfig) -> None:
+def _check_heads(config: PretrainedConfig) -> None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     # Heads of some kinds of models, such as Qwen3, have a size of their own.
     if hidden and heads and hidden % heads and getattr(config, "head_dim", None) in (None, hidden // heads):

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
-from llmtrain.config.section import UNION_KEYS, kind, leaves, merge, name, steps_or_kind
+from llmtrain.config.section import SYNC_SHORT_FORMS, expand_name, leaves, merge
 from llmtrain.errors import RecipeError, raise_if_no_answer, reason
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
@@ -41,8 +41,8 @@ UNUSUAL_NUMBER = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)")
 TEXT_KEYS = ("source", *LISTS)
 """Keys of `data` of which a recipe gives one."""
 SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
-    "sync": dict.fromkeys(UNION_KEYS, kind) | {"period": steps_or_kind},
-    "eval": {"suite": name},
+    "sync": SYNC_SHORT_FORMS,
+    "eval": {"suite": expand_name},
 }
 """Expansion of a value that stands for a mapping, by section and key: `sync.schedule=layerwise`, `sync.period=10`. They
 are expanded before layers are merged."""

@@ -23,7 +23,7 @@ CONTEXT_KEYS = ("data.packing", "train.sequence_length", "train.document_mask")
 TOLERANCE = 1e-6
 """Relative difference up to which two ratios of bytes to tokens count as equal, and so as those of one text."""
 CLEARLY = 0.02
-"""Relative difference from which on two ratios are those of different texts, though the recipes name the same one: a file may have
+"""Relative difference above which two ratios are those of different texts, though the recipes name the same one: a file may have
 been edited, or the packages of `python` updated. A smaller difference may also come from different amounts of prepared text."""
 RATIO = "bytes per token of the validation text"
 

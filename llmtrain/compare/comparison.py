@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, Vali
 
 from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.config import Section, TraceSection
-from llmtrain.config.section import Count, FileName, PathText
-from llmtrain.config.section import name as name_or_section
+from llmtrain.config.section import Count, FileName, PathText, expand_name
 from llmtrain.errors import RecipeError
 from llmtrain.files import read_mapping
 from llmtrain.recipe_files import recipe_named_in
@@ -190,7 +189,7 @@ class Comparison(Section):
     baseline: str | None = None
     """Run that the others are compared with; `null`: the synchronous one, or else the first."""
     target: TargetSection = Field(default_factory=TargetSection)
-    suite: Annotated[BenchmarkSection | None, BeforeValidator(name_or_section)] = None
+    suite: Annotated[BenchmarkSection | None, BeforeValidator(expand_name)] = None
     """Benchmarks of all runs, `{name, limit, data_dir}`; `NAME` is short for `{name: NAME}`, and `null`: none."""
     trace: TraceSection | None = None
     """Steps whose timelines are drawn; `null`: none."""

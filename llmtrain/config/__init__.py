@@ -33,7 +33,6 @@ from llmtrain.config.sync import (
     AverageSection,
     EverySecondsSection,
     EveryStepSection,
-    EveryStepsSection,
     MomentsSection,
     MomentumSection,
     NesterovSection,
@@ -46,6 +45,7 @@ from llmtrain.config.sync import (
     PullSection,
     QsrSection,
     SgdSection,
+    StepsSection,
     SyncSection,
     WireSection,
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
 
 from llmtrain.config.data import DataSection
-from llmtrain.config.section import Count, CountOrZero, DecayRate, FileName, Fraction, PathText, Section, name
+from llmtrain.config.section import Count, CountOrZero, DecayRate, FileName, Fraction, PathText, Section, expand_name
 from llmtrain.config.sync import SyncSection
 
 
@@ -353,7 +353,7 @@ class EvalSection(Section):
     """Number of validation tokens, at most those of the source. Every validation uses the same ones."""
     sets: dict[FileName, str] = Field(default_factory=dict)
     """Additional validation texts by name, each a file or folder (`{news: news.txt}`), read like `data.validation`."""
-    suite: Annotated[SuiteSection | None, BeforeValidator(name)] = None
+    suite: Annotated[SuiteSection | None, BeforeValidator(expand_name)] = None
     """Benchmarks on checkpoints while training continues; `NAME` is short for `{name: NAME}`, and `null`: none."""
     sample_prompt: str | None = None
     """Prompt that the model continues at each validation after the first step (`samples.txt`). If this takes more than a few seconds

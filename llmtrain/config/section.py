@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -41,21 +41,32 @@ PathText = Annotated[str, AfterValidator(_expanded)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
 
 
-def kind(value: Any) -> Any:
+def expand_kind(value: Any) -> Any:
     """Expand the short form `layerwise` to `{kind: layerwise}`."""
     return {"kind": value} if isinstance(value, str) else value
 
 
-def steps_or_kind(value: Any) -> Any:
-    """Expand the short form 10 to `{kind: steps, every: 10}`, and the short form that `kind` expands."""
+def expand_period(value: Any) -> Any:
+    """Expand the short form 10 to `{kind: steps, every: 10}`, and the short form that `expand_kind` expands."""
     value = _count(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return {"kind": "steps", "every": value} if is_number else kind(value)
+    return {"kind": "steps", "every": value} if is_number else expand_kind(value)
 
 
-def name(value: Any) -> Any:
+def expand_name(value: Any) -> Any:
     """Expand the short form `small` to `{name: small}`."""
     return {"name": value} if isinstance(value, str) else value
+
+
+SYNC_SHORT_FORMS: Mapping[str, Callable[[Any], Any]] = dict.fromkeys(UNION_KEYS, expand_kind) | {
+    "period": expand_period
+}
+"""Functions that expand a short form, such as `layerwise`, by key of `sync`."""
+
+
+def expand_sync(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return choices of `sync` with their short forms expanded."""
+    return {key: SYNC_SHORT_FORMS[key](value) if key in SYNC_SHORT_FORMS else value for key, value in choices.items()}
 
 
 class Section(BaseModel):

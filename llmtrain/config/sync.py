@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
-from llmtrain.config.section import Count, CountOrZero, DecayRate, Fraction, Section, kind, steps_or_kind
+from llmtrain.config.section import Count, CountOrZero, DecayRate, Fraction, Section, expand_kind, expand_period
 from llmtrain.config.sync_reductions import (
     EditPenaltySection,
     MeanSection,
@@ -51,7 +51,7 @@ class PeriodSection(Section):
         return getattr(self, self.shortest_round) if self.shortest_round else None
 
 
-class EveryStepsSection(PeriodSection):
+class StepsSection(PeriodSection):
     """A fixed number of local steps per round."""
 
     kind: Literal["steps"] = "steps"
@@ -252,11 +252,11 @@ class WireSection(Section):
         return self.kind != "fp32"
 
 
-AnyPeriod = EveryStepsSection | QsrSection | EverySecondsSection | EveryStepSection
+AnyPeriod = StepsSection | QsrSection | EverySecondsSection | EveryStepSection
 AnyReduction = MeanSection | TokenWeightedSection | RadialSection | MedianNormSection | EditPenaltySection
 AnyOuter = AverageSection | SgdSection | NesterovSection | MomentumSection | PrimalAverageSection
 AnySchedule = BlockingSection | LayerwiseSection | OverlappedSection | DelayedSection | WaitAvoidingSection
-CHOICE = (Field(discriminator="kind"), BeforeValidator(kind))
+CHOICE = (Field(discriminator="kind"), BeforeValidator(expand_kind))
 """Validation of a union of sections: `kind` selects the section, and a string is short for it."""
 
 
@@ -270,7 +270,7 @@ class SyncSection(Section):
     warmup_until_lr: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Fraction of the peak to which the learning rate must have fallen, in addition to `warmup_steps`, before local training
     begins; `null`: `warmup_steps` alone decides."""
-    period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(steps_or_kind)] = Field(default_factory=EveryStepsSection)
+    period: Annotated[AnyPeriod, CHOICE[0], BeforeValidator(expand_period)] = Field(default_factory=StepsSection)
     """When replicas synchronize: `{kind: steps, every: H}` (short form: `H`), `{kind: qsr, base, alpha}`, `{kind: seconds, every,
     min_steps}` or `every_step`."""
     reduction: Annotated[AnyReduction, *CHOICE] = Field(default_factory=MeanSection)
@@ -286,7 +286,7 @@ class SyncSection(Section):
     """PALSGD's local pull toward the anchor, `{probability, strength, batch}`, or `null`."""
     moments: MomentsSection | None = None
     """DES-LOC's averages of the inner optimizer's moments, `{first, second}`, or `null`: each replica keeps its own."""
-    wire: Annotated[WireSection, BeforeValidator(kind)] = Field(default_factory=WireSection)
+    wire: Annotated[WireSection, BeforeValidator(expand_kind)] = Field(default_factory=WireSection)
     """Message format: `fp32`, `bf16`, `int8`, `int4`, `fp4`, or with error feedback, which `2bit` and `topk` need, `{kind: 2bit,
     error_feedback: true}`."""
     offload: bool = False

@@ -27,14 +27,14 @@ class MeanSection(ReductionSection):
     """`mean`: the unweighted mean."""
 
 
-class WeighedSection(ReductionSection):
+class WeightedSection(ReductionSection):
     """Base of the reductions whose weights follow from what all replicas tell each other before they send."""
 
     needs_anchor: ClassVar[bool] = True
     steps_before_sending: ClassVar[int] = 1
 
 
-class TokenWeightedSection(WeighedSection):
+class TokenWeightedSection(WeightedSection):
     """Mean weighted by the work behind each pseudo-gradient (Decoupled DiLoCo)."""
 
     kind: Literal["token_weighted"] = "token_weighted"
@@ -42,7 +42,7 @@ class TokenWeightedSection(WeighedSection):
     counts_tokens: ClassVar[bool] = True
 
 
-class RadialSection(WeighedSection):
+class RadialSection(WeightedSection):
     """Mean direction times mean norm of the pseudo-gradients of a block (Decoupled DiLoCo's radial-directional averaging). The
     plain mean of replicas that moved in different directions is shorter than any of them."""
 
@@ -50,14 +50,14 @@ class RadialSection(WeighedSection):
     """`radial`: the mean of the directions, with the mean of the norms as its length."""
 
 
-class MedianNormSection(WeighedSection):
+class MedianNormSection(WeightedSection):
     """Mean of pseudo-gradients that are rescaled to the median of their norms, block by block, so that no replica dominates."""
 
     kind: Literal["median_norm"] = "median_norm"
     """`median_norm`: the mean of pseudo-gradients of equal norm, which is the median of the replicas' norms."""
 
 
-class EditPenaltySection(WeighedSection):
+class EditPenaltySection(WeightedSection):
     """EDiT's pseudo-gradient penalty. Each part can be switched off with `null`."""
 
     kind: Literal["edit_penalty"] = "edit_penalty"

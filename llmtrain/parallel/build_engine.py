@@ -11,8 +11,8 @@ from llmtrain.parallel.single_device import SingleDeviceEngine
 def build_engine(parts: EngineParts) -> Engine:
     """Build the engine for one replica. A collective of all ranks. Raises RecipeError if a required library is missing."""
     if parts.parallel.engine == "fsdp2":
-        of_torch = Fsdp2Engine if parts.mesh.shard_comms.size > 1 else SingleDeviceEngine
-        return of_torch(parts)
+        engine_class = Fsdp2Engine if parts.mesh.shard_comms.size > 1 else SingleDeviceEngine
+        return engine_class(parts)
     from llmtrain.parallel.zero import ZeroEngine  # DeepSpeed takes seconds to import
 
     return ZeroEngine(parts)

@@ -140,6 +140,7 @@ class SparseAllReduce(PendingCollective):
         part_bytes = wire.size(tensor.numel(), tensor.element_size())
         self._exchange: CollectiveExchange | PeerExchange | None = comms.open_exchange(what, part_bytes)
         encoded = wire.encode(tensor.view(-1))
+        # Negate, add what is sent, and negate again: the message minus what is sent, in the message's own memory.
         wire.add_decoded(encoded, tensor.neg_().view(-1))
         self._error: torch.Tensor | None = tensor.neg_()
         self._work = self._exchange.send_to_all(encoded.to(comms.device))

@@ -250,6 +250,8 @@ class Comms:
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
         """Create a gloo group over CPU tensors for each list of ranks, and return the communicator of the one that contains
         `rank`, this rank. If that list has no other rank, the communicator sends nothing. A collective of all ranks.
+
+        It is a method, although it does not use `self`, so that tests with replicas in threads can override it.
         """
         mine = None
         for ranks in lists:  # every rank must take part in creating every group

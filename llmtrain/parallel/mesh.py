@@ -87,12 +87,12 @@ def local_device(world: World) -> torch.device:
     ranks may share GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and _is_a_task_with_a_gpu(world):
-        return torch.device("cuda", 0)
     gpus = torch.cuda.device_count()
+    if gpus == 1 and _has_gpu_of_its_own(world):
+        return torch.device("cuda", 0)
     if world.local_rank >= gpus and not may_share_gpu():
         raise RecipeError(
-            f"{world.local_size} processes on a machine with {gpus} GPUs; start one process a GPU, or set {SHARE_GPU}=1 to let "
+            f"{world.local_size} processes on a machine with {gpus} GPUs; start one process per GPU, or set {SHARE_GPU}=1 to let "
             "replicas share one"
         )
     return torch.device("cuda", world.local_rank % gpus)
@@ -118,7 +118,7 @@ def _backend_between(ranks: Sequence[RankInfo], shards: int, replica_backend: st
     return "gloo"
 
 
-def _is_a_task_with_a_gpu(world: World) -> bool:
+def _has_gpu_of_its_own(world: World) -> bool:
     """Return whether Slurm has started each rank with access to its own GPU only (`srun --gpus-per-task=1`,
     `--ntasks-per-gpu=1` or `--gpu-bind=single:1`)."""
     env = os.environ

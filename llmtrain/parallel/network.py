@@ -164,11 +164,13 @@ def unused_port() -> int:
 
     The port lies below this host's range, so the kernel does not give it to another process before then.
     """
-    end = max((port_range() or (LOCAL_PORTS[1], 0))[0], LOCAL_PORTS[0] + PORTS_TO_TRY)
-    for port in random.SystemRandom().sample(range(LOCAL_PORTS[0], end), PORTS_TO_TRY):
+    first, default_end = LOCAL_PORTS
+    known = port_range()
+    end = max(default_end if known is None else known[0], first + PORTS_TO_TRY)
+    for port in random.SystemRandom().sample(range(first, end), PORTS_TO_TRY):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise TrainingError(f"none of {PORTS_TO_TRY} ports from {LOCAL_PORTS[0]} to {end - 1} is free on loopback")
+    raise TrainingError(f"none of {PORTS_TO_TRY} ports from {first} to {end - 1} is free on loopback")
 
 
 def network_stack() -> str:

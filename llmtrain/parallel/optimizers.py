@@ -99,8 +99,8 @@ def set_lr(optimizer: torch.optim.Optimizer | OptimizerSet, lr: float) -> None:
 def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer | OptimizerSet) -> None:
     """Take the optimizer's step if `skipped`, a scalar on the device, is 0. Otherwise leave parameters and state as they are.
 
-    Fused AdamW decides on the device, in the way in which torch's gradient scalers make it skip a step. For other optimizers the
-    host waits for the device."""
+    Fused AdamW decides on the device, by the attribute `found_inf` that torch's gradient scalers set. For other optimizers, the host
+    waits for the device."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.found_inf = skipped.float()
         optimizer.step()

@@ -37,6 +37,9 @@ from llmtrain.parallel.roll_call import format_ranks, gather_over_store, open_ro
 from llmtrain.parallel.world import World, master_endpoint, node_name, ranks_per_device, slurm_step
 from llmtrain.waiting import announced
 
+ATTEMPT_SECONDS = 10.0
+"""Maximum seconds for one connection attempt."""
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -114,16 +117,16 @@ def find_peers(
     store = _open_store(world, address, port, timeout_seconds)
     common = common or {}
     mine = RankInfo(
-        node_name(),
-        host,
-        address_towards(address),
-        available,
-        refusal,
-        on_gpu,
-        network_stack(),
-        sharing,
-        digest_of_values(common),
-        world.local_size,
+        node=node_name(),
+        host=host,
+        address=address_towards(address),
+        memory=available,
+        refusal=refusal,
+        on_gpu=on_gpu,
+        network=network_stack(),
+        ranks_per_gpu=sharing,
+        digest=digest_of_values(common),
+        local_size=world.local_size,
     )
     store, told = open_roll_call(store, world, asdict(mine), deadline - time.monotonic())
     if len({rank_info.get("digest") for rank_info in told}) > 1:  # first, because other versions have other fields
@@ -220,12 +223,8 @@ def _open_store(world: World, address: str, port: str, timeout_seconds: float) -
             ) from error
         raise TrainingError(
             f"{who} could not reach rank 0, where ranks meet, at {address}:{port} within {timeout_seconds:.0f} s: "
-            f"{first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and what lies between the hosts"
+            f"{first_line(error)}; check MASTER_ADDR and MASTER_PORT, that rank 0 was started, and that no firewall is between the hosts"
         ) from error
-
-
-PATIENCE_SECONDS = 10.0
-"""Maximum seconds for one connection attempt."""
 
 
 class Endpoint(NamedTuple):
@@ -260,7 +259,7 @@ def check_connectivity(peers: Peers, world: World, replicas: int, shards: int, t
             return None
         # The store holds JSON, in which an endpoint is a list.
         of_ranks = [{axis: found and Endpoint(*found) for axis, found in by_axis.items()} for by_axis in told]
-        patience = min(timeout_seconds, PATIENCE_SECONDS)
+        patience = min(timeout_seconds, ATTEMPT_SECONDS)
         failures = (
             _failure(peers, world.rank, peer, axis, mine[axis], of_ranks[peer][axis], patience)
             for axis, members in axes.items()

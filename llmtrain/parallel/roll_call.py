@@ -45,12 +45,12 @@ def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, tim
     with _naming_the_store(world, when):
         _answer(store, world, when, mine)
         if world.rank == 0:
-            answers = _close(store, world, when, timeout_seconds)
+            answers = _collect_answers(store, world, when, timeout_seconds)
         else:
             _wait(store, [_key(when, "told")], timeout_seconds + GRACE_SECONDS)
             answers = _read_answers(store, world, when)
             _acknowledge(store, world, when)
-    return _of_all(answers, world, when, began)
+    return _in_rank_order(answers, world, when, began)
 
 
 def open_roll_call(store: dist.Store, world: World, mine: Any, timeout_seconds: float) -> tuple[dist.Store, list[Any]]:
@@ -68,10 +68,10 @@ def open_roll_call(store: dist.Store, world: World, mine: Any, timeout_seconds: 
             store.set(START, own)
             part = dist.PrefixStore(own, store)
             _answer(part, world, AT_START, [own, mine])
-            answers = _close(part, world, AT_START, timeout_seconds)
+            answers = _collect_answers(part, world, AT_START, timeout_seconds)
         else:
             part, answers = _join(store, world, [own, mine], began + timeout_seconds + GRACE_SECONDS)
-    return part, [answer for _, answer in _of_all(answers, world, AT_START, began)]
+    return part, [answer for _, answer in _in_rank_order(answers, world, AT_START, began)]
 
 
 def _join(store: dist.Store, world: World, mine: list[Any], deadline: float) -> tuple[dist.Store, Answers]:
@@ -101,7 +101,7 @@ def _answer(store: dist.Store, world: World, when: str, mine: Any) -> None:
     _set(store, _key(when, world.rank), mine)
 
 
-def _close(store: dist.Store, world: World, when: str, timeout_seconds: float) -> Answers:
+def _collect_answers(store: dist.Store, world: World, when: str, timeout_seconds: float) -> Answers:
     """Wait as rank 0 for the answers of the others, tell them who has come, and return all answers."""
     with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, QUIET_SECONDS):
         _wait(store, [_key(when, rank) for rank in range(world.size)], timeout_seconds)
@@ -124,7 +124,7 @@ def _acknowledge(store: dist.Store, world: World, when: str) -> None:
     store.set(_key(when, "heard", world.rank), "")
 
 
-def _of_all(answers: Answers, world: World, when: str, began: float) -> list[Any]:
+def _in_rank_order(answers: Answers, world: World, when: str, began: float) -> list[Any]:
     """Return the ranks' answers in order. Raises TrainingError if one is missing."""
     if missing := sorted(set(range(world.size)) - answers.keys()):
         hosts = {rank: host for rank, (host, _) in answers.items()}

@@ -61,8 +61,8 @@ class SparseFormat:
         return [part for part in parts if part[0] * part[1]]
 
     def _chunk_bytes(self, kept: int, value_bytes: int) -> int:
-        of_values = LEVELS * LEVEL_BYTES + -(-kept // 4) if self.is_rounded else kept * value_bytes
-        return of_values + 3 * -(-kept // 2)
+        encoded_value_bytes = LEVELS * LEVEL_BYTES + -(-kept // 4) if self.is_rounded else kept * value_bytes
+        return encoded_value_bytes + 3 * -(-kept // 2)
 
     def _encode_chunks(self, chunks: torch.Tensor, kept: int) -> torch.Tensor:
         magnitudes, order = chunks.abs().topk(kept, dim=1)
@@ -83,13 +83,15 @@ class SparseFormat:
         self, encoded: torch.Tensor, chunks: int, kept: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values that were sent and their indices, each [chunks, kept]."""
-        of_indices = chunks * 3 * -(-kept // 2)
-        of_values, packed = encoded.split([len(encoded) - of_indices, of_indices])
+        index_bytes = chunks * 3 * -(-kept // 2)
+        value_part, packed = encoded.split([len(encoded) - index_bytes, index_bytes])
         indices = _unpack_indices(packed.view(chunks, -1), kept)
         if not self.is_rounded:
-            return of_values.clone().view(dtype).view(chunks, kept), indices  # a copy, because views need aligned bytes
-        of_levels = chunks * LEVELS * LEVEL_BYTES
-        levels, packed = of_values.split([of_levels, len(of_values) - of_levels])
+            return value_part.clone().view(dtype).view(
+                chunks, kept
+            ), indices  # a copy, because views need aligned bytes
+        level_bytes = chunks * LEVELS * LEVEL_BYTES
+        levels, packed = value_part.split([level_bytes, len(value_part) - level_bytes])
         codes = _unpack_codes(packed.view(chunks, -1), kept)
         magnitudes = levels.clone().view(torch.float32).view(chunks, LEVELS).to(dtype).gather(1, codes >> 1)
         return torch.where(codes & 1 == 1, -magnitudes, magnitudes), indices

@@ -86,7 +86,7 @@ class World:
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
             told = ", ".join(f"{name}={value}" for name, value in given.items())
             raise RecipeError(
-                f"environment: {told} are not a rank among others; start with llmtrain launch, torchrun or srun"
+                f"environment: {told} do not describe one rank of several; start with llmtrain launch, torchrun or srun"
             )
         return cls(rank, size, local_rank, local_size)
 

@@ -42,9 +42,9 @@ class Anchors:
     def snapshot(self) -> None:
         """Make the current parameters the anchor and set the optimizer's state to zero."""
         self._reset()
-        for name, kept in self.kept.items():
+        for name, kept in self.kept.items():  # the anchor first: the state takes its shapes
             flats = map(flatten, self.blocks) if name == ANCHOR else map(torch.zeros_like, self.anchor)
-            kept[:] = [self._to_host(index, flat) for index, flat in enumerate(flats)]
+            kept[:] = [self._store(index, flat) for index, flat in enumerate(flats)]
 
     @property
     def is_set(self) -> bool:
@@ -109,14 +109,15 @@ class Anchors:
         """Load copies of the tensors that `state_dict` returned."""
         self._reset()
         for name, kept in self.kept.items():
-            kept[:] = [self._to_host(index, tensor.clone()) for index, tensor in enumerate(state[name])]
+            kept[:] = [self._store(index, tensor.clone()) for index, tensor in enumerate(state[name])]
 
     def _reset(self) -> None:
         self._wait()
         for index in range(len(self.blocks)):
             self.release(index)
 
-    def _to_host(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _store(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as it is kept: in host memory with offload, otherwise on the block's device."""
         if self._offload is not None:
             return self._offload.to_host(tensor)
         return tensor.to(self.blocks[index].shards[0].device)

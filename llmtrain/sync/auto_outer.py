@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from llmtrain.config import NesterovSection, OuterRoundsSection
 
-SHARE = 1 / 5
+COVERED_SHARE = 1 / 5
 """Rounds that the momentum averages over, as a share of all rounds."""
-LONG = 30
-"""Local steps per round from which on the momentum is not reduced."""
-MOST = 10.0
-"""Most rounds that the momentum averages over: a momentum of 0.9."""
+FULL_ROUND = 30
+"""Local steps per round from which the momentum is not reduced."""
+MAX_COVERED = 10.0
+"""Maximum number of rounds that the momentum averages over, which is a momentum of 0.9."""
 LR_WITHOUT_MOMENTUM, LR_PER_MOMENTUM = 1.0, -0.375
 """Outer learning rate, as a line: 1 without momentum, which is plain averaging, and 0.7 with a momentum of 0.8."""
-WARMUP = 1 / 6
+WARMUP_SHARE = 1 / 6
 """Rounds of the momentum's warm-up, as a share of all rounds."""
 
 
@@ -27,7 +27,9 @@ def outer_for(rounds: int, steps: float) -> NesterovSection:
     and with MuLoCo it is above it, by 0.020 and 0.058; less momentum is better there (docs/results.md). For fewer rounds, trials
     partly contradict the rule: in 7 rounds, learning rate 1.0 and momentum 0.2, near its values, ended 0.09 above 0.7 and 0.5.
     """
-    covered = max(1.0, min(MOST, rounds * SHARE) * min(1.0, steps / LONG))
+    covered = max(1.0, min(MAX_COVERED, rounds * COVERED_SHARE) * min(1.0, steps / FULL_ROUND))
     momentum = round(1 - 1 / covered, 2)
     lr = round(LR_WITHOUT_MOMENTUM + LR_PER_MOMENTUM * momentum, 2)
-    return NesterovSection(lr=lr, momentum=momentum, rounds=OuterRoundsSection(momentum_warmup=round(rounds * WARMUP)))
+    return NesterovSection(
+        lr=lr, momentum=momentum, rounds=OuterRoundsSection(momentum_warmup=round(rounds * WARMUP_SHARE))
+    )

@@ -45,8 +45,8 @@ class PendingReduction:
 
 
 class BlockSquares:
-    """Squared norms of this rank's part of one block, float64 scalars. An outer step measures them on its way, while their
-    operands are in the processor's cache."""
+    """Squared norms of this rank's part of one block, float64 scalars. An outer step computes them as it goes, while their
+    operands are still in the processor's cache."""
 
     def __init__(self) -> None:
         self._distances: list[torch.Tensor] = []
@@ -54,8 +54,8 @@ class BlockSquares:
 
     def add(self, pseudo_gradient: torch.Tensor, mean: torch.Tensor) -> None:
         """Measure a part of the block. `pseudo_gradient` is overwritten."""
-        self._distances.append(_dot(pseudo_gradient.sub_(mean)))
-        self._means.append(_dot(mean))
+        self._distances.append(_square(pseudo_gradient.sub_(mean)))
+        self._means.append(_square(mean))
 
     @property
     def distance(self) -> torch.Tensor:
@@ -160,14 +160,16 @@ class BlockSync:
         # from these norms, so another order of summation would change them.
         shards = self.replica.blocks[index].shards
         if payload is not None:
-            return _sum(_dot(part) for _, part in parts_of(shards, payload))
-        return _sum(_dot(anchor_part - own) for own, anchor_part in parts_of(shards, self.anchors.load_anchor(index)))
+            return _sum(_square(part) for _, part in parts_of(shards, payload))
+        return _sum(
+            _square(anchor_part - own) for own, anchor_part in parts_of(shards, self.anchors.load_anchor(index))
+        )
 
     def squared_spread(self, index: int, mean: torch.Tensor) -> torch.Tensor:
         """Return the squared distance of this rank's part of a block from the replicas' mean, a float64 scalar. For methods
         without anchors; the others measure it in `outer_step`."""
         parts = parts_of(parameter_parts(self.replica.blocks[index]), mean)
-        return _sum(_dot(parameters - mean_part) for parameters, mean_part in parts)
+        return _sum(_square(parameters - mean_part) for parameters, mean_part in parts)
 
     def start_reduce(
         self, index: int, weight: float | None = None, payload: torch.Tensor | None = None
@@ -186,7 +188,7 @@ class BlockSync:
         pending = self.replica_comms.start_all_reduce(message, what, self.wire, bool(self.rounding_errors))
         return PendingReduction(pending, self.rounding_errors[index] if self.rounding_errors else None)
 
-    def completed(self, index: int, mean: torch.Tensor) -> PendingReduction:
+    def completed_reduction(self, index: int, mean: torch.Tensor) -> PendingReduction:
         """Return a complete reduction of a block, whose `wait` returns a copy of `mean`. For means loaded from a
         checkpoint, which the outer step overwrites."""
         device = self.replica.blocks[index].shards[0].device
@@ -255,7 +257,8 @@ class BlockSync:
             self.outer_step(index, mean, local_steps)
 
 
-def _dot(part: torch.Tensor) -> torch.Tensor:
+def _square(part: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of a part's values, in at least fp32."""
     flat = part.reshape(-1)
     if flat.element_size() < 4:
         flat = flat.float()  # the squared norm may exceed the range of fp16, and bf16 has three digits

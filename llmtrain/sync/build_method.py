@@ -97,7 +97,7 @@ def build_method(
     replica: Replica,
     replica_comms: Comms,
     shard_comms: Comms,
-    rates: LRSchedule,
+    lr_schedule: LRSchedule,
     *,
     seed: int,
     compiled: bool = False,
@@ -109,8 +109,8 @@ def build_method(
 ) -> Method:
     """Build a method. A collective of all ranks.
 
-    `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `rates` are the run's
-    learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
+    `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `lr_schedule` has the
+    run's learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
     wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `stop_seen()` is true on a rank.
     `offload_of` returns the anchor offload for a device, or None.
     """
@@ -120,18 +120,20 @@ def build_method(
     wire = build_wire(sync.wire, compiled)
     feedback = sync.wire.feedback_decay if sync.wire.error_feedback else None
     block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, feedback)
-    warmup = warmup_of(sync, rates)
+    warmup = warmup_of(sync, lr_schedule)
     if isinstance(sync.period, EverySecondsSection):
         # Ranks exchange the time in every step, and read it on the host. Over NCCL, that would wait for all queued GPU work.
         on_cpu = shard_comms.device.type == "cpu"
-        ranks = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
-        period: Period = TimedPeriod(sync.period, warmup, rates.total_steps, replica_comms, ranks, clock, stop_seen)
+        clock_comms = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
+        total_steps = lr_schedule.total_steps
+        period: Period = TimedPeriod(sync.period, warmup, total_steps, replica_comms, clock_comms, clock, stop_seen)
     else:
-        period = build_period(sync.period, warmup, rates)
+        period = build_period(sync.period, warmup, lr_schedule)
     pull = Pull(sync.pull, block_sync, seed) if sync.pull is not None else None
-    averaged = ReductionParts(replica_comms.size, len(replica.blocks), wire is not None, sync.schedule.mixes_parameters)
-    reduction = REDUCTIONS[type(sync.reduction)](sync.reduction, averaged)
-    parts = ScheduleParts(block_sync, period, reduction, rates.total_steps, store, timeout_seconds)
+    is_mixed = sync.schedule.mixes_parameters
+    reduction_parts = ReductionParts(replica_comms.size, len(replica.blocks), wire is not None, is_mixed)
+    reduction = REDUCTIONS[type(sync.reduction)](sync.reduction, reduction_parts)
+    parts = ScheduleParts(block_sync, period, reduction, lr_schedule.total_steps, store, timeout_seconds)
     moments = None
     if sync.moments is not None:
         moments = MomentAverages(sync.moments, replica, replica_comms, shard_comms, block_sync.stats)

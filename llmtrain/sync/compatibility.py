@@ -73,80 +73,91 @@ class Rule:
 
 
 ROUNDED = tuple(kind for kind in CHOICES["wire"] if kind != "fp32")
-WEIGHED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
+WEIGHTED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
 """Kinds of reductions with weights, on which the replicas agree before they send: all but the mean."""
 NOT_BLOCKING = tuple(kind for kind in CHOICES["schedule"] if kind != "blocking")
 RULES = (
     Rule(
-        *("wire", "topk"),
-        {"period": ("every_step",), "schedule": ("wait_avoiding",)},
-        "what is not among the largest values must be sent later, and nothing is kept for later",
+        choice="wire",
+        kind="topk",
+        excludes={"period": ("every_step",), "schedule": ("wait_avoiding",)},
+        why="what is not among the largest values must be sent later, and nothing is kept for later",
     ),
     Rule(
-        *("wire", "2bit"),
-        {"period": ("every_step",), "schedule": ("wait_avoiding",)},
-        "2bit leaves out so much that it must be sent later, and nothing is kept for later",
+        choice="wire",
+        kind="2bit",
+        excludes={"period": ("every_step",), "schedule": ("wait_avoiding",)},
+        why="2bit leaves out so much that it must be sent later, and nothing is kept for later",
     ),
     Rule(
-        *("period", "every_step"),
-        {
+        choice="period",
+        kind="every_step",
+        excludes={
             "schedule": NOT_BLOCKING,
-            "reduction": WEIGHED,
+            "reduction": WEIGHTED,
             "outer": tuple(kind for kind in CHOICES["outer"] if kind != "average"),
             "pull": ("pull",),
             "moments": ("moments",),
             "error_feedback": ("on",),
         },
-        "gradients are averaged in every step, so there is no round, no pseudo-gradient and no anchor",
+        why="gradients are averaged in every step, so there is no round, no pseudo-gradient and no anchor",
     ),
     Rule(
-        *("period", "seconds"),
-        {"schedule": ("overlapped", "wait_avoiding")},
-        "replicas take different numbers of steps in a round of seconds and meet only at its end, so there is no common step "
+        choice="period",
+        kind="seconds",
+        excludes={"schedule": ("overlapped", "wait_avoiding")},
+        why="replicas take different numbers of steps in a round of seconds and meet only at its end, so there is no common step "
         "within it at which to send or receive",
     ),
     *(
         Rule(
-            *("reduction", kind),
-            {"schedule": ("wait_avoiding",)},
-            "replicas agree on their weights before a message is used, and group averages do not wait for late ones",
+            choice="reduction",
+            kind=kind,
+            excludes={"schedule": ("wait_avoiding",)},
+            why="replicas agree on their weights before a message is used, and group averages do not wait for late ones",
         )
-        for kind in WEIGHED
+        for kind in WEIGHTED
     ),
     Rule(
-        *("reduction", "radial"),
-        {"wire": ("topk", "2bit")},
-        "a message that leaves values out shortens the mean; radial would lengthen it again, although they are sent later",
+        choice="reduction",
+        kind="radial",
+        excludes={"wire": ("topk", "2bit")},
+        why="a message that leaves values out shortens the mean; radial would lengthen it again, although they are sent later",
     ),
     Rule(
-        *("moments", "moments"),
-        {"reduction": WEIGHED},
-        "moments are averaged without weights, so the moments of an excluded replica would reach all replicas",
+        choice="moments",
+        kind="moments",
+        excludes={"reduction": WEIGHTED},
+        why="moments are averaged without weights, so the moments of an excluded replica would reach all replicas",
     ),
     Rule(
-        *("outer", "gpa"),
-        {
+        choice="outer",
+        kind="gpa",
+        excludes={
             "schedule": NOT_BLOCKING,
             "reduction": ("radial", "median_norm", "edit_penalty"),
             "pull": ("pull",),
             "wire": ROUNDED,
         },
-        "replicas do not continue from the anchor, but from a point between it and where they were, so what they send is not small",
+        why="replicas do not continue from the anchor, but from a point between it and where they were, so what they send is not small",
     ),
     Rule(
-        *("error_feedback", "on"),
-        {"wire": ("fp32",)},
-        "fp32 messages are not rounded, so there is no error to feed back",
+        choice="error_feedback",
+        kind="on",
+        excludes={"wire": ("fp32",)},
+        why="fp32 messages are not rounded, so there is no error to feed back",
     ),
     Rule(
-        *("error_feedback", "off"),
-        {"wire": ("2bit", "topk")},
-        "what the message leaves out would never be sent",
+        choice="error_feedback",
+        kind="off",
+        excludes={"wire": ("2bit", "topk")},
+        why="what the message leaves out would never be sent",
     ),
     Rule(
-        *("error_feedback", "on"),
-        {"schedule": ("wait_avoiding",)},
-        "a message of a late replica is sent more than once, and its error would be added more than once",
+        choice="error_feedback",
+        kind="on",
+        excludes={"schedule": ("wait_avoiding",)},
+        why="a message of a late replica is sent more than once, and its error would be added more than once",
     ),
 )
 

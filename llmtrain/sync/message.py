@@ -27,9 +27,9 @@ class Message:
         self.block_sync, self.blocks = block_sync, blocks
         self.local_steps = local_steps
         """Local steps that led to the pseudo-gradients."""
-        self.restarts: frozenset[int] = frozenset()
+        self.restarted_blocks: frozenset[int] = frozenset()
         """Blocks that this replica sets to the next anchor without mixing in its own parameters, because it was excluded."""
-        self.lengths: Mapping[int, float] = {}
+        self.target_norms: Mapping[int, float] = {}
         """Norms to which the reduction rescales or clips means, by block. Other means are used as they arrive."""
         self._pending: dict[int, PendingReduction] = {}
 
@@ -41,7 +41,8 @@ class Message:
     def advance(self, age: int, due: int) -> None:
         """Carry out the work that is due at the end of a step, `age` steps after `take`, for a message that is applied `due`
         steps after `take`: start the second phase, if the format has two, halfway between sending and applying."""
-        if self.SENT_AFTER < age == (self.SENT_AFTER + due) // 2:
+        halfway = (self.SENT_AFTER + due) // 2
+        if age == halfway and age > self.SENT_AFTER:
             self._start_second_phase()
 
     def send(self) -> None:
@@ -64,7 +65,7 @@ class Message:
                 continue
             mean = self._pending.pop(index).wait()
             squares.append(squared_norm(mean))
-            own = 0.0 if index in self.restarts else alpha
+            own = 0.0 if index in self.restarted_blocks else alpha
             block_sync.outer_step(index, mean, self.local_steps, self._factor(index, mean, squares[-1], gap), own)
         block_sync.stats.mean_squared = torch.stack(squares).sum() if squares else 0.0
         self._record_weights()
@@ -85,14 +86,14 @@ class Message:
         self,
         means: BlockTensors,
         unsent: BlockTensors,
-        restarts: Sequence[int] = (),
-        lengths: Mapping[int, float] | None = None,
+        restarted_blocks: Sequence[int] = (),
+        target_norms: Mapping[int, float] | None = None,
     ) -> None:
-        """Restore the message from the `means()`, `unsent()`, `restarts` and `lengths` that a checkpoint has stored."""
-        self.restarts, self.lengths = frozenset(restarts), lengths or {}
+        """Restore the message from the `means()`, `unsent()`, `restarted_blocks` and `target_norms` that a checkpoint has stored."""
+        self.restarted_blocks, self.target_norms = frozenset(restarted_blocks), target_norms or {}
         for index in self.blocks:
             if means[index] is not None:
-                self._pending[index] = self.block_sync.completed(index, means[index])
+                self._pending[index] = self.block_sync.completed_reduction(index, means[index])
 
     def _start_second_phase(self) -> None:
         for index in sorted(self._pending):
@@ -100,14 +101,14 @@ class Message:
 
     def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
         """Return the factor by which a block's mean is multiplied; None for 1. `squared` is the squared norm of this rank's
-        part of the mean. A collective of the shard group for a block with a length."""
+        part of the mean. A collective of the shard group for a block with a target norm."""
         return None if gap == 1.0 else 1 / gap
 
     def _record_weights(self) -> None:
         self.block_sync.stats.weights_max = 1 / self.block_sync.replica_comms.size
 
 
-class WeighedMessage(Message):
+class WeightedMessage(Message):
     """Message whose mean is weighted, with weights that follow from all replicas' norms, tokens or steps.
 
     `take` keeps the pseudo-gradients and starts the weighing. One step later, every replica reads the weights from it and
@@ -140,8 +141,8 @@ class WeighedMessage(Message):
         if self._gathering is None:
             return
         agreed = self.weighing.agree(self.blocks, self._gathering)
-        self._gathering, self.local_steps, self.restarts = None, agreed.local_steps, agreed.excluded
-        self.lengths = agreed.lengths
+        self._gathering, self.local_steps, self.restarted_blocks = None, agreed.local_steps, agreed.excluded
+        self.target_norms = agreed.target_norms
         for index in self.blocks:
             payload = self._unsent.pop(index)
             if index not in agreed.rolled_back:
@@ -164,10 +165,10 @@ class WeighedMessage(Message):
         self,
         means: BlockTensors,
         unsent: BlockTensors,
-        restarts: Sequence[int] = (),
-        lengths: Mapping[int, float] | None = None,
+        restarted_blocks: Sequence[int] = (),
+        target_norms: Mapping[int, float] | None = None,
     ) -> None:
-        super().load(means, unsent, restarts, lengths)
+        super().load(means, unsent, restarted_blocks, target_norms)
         for index in self.blocks:
             if unsent[index] is not None:
                 device = self.block_sync.replica.blocks[index].shards[0].device
@@ -181,9 +182,9 @@ class WeighedMessage(Message):
         self._gathering = self.weighing.start(self.local_steps, squares)
 
     def _factor(self, index: int, mean: torch.Tensor, squared: torch.Tensor, gap: float) -> torch.Tensor | float | None:
-        if index not in self.lengths:
+        if index not in self.target_norms:
             return super()._factor(index, mean, squared, gap)
-        return (self.weighing.factor(squared, self.lengths[index]) / gap).to(mean.dtype)
+        return (self.weighing.factor(squared, self.target_norms[index]) / gap).to(mean.dtype)
 
     def _record_weights(self) -> None:
         """Do nothing, because the weighing has recorded the weights."""

@@ -14,18 +14,18 @@ class StreamOffload:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in host memory, once it is complete."""
-        resting = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # `cpu().pin_memory()` copies twice
-        return resting.copy_(tensor)
+        host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # `cpu().pin_memory()` copies twice
+        return host_copy.copy_(tensor)
 
-    def prefetch(self, resting: torch.Tensor) -> StreamedCopy:
-        """Start copying `resting`, a tensor from `to_host`, to the device."""
-        return StreamedCopy(resting, self._device, self._stream)
+    def prefetch(self, host_copy: torch.Tensor) -> StreamedCopy:
+        """Start copying `host_copy`, a tensor from `to_host`, to the device."""
+        return StreamedCopy(host_copy, self._device, self._stream)
 
-    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
-        """Start copying `changed` to the host tensor `resting`. The caller must not change `changed` again."""
+    def write_back(self, host_copy: torch.Tensor, changed: torch.Tensor) -> None:
+        """Start copying `changed` to the host tensor `host_copy`. The caller must not change `changed` again."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            resting.copy_(changed, non_blocking=True)
+            host_copy.copy_(changed, non_blocking=True)
 
     def synchronize(self) -> None:
         """Wait for all copies. The caller does so before the host reads offloaded tensors."""
@@ -40,10 +40,10 @@ class StreamedCopy:
     is done with the memory. The host runs many blocks ahead of the device, so all of their copies would exist together.
     """
 
-    def __init__(self, resting: torch.Tensor, device: torch.device, side: torch.cuda.Stream):
+    def __init__(self, host_copy: torch.Tensor, device: torch.device, side: torch.cuda.Stream):
         self._device, self._side = device, side
         with torch.cuda.stream(side):
-            self._copy = resting.to(device, non_blocking=True)
+            self._copy = host_copy.to(device, non_blocking=True)
             self._copied = side.record_event()
 
     def use(self) -> torch.Tensor:

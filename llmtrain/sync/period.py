@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from llmtrain.config import AnyPeriod, EveryStepSection, EveryStepsSection, PeriodSection, QsrSection, SyncSection
+from llmtrain.config import AnyPeriod, EveryStepSection, PeriodSection, QsrSection, StepsSection, SyncSection
 from llmtrain.lr import LRSchedule
 from llmtrain.reshard import require_equal
 
@@ -122,19 +122,19 @@ class QsrPeriod(Period):
     the learning rate of the round's first step, or the peak while the rate warms up. The last round is shortened so that the run
     ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have `base` steps."""
 
-    def __init__(self, section: QsrSection, warmup: int, rates: LRSchedule):
+    def __init__(self, section: QsrSection, warmup: int, lr_schedule: LRSchedule):
         super().__init__(section, warmup)
-        self.rates = rates
+        self.lr_schedule = lr_schedule
         self.set_warmup(warmup)
 
     def set_warmup(self, steps: int) -> None:
-        section, rates = self.section, self.rates
+        section, lr_schedule = self.section, self.lr_schedule
         self.warmup, self._ends = steps, [steps]
-        while self._ends[-1] < rates.total_steps:
-            lr = rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
-            longest = rates.total_steps - self._ends[-1]
-            # The margin keeps rounding from making (2 x lr / lr)^2 3.99..., and so 3. At a rate of 0, the round lasts
-            # until the end of the run.
+        while self._ends[-1] < lr_schedule.total_steps:
+            lr = lr_schedule.at(max(self._ends[-1] + 1, lr_schedule.warmup_steps))
+            longest = lr_schedule.total_steps - self._ends[-1]
+            # Without the margin, rounding could turn (2 x lr / lr)^2 into 3.99..., whose floor is 3. At a rate of 0, the
+            # round lasts until the end of the run.
             grown = math.floor((section.alpha / lr) ** section.power * (1 + 1e-12)) if lr > 0 else longest
             length = max(section.base, grown)
             self._ends.append(self._ends[-1] + min(length, longest))
@@ -162,23 +162,23 @@ class QsrPeriod(Period):
         return index if index < len(self._ends) else index + (beyond - 1) // self.section.base
 
 
-def warmup_of(sync: SyncSection, rates: LRSchedule) -> int:
+def warmup_of(sync: SyncSection, lr_schedule: LRSchedule) -> int:
     """Return the number of synchronous steps before the first local one: `warmup_steps`, or more if the learning
     rate takes longer to fall to `warmup_until_lr` of its peak."""
     if sync.warmup_until_lr is None:
         return sync.warmup_steps
-    return max(sync.warmup_steps, rates.first_step_below(sync.warmup_until_lr) - 1)
+    return max(sync.warmup_steps, lr_schedule.first_step_below(sync.warmup_until_lr) - 1)
 
 
 PERIODS: dict[type[PeriodSection], Callable[[Any, int, LRSchedule], Period]] = {
-    EveryStepSection: lambda section, warmup, rates: EveryStep(section),
-    EveryStepsSection: lambda section, warmup, rates: FixedPeriod(section, warmup),
+    EveryStepSection: lambda section, warmup, lr_schedule: EveryStep(section),
+    StepsSection: lambda section, warmup, lr_schedule: FixedPeriod(section, warmup),
     QsrSection: QsrPeriod,
 }
 """Constructors of periods of steps, by the class of `sync.period`. They take the section, the number of synchronous steps before
-the first round, and the run's learning rates. `build_method` builds periods of seconds."""
+the first round, and the run's learning-rate schedule. `build_method` builds periods of seconds."""
 
 
-def build_period(section: AnyPeriod, warmup: int, rates: LRSchedule) -> Period:
+def build_period(section: AnyPeriod, warmup: int, lr_schedule: LRSchedule) -> Period:
     """Return the period of steps that a recipe's `sync.period` describes."""
-    return PERIODS[type(section)](section, warmup, rates)
+    return PERIODS[type(section)](section, warmup, lr_schedule)

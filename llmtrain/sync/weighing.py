@@ -35,7 +35,7 @@ class Agreement:
     """Blocks in which this replica is anomalous."""
     rolled_back: frozenset[int]
     """Blocks in which all replicas are anomalous. They have no mean, and their parameters return to the anchor."""
-    lengths: Mapping[int, float] = field(default_factory=dict)
+    target_norms: Mapping[int, float] = field(default_factory=dict)
     """Norm, by block, that the mean must have or must not exceed. The means of blocks without one are used as they arrive."""
 
 
@@ -61,15 +61,16 @@ class Weighing:
         group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
         row = torch.tensor([computed_seconds, *local_steps.state().values()], dtype=torch.float64)
+        target = replica_comms.device
         if self.reduction is not None:
             device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU
             tokens = torch.tensor(local_steps.tokens, dtype=torch.float64, device=device)
             sums = shard_comms.all_reduce(torch.stack([tokens, *squares]), "weighing pseudo-gradients")
             row = torch.cat([row.to(sums.device), sums[1:].sqrt()])
             row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # the replica's tokens in place of this rank's
-        elif replica_comms.size == 1:  # the only row stays on the CPU, so the host need not wait for a GPU
-            return replica_comms.start_all_gather(row, "meeting for a synchronization")
-        return replica_comms.start_all_gather(row.to(replica_comms.device), "meeting for a synchronization")
+        elif replica_comms.size == 1:
+            target = row.device  # the CPU, so the host need not wait for a GPU
+        return replica_comms.start_all_gather(row.to(target), "meeting for a synchronization")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
         """Wait for all replicas' rows and return the agreement on `blocks`, the blocks whose squared norms `start`
@@ -78,36 +79,36 @@ class Weighing:
         with stats.time_waiting():
             gathered = gathering.wait().cpu()
         computed_seconds, counted, norms = gathered.tensor_split((1, 1 + len(ROUND_VALUES)), dim=1)
-        of_replicas = [LocalSteps(**dict(zip(ROUND_VALUES, row, strict=True))) for row in counted.tolist()]
-        local_steps, slowest = mean_local_steps(of_replicas), int(computed_seconds.argmax())
+        replica_steps = [LocalSteps(**dict(zip(ROUND_VALUES, row, strict=True))) for row in counted.tolist()]
+        local_steps, slowest = mean_local_steps(replica_steps), int(computed_seconds.argmax())
         if self.reduction is None:
             stats.weights_max = 1 / replica_comms.size
             weights = dict.fromkeys(blocks, 1 / replica_comms.size)
             return Agreement(local_steps, slowest, weights, frozenset(), frozenset())
-        found = self.reduction.weigh_blocks(blocks, norms, of_replicas)
+        found = self.reduction.weigh_blocks(blocks, norms, replica_steps)
         stats.anomalies += int(found.anomalous.sum())
         stats.rollbacks += int(found.anomalous.all(0).sum())
         stats.longest_exclusion = self.reduction.longest_exclusion
         stats.weights_max = float((found.weights / found.weights.sum(0).clamp(min=1.0)).max())
         names = [block.name for block in self.block_sync.replica.blocks]
         self.block_sync.warnings += self.reduction.check_exclusions(names, blocks)
-        lengths = dict(zip(blocks, found.lengths.tolist(), strict=True))
+        target_norms = dict(zip(blocks, found.target_norms.tolist(), strict=True))
         return Agreement(
             local_steps,
             slowest,
             weights=dict(zip(blocks, found.weights[replica_comms.rank].tolist(), strict=True)),
             excluded=_where(blocks, found.anomalous[replica_comms.rank]),
             rolled_back=_where(blocks, found.anomalous.all(0)),
-            lengths={index: length for index, length in lengths.items() if math.isfinite(length)},
+            target_norms={index: norm for index, norm in target_norms.items() if math.isfinite(norm)},
         )
 
-    def factor(self, squared: torch.Tensor, length: float) -> torch.Tensor:
-        """Return the factor that gives a block's mean the norm `length`, or clips it to that. `squared` is the squared norm of
-        this rank's part of the mean. A collective of the shard group."""
+    def factor(self, squared: torch.Tensor, target_norm: float) -> torch.Tensor:
+        """Return the factor that gives a block's mean the norm `target_norm`, or clips it to that. `squared` is the squared norm
+        of this rank's part of the mean. A collective of the shard group."""
         # All replicas must find the same factor, although GPUs may sum in different orders. The sum is therefore in float64,
         # and the caller rounds the factor.
         whole = self.block_sync.shard_comms.all_reduce(squared.clone(), "norm of a pseudo-gradient")
-        return self.reduction.factor(whole, length)
+        return self.reduction.factor(whole, target_norm)
 
 
 def _where(blocks: Sequence[int], flags: torch.Tensor) -> frozenset[int]:

@@ -62,7 +62,7 @@ class PlannedStarts:
 
     def __init__(self, trainer: Trainer):
         self.schedule, self.mesh = trainer.method.schedule, trainer.metrics.mesh
-        self.worker, self.store = self.schedule.worker, dist.PrefixStore("planned", trainer.metrics.mesh.store)
+        self.worker, self.store = self.schedule.averager, dist.PrefixStore("planned", trainer.metrics.mesh.store)
         self.replica = trainer.metrics.mesh.replica_comms.rank
         self.worker.wake_signal = self
         end_step = trainer.method.end_step

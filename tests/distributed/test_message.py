@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.sync.message import Message, WeighedMessage
+from llmtrain.sync.message import Message, WeightedMessage
 from tests.distributed.fake_engine import Scenario, edit
 from tests.distributed.threads import ThreadComms, simulate
 
@@ -28,7 +28,7 @@ def test_a_second_exchange_starts_in_the_middle_and_has_more_of_odd_steps() -> N
 
 
 def test_a_weighed_message_is_sent_one_step_later() -> None:
-    assert [start_of_second(WeighedMessage, due) for due in (1, 2, 3, 4, 5)] == [None, None, 2, 2, 3]
+    assert [start_of_second(WeightedMessage, due) for due in (1, 2, 3, 4, 5)] == [None, None, 2, 2, 3]
 
 
 def test_all_that_is_in_flight_can_be_waited_for() -> None:
@@ -36,7 +36,7 @@ def test_all_that_is_in_flight_can_be_waited_for() -> None:
     waited: list[str] = []
     for name in ("exchange", "mean"):
         message, pending = (
-            WeighedMessage.__new__(WeighedMessage),
+            WeightedMessage.__new__(WeightedMessage),
             SimpleNamespace(wait=lambda name=name: waited.append(name)),
         )
         message._gathering, message._pending = (pending, {}) if name == "exchange" else (None, {0: pending})

@@ -31,15 +31,15 @@ class LateCopies:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def prefetch(self, resting: torch.Tensor) -> LateCopy:
-        copy = torch.full_like(resting, torch.nan)
-        self.asked.append(partial(copy.copy_, resting))
+    def prefetch(self, host_copy: torch.Tensor) -> LateCopy:
+        copy = torch.full_like(host_copy, torch.nan)
+        self.asked.append(partial(copy.copy_, host_copy))
         self.brought += 1
         self.most_at_once = max(self.most_at_once, self.brought - self.released)
         return LateCopy(self, copy, self.asked[-1])
 
-    def write_back(self, resting: torch.Tensor, changed: torch.Tensor) -> None:
-        self.asked.append(partial(resting.copy_, changed))
+    def write_back(self, host_copy: torch.Tensor, changed: torch.Tensor) -> None:
+        self.asked.append(partial(host_copy.copy_, changed))
 
     def synchronize(self, last: Callable[[], object] | None = None) -> None:
         """For all, or for what was asked up to `last`: in order, as a stream does it."""

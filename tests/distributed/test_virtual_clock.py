@@ -162,8 +162,8 @@ def run(case: Case, section: VirtualClockSection) -> tuple[History, list[Answer]
         method.finish()
         answer.final, answer.bytes_sent = list(engine.computed), mesh.replica_comms.traffic.bytes
         answer.late, answer.count = method.stats.late, method.stats.count
-        assert len(method.schedule.worker.shared.posted[0]) <= 1 + scenario.sync.period.every, "old messages are kept"
-        assert not method.schedule.worker.shared.sums
+        assert len(method.schedule.averager.shared.posted[0]) <= 1 + scenario.sync.period.every, "old messages are kept"
+        assert not method.schedule.averager.shared.sums
         return answer
 
     answers = in_process(section, of_replica)

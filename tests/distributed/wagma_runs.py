@@ -203,7 +203,7 @@ def _built(
     engine = FakeEngine(scenario, replica.rank, shard.rank, replica.device)
     run = {"seed": 0, "store": store, "timeout_seconds": case.timeout_seconds}
     method = build_method(scenario.sync, engine, replica, shard, scenario.rates, **run)
-    worker = method.schedule.worker
+    worker = method.schedule.averager
     if worker is not None:
         worker.wake_signal = waking(store)
         worker.wake_signal.worker = worker
@@ -216,7 +216,7 @@ def _built(
 
 def _advance(case: Case, engine: FakeEngine, method: Method, steps: range, answer: Answer) -> None:
     draw = np.random.default_rng((case.scenario.seed, engine.replica))
-    worker, replica = method.schedule.worker, engine.replica
+    worker, replica = method.schedule.averager, engine.replica
     for step in steps:
         plan, iteration = method.begin_step(step, case.scenario.rates.at(step)), step - case.warmup - 1
         engine.forward()
@@ -238,8 +238,8 @@ def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
     stats = method.stats
     answer.final = list(engine.computed)
     answer.late, answer.count = stats.late, stats.count
-    if method.schedule.worker is not None:
-        answer.forgotten = getattr(method.schedule.worker.wake_signal, "forgotten", [])
+    if method.schedule.averager is not None:
+        answer.forgotten = getattr(method.schedule.averager.wake_signal, "forgotten", [])
 
 
 def run(case: Case) -> tuple[History, list[Answer]]:

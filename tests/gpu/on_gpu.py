@@ -59,13 +59,13 @@ def side_stream_delayed() -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             occupy_stream(CYCLES)
 
-    def prefetch_late(self: StreamOffload, resting: torch.Tensor) -> StreamedCopy:
+    def prefetch_late(self: StreamOffload, host_copy: torch.Tensor) -> StreamedCopy:
         late(self)
-        return prefetch(self, resting)
+        return prefetch(self, host_copy)
 
-    def write_back_late(self: StreamOffload, resting: torch.Tensor, changed: torch.Tensor) -> None:
+    def write_back_late(self: StreamOffload, host_copy: torch.Tensor, changed: torch.Tensor) -> None:
         late(self)
-        write_back(self, resting, changed)
+        write_back(self, host_copy, changed)
 
     with (
         mock.patch.object(StreamOffload, "prefetch", prefetch_late),
@@ -112,9 +112,9 @@ def without_the_wait_of_use() -> Iterator[None]:
 def without_the_wait_of_write_back() -> Iterator[None]:
     """Copy anchors back that may not have been computed yet."""
 
-    def write_back(self: StreamOffload, resting: torch.Tensor, changed: torch.Tensor) -> None:
+    def write_back(self: StreamOffload, host_copy: torch.Tensor, changed: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
-            resting.copy_(changed, non_blocking=True)
+            host_copy.copy_(changed, non_blocking=True)
 
     with mock.patch.object(StreamOffload, "write_back", write_back):
         yield

@@ -8,8 +8,8 @@ TABLES = {
           +
     seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
         anchors: momentum is not restored
-          - kept[:] = [self._to_host(index, tensor.clone()) for
-          + kept[:] = [self._to_host(index, tensor.clone().mul_(name == ANCHOR)) for
+          - kept[:] = [self._store(index, tensor.clone()) for
+          + kept[:] = [self._store(index, tensor.clone().mul_(name == ANCHOR)) for
     seen by distributed/test_offload.py
         anchors: offloaded momentum is not written back
           -             for kept, tensor in zip(self.kept.values(), changed, strict=True):
@@ -22,10 +22,10 @@ TABLES = {
     "llmtrain/sync/auto_outer.py": r"""
     seen by unit/test_auto_outer.py
         outer: auto has full momentum in short rounds
-          -  * min(1.0, steps / LONG)
+          -  * min(1.0, steps / FULL_ROUND)
         outer: auto has momentum in many short rounds
-          - max(1.0, min(MOST, rounds * SHARE) * min(1.0, steps / LONG))
-          + min(MOST, max(1.0, rounds * SHARE * min(1.0, steps / LONG)))
+          - max(1.0, min(MAX_COVERED, rounds * COVERED_SHARE) * min(1.0, steps / FULL_ROUND))
+          + min(MAX_COVERED, max(1.0, rounds * COVERED_SHARE * min(1.0, steps / FULL_ROUND)))
     """,
     "llmtrain/sync/block_sync.py": r"""
     seen by unit/test_anchors.py
@@ -34,11 +34,11 @@ TABLES = {
           + pass
     seen by SCENARIOS
         block: the spread is measured from the anchor
-          - self._distances.append(_dot(pseudo_gradient.sub_(mean)))
-          + self._distances.append(_dot(pseudo_gradient))
+          - self._distances.append(_square(pseudo_gradient.sub_(mean)))
+          + self._distances.append(_square(pseudo_gradient))
         block: the spread without anchors is the mean's norm
-          - return _sum(_dot(parameters - mean_part) for parameters, mean_part in parts)
-          + return _sum(_dot(part) for parameters, part in parts)
+          - return _sum(_square(parameters - mean_part) for parameters, mean_part in parts)
+          + return _sum(_square(part) for parameters, part in parts)
         outer: every round is the first one
           - self.outer.in_round(self.rounds_done)
           + self.outer.in_round(0)
@@ -90,10 +90,10 @@ TABLES = {
     "llmtrain/sync/compatibility.py": r"""
     seen by unit/test_recipe_wrong.py
         compose: a penalty may go with wait-avoiding groups
-          - *("reduction", kind),
-          -             {"schedule": ("wait_avoiding",)},
-          + *("reduction", kind),
-          +             {"schedule": ()},
+          -             kind=kind,
+          -             excludes={"schedule": ("wait_avoiding",)},
+          +             kind=kind,
+          +             excludes={"schedule": ()},
         2bit: goes without error feedback
           - {"wire": ("2bit", "topk")},
           + {"wire": ("topk",)},

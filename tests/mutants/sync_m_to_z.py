@@ -4,23 +4,23 @@ TABLES = {
     "llmtrain/sync/message.py": r"""
     seen by SCENARIOS
         messages: an excluded replica mixes its own parameters in
-          - own = 0.0 if index in self.restarts else alpha
+          - own = 0.0 if index in self.restarted_blocks else alpha
           + own = alpha
         messages: sends what a replica has moved by since, too
           - self.block_sync.start_reduce(index, agreed.weights[index], payload)
           + self.block_sync.start_reduce(index, agreed.weights[index])
     seen by distributed/test_methods_resume.py, distributed/test_sync_oracle.py
         messages: blocks that a replica restarts are not in the checkpoint
-          - self.restarts, self.lengths = frozenset(restarts), lengths or {}
-          + self.lengths = lengths or {}
+          - self.restarted_blocks, self.target_norms = frozenset(restarted_blocks), target_norms or {}
+          + self.target_norms = target_norms or {}
         messages: what is not sent yet is not in the checkpoint
           -         if self._unsent:
           -             self._start_weighing()
           +         self._unsent = {}
     seen by distributed/test_message.py
         late: the first of two exchanges has more of an odd number of steps
-          - age == (self.SENT_AFTER + due) // 2
-          + age == (self.SENT_AFTER + due + 1) // 2
+          - halfway = (self.SENT_AFTER + due) // 2
+          + halfway = (self.SENT_AFTER + due + 1) // 2
     """,
     "llmtrain/sync/method.py": r"""
     seen by distributed/test_sync_equivalences.py, distributed/test_methods_resume.py
@@ -122,12 +122,12 @@ TABLES = {
           - (step - self.warmup - 1) % self.section.every + 1
           + (step - self.warmup) % self.section.every + 1
         period: warm-up by learning rate is a step too long
-          - rates.first_step_below(sync.warmup_until_lr) - 1)
-          + rates.first_step_below(sync.warmup_until_lr))
+          - lr_schedule.first_step_below(sync.warmup_until_lr) - 1)
+          + lr_schedule.first_step_below(sync.warmup_until_lr))
     seen by unit/test_period.py
         period: QSR ignores the warm-up's peak rate
-          - rates.at(max(self._ends[-1] + 1, rates.warmup_steps))
-          + rates.at(self._ends[-1] + 1)
+          - lr_schedule.at(max(self._ends[-1] + 1, lr_schedule.warmup_steps))
+          + lr_schedule.at(self._ends[-1] + 1)
         period: QSR is always quadratic
           - (section.alpha / lr) ** section.power
           + (section.alpha / lr) ** 2
@@ -212,8 +212,8 @@ TABLES = {
           - found.weights[replica_comms.rank]
           + found.weights[replica_comms.size - 1 - replica_comms.rank]
         blocking: steps of the round are replica 0's
-          - local_steps, slowest = mean_local_steps(of_replicas), int
-          + local_steps, slowest = of_replicas[0], int
+          - local_steps, slowest = mean_local_steps(replica_steps), int
+          + local_steps, slowest = replica_steps[0], int
         blocking: one anomalous replica rolls all back
           - rolled_back=_where(blocks, found.anomalous.all(0))
           + rolled_back=_where(blocks, found.anomalous.any(0))

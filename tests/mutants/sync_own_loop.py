@@ -21,7 +21,7 @@ TABLES = {
           +     if False:
           +         raise
         library: moments are not compared
-          - (name := _block_of_other_moments(replicas, shards, replica)) is None
+          - (name := _block_of_differing_moments(replicas, shards, replica)) is None
           + (name := None) is None
         library: ranks may end after different steps
           - if (taken != taken[0]).any():
@@ -30,7 +30,7 @@ TABLES = {
           - if (others == others[:, :1]).all():
           + if True:
         library: replicas may differ at the end
-          - if (name := _other_block(replicas, shards, replica)) is not None:
+          - if (name := _differing_block(replicas, shards, replica)) is not None:
           -         raise TrainingError(
           + if (name := None) is not None:
           +         raise TrainingError(
@@ -43,6 +43,13 @@ TABLES = {
           + return True
     """,
     "llmtrain/sync/own_loop/local_updates.py": r"""
+    seen by unit/test_own_loop_choices.py
+        library: a mapping replaces the short form of a preset
+          - merge(expand_sync(METHODS[method].PRESET),
+          + merge(METHODS[method].PRESET,
+        library: a mapping is merged with one of another kind
+          - expand_sync(choices), UNION_KEYS)
+          + expand_sync(choices))
     seen by unit/test_house.py
         library: a loop of one's own imports transformers
           - from llmtrain.parallel.sharded import release_gathered
@@ -111,8 +118,8 @@ TABLES = {
           -             self.replica.register_block_hook(lambda index: self._begin())
           +             pass
         library: an optimizer may have two loops
-          - and _REFUSALS[optimizer] is None:
-          + and False:
+          - if any(loop._optimizer is optimizer for loop in _LOOPS_OPEN):
+          + if False:
         library: steps after the end are not refused
           -         if was_open:
           +         if False:
@@ -120,8 +127,8 @@ TABLES = {
           -             refusal.remove()
           +             pass
         library: closing an ended loop opens the optimizer of the next one
-          -         if self._is_open:
-          +         if True:
+          - _LOOPS_OPEN.discard(self)
+          + _LOOPS_OPEN.clear()
         library: a loop after another one is warned of its moments
           - if text is not None and not self._had_loop:
           + if text is not None:
@@ -195,7 +202,7 @@ TABLES = {
           - for group in groups):
           + for group in groups[:1]):
         library: rates of the warm-up are compared, too
-          - if step <= rates.warmup_steps:
+          - if step <= lr_schedule.warmup_steps:
           + if step < 1:
     """,
     "llmtrain/sync/own_loop/module_replica.py": r"""

@@ -22,8 +22,8 @@ TABLES = {
           - logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)
           + logits = -norms / self.section.temperature
         penalty: clipping also scales small updates up
-          - return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
-          + return length / (squared_norm.sqrt() + EPSILON)
+          - return (target_norm / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
+          + return target_norm / (squared_norm.sqrt() + EPSILON)
     seen by distributed/test_message.py
         penalty: rounded means are taken to be no longer than what was sent
           - * clip) | self.is_rounded
@@ -73,7 +73,7 @@ TABLES = {
           - done.tokens**2 / max(done.steps, 1)
           + done.tokens
         radial: the mean is not lengthened
-          - (length / squared_norm.sqrt())
+          - (target_norm / squared_norm.sqrt())
           + (1.0 + 0 * squared_norm)
     seen by unit/test_weighted_means.py
         tokens: equal work is not exactly equal
@@ -83,7 +83,7 @@ TABLES = {
           - work = torch.ones_like(work)
           + pass
         radial: long pseudo-gradients turn the direction more
-          - lengths / torch.where(moved, norms, 1.0) / moved
+          - mean_norms / torch.where(moved, norms, 1.0) / moved
           + 1.0 / moved
         radial: replicas that have not moved are no part of the mean norm
           - / counted.sum(0).clamp(min=1)

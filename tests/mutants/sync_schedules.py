@@ -38,7 +38,7 @@ TABLES = {
           +                 if False:
     seen by distributed/test_rounding_errors.py, SCENARIOS
         delayed: sends before the last rounding error is known
-          -             arrived.complete()  # before
+          -             previous.complete()  # before
           +             pass  # before
     seen by distributed/test_methods_equivalences.py
         co2: what is left at the end of a run judges the last complete round
@@ -62,9 +62,9 @@ TABLES = {
           - sorted({index for state in states for index in state["restarts"]})
           + states[0]["restarts"]
     seen by distributed/test_methods_resume.py
-        messages: lengths are not in the checkpoint
-          - for index, length in state.get("lengths", [])
-          + for index, length in []
+        messages: target norms are not in the checkpoint
+          - for index, norm in state.get("lengths", [])
+          + for index, norm in []
     """,
     "llmtrain/sync/schedules/overlapped.py": r"""
     seen by SCENARIOS

@@ -120,17 +120,17 @@ def test_a_mean_is_measured_only_where_it_may_exceed_the_clip(temperature: float
     norms = parts.norm(dim=2)
     found = penalty.weigh(norms, torch.ones(3), torch.ones(3))
     means = (found.weights[..., None] * parts.nan_to_num(0.0, 0.0, 0.0)).sum(0).norm(dim=1)
-    may_clip = found.lengths.isfinite()
+    may_clip = found.target_norms.isfinite()
     assert (means > 1).sum() > 5 and may_clip[means > 1].all()
     assert 40 < may_clip.sum() < 360 and found.anomalous.nonzero().tolist() == [[0, 7]]
     unclipped = EditPenalty(EditPenaltySection(clip=None, temperature=temperature), replicas=3, blocks=400)
-    assert unclipped.weigh(norms, torch.ones(3), torch.ones(3)).lengths.isinf().all()
+    assert unclipped.weigh(norms, torch.ones(3), torch.ones(3)).target_norms.isinf().all()
 
 
 def test_a_mean_near_the_clip_is_measured() -> None:
     penalty = EditPenalty(EditPenaltySection(clip=2.0), replicas=2, blocks=3)
     norms = torch.tensor([[1.97, 2.1, 2.0], [1.97, 1.9, 2.0]], dtype=torch.float64)
-    assert penalty.weigh(norms, torch.ones(2), torch.ones(2)).lengths.tolist() == [math.inf, 2.0, 2.0]
+    assert penalty.weigh(norms, torch.ones(2), torch.ones(2)).target_norms.tolist() == [math.inf, 2.0, 2.0]
 
 
 def test_a_penalty_clips_long_means_alone() -> None:

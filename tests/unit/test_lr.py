@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from llmtrain.config import LRScheduleSection
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
-from llmtrain.sync.own_loop.loop_checks import find_other_rate
+from llmtrain.sync.own_loop.loop_checks import find_rate_mismatch
 
 LIBRARY = Path(__file__).parents[2] / "docs/library.md"
 
@@ -85,16 +85,16 @@ RATES = LRSchedule.create(peak=1.0, total_steps=100, kind="linear", warmup_steps
 
 
 def test_another_rate_is_noticed_after_the_warm_up() -> None:
-    assert find_other_rate(RATES, 60, optimizer_of(0.5)) is None
-    said = find_other_rate(RATES, 60, optimizer_of(0.6))
+    assert find_rate_mismatch(RATES, 60, optimizer_of(0.5)) is None
+    said = find_rate_mismatch(RATES, 60, optimizer_of(0.6))
     assert said == (
         "the optimizer's learning rate is 0.6, but lr, which decides when replicas synchronize, has 0.5; give both the same schedule"
     )
-    assert find_other_rate(RATES, 60, optimizer_of(0.4)) is not None
-    assert find_other_rate(RATES, 60, optimizer_of(0.05, 0.5)) is None, "another group has it"
-    assert find_other_rate(RATES, 20, optimizer_of(0.1)) is None, "rounds do not follow the warm-up"
-    assert find_other_rate(RATES, 150, optimizer_of(0.0)) is None, "beyond the end it stays"
-    assert find_other_rate(LRSchedule.create(peak=1.0, total_steps=9), 1, optimizer_of(1.0)) is None
+    assert find_rate_mismatch(RATES, 60, optimizer_of(0.4)) is not None
+    assert find_rate_mismatch(RATES, 60, optimizer_of(0.05, 0.5)) is None, "another group has it"
+    assert find_rate_mismatch(RATES, 20, optimizer_of(0.1)) is None, "rounds do not follow the warm-up"
+    assert find_rate_mismatch(RATES, 150, optimizer_of(0.0)) is None, "beyond the end it stays"
+    assert find_rate_mismatch(LRSchedule.create(peak=1.0, total_steps=9), 1, optimizer_of(1.0)) is None
 
 
 def test_schedulers_may_count_from_0() -> None:
@@ -102,7 +102,7 @@ def test_schedulers_may_count_from_0() -> None:
     optimizer = optimizer_of(1.0)
     scheduler = LambdaLR(optimizer, lambda done: 1.0 if done <= 5 else 0.1)  # a step later
     for step in range(1, 11):
-        assert find_other_rate(steps, step, optimizer) is None
+        assert find_rate_mismatch(steps, step, optimizer) is None
         optimizer.step()
         scheduler.step()
-    assert find_other_rate(steps, 8, optimizer_of(1.0)) is not None
+    assert find_rate_mismatch(steps, 8, optimizer_of(1.0)) is not None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmtrain.config import EverySecondsSection, EveryStepSection, EveryStepsSection, LRScheduleSection, QsrSection
+from llmtrain.config import EverySecondsSection, EveryStepSection, LRScheduleSection, QsrSection, StepsSection
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.period import EveryStep, FixedPeriod, Period, QsrPeriod, build_period
@@ -80,7 +80,7 @@ def test_rounds_grow_once_the_rate_allows_one_step_more():
 def test_at_a_constant_learning_rate_rounds_have_one_length():
     rates = LRSchedule(3e-3, 100, LRScheduleSection(kind="constant", warmup_steps=10))
     constant = build_period(QsrSection(base=1, alpha=9e-3), 10, rates)
-    fixed = build_period(EveryStepsSection(every=9), 10, rates)
+    fixed = build_period(StepsSection(every=9), 10, rates)
     for step in range(1, 101):
         assert constant.is_synchronous(step) == fixed.is_synchronous(step)
         assert constant.ends_round(step) == fixed.ends_round(step)
@@ -115,7 +115,7 @@ def test_a_step_has_a_place_in_its_round_and_none_in_a_synchronous_phase():
     rates = LRSchedule(1e-3, 12, LRScheduleSection(kind="constant"))
     places = {
         "always": (build_period(EveryStepSection(), 3, rates), [0] * 12),
-        "fixed": (build_period(EveryStepsSection(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
+        "fixed": (build_period(StepsSection(every=4), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
         "qsr": (build_period(QsrSection(base=4, alpha=1e-9), 3, rates), [0] * 3 + [1, 2, 3, 4, 1, 2, 3, 4, 1]),
     }
     for name, (period, expected) in places.items():
@@ -218,7 +218,7 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
 
 def test_rounds_begin_after_the_warm_up_that_a_run_had():
     rates = LRSchedule(3e-3, 40, LRScheduleSection(kind="cosine"))
-    for section in (EveryStepsSection(every=4), QsrSection(base=4, alpha=1e-3)):
+    for section in (StepsSection(every=4), QsrSection(base=4, alpha=1e-3)):
         changed, expected = build_period(section, 20, rates), build_period(section, 6, rates)
         changed.set_warmup(6)
         for step in range(1, 41):
@@ -228,7 +228,7 @@ def test_rounds_begin_after_the_warm_up_that_a_run_had():
 
 
 def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
-    fixed = FixedPeriod(EveryStepsSection(every=3), 2)
+    fixed = FixedPeriod(StepsSection(every=3), 2)
     assert [fixed.round_number(step) for step in range(1, 10)] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert [EveryStep(EveryStepSection()).round_number(step) for step in (1, 100)] == [0, 0]
     qsr = QsrPeriod(QsrSection(base=4, alpha=0.0175), 500, published(**VIT, shape="cosine"))

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.config import EveryStepsSection, OverlappedSection, Recipe
+from llmtrain.config import OverlappedSection, Recipe, StepsSection
 from llmtrain.errors import ModelError
 from llmtrain.plan import memory
 from llmtrain.plan.memory import (
@@ -390,5 +390,5 @@ def test_a_7b_model_takes_no_memory_to_plan(tmp_path) -> None:
 @pytest.mark.parametrize(("steps", "fragments_at_once"), [(0, 1), (25, 1), (26, 2), (75, 3), (100, 4)])
 def test_fragments_that_are_in_flight_at_once_are_all_counted(steps: int, fragments_at_once: int) -> None:
     """A round of 100 steps sends one of 4 fragments every 25 steps; the largest has 3 blocks of 10."""
-    section, period = OverlappedSection(steps=steps, fragments=4), EveryStepsSection(every=100)
+    section, period = OverlappedSection(steps=steps, fragments=4), StepsSection(every=100)
     assert section.parameters_in_flight([10] * 9, period) == 30 + 20 * (fragments_at_once - 1)

@@ -12,12 +12,12 @@ from llmtrain.config import (
     BlockingSection,
     EditPenaltySection,
     EveryStepSection,
-    EveryStepsSection,
     LayerwiseSection,
     MeanSection,
     NesterovSection,
     Recipe,
     SgdSection,
+    StepsSection,
 )
 from llmtrain.errors import RecipeError
 from llmtrain.recipe_diff import differences
@@ -132,7 +132,7 @@ def test_numbers_as_people_write_them(write: Write) -> None:
     recipe = load_recipe(write("t.yaml", "sync: {method: diloco}"), counts)
     assert (recipe.train.global_batch, recipe.sync.period, recipe.eval.every) == (
         1000,
-        EveryStepsSection(every=10),
+        StepsSection(every=10),
         2000,
     )
     assert (recipe.checkpoint.every, recipe.sync.warmup_steps) == (10_000, 0)
@@ -171,7 +171,7 @@ def test_preset_lies_under_what_the_user_says(sync_of: Callable) -> None:
     sync = sync_of("{method: edit, outer: {momentum: 0.5}, reduction: {clip: null}}", "sync.period.every=9")
     assert sync.outer == NesterovSection(lr=0.8, momentum=0.5)
     assert sync.reduction.clip is None and sync.reduction.z == 3.0
-    assert sync.period == EveryStepsSection(every=9)
+    assert sync.period == StepsSection(every=9)
     assert sync.schedule == LayerwiseSection()
 
 
@@ -215,7 +215,7 @@ def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Calla
     )
     assert (sync.warmup_steps, sync.period) == (
         3,
-        EveryStepsSection(every=4),
+        StepsSection(every=4),
     )  # so that methods are compared at the same round
     assert sync_of(recipe, "sync.method=diloco", "sync.outer=average").outer == AverageSection()
     assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # not another method
@@ -236,7 +236,7 @@ def test_synchronous_and_back_drops_rounds(sync_of: Callable) -> None:
         BlockingSection(),
     )
     back = sync_of("{method: synchronous, period: every_step}", "sync.method=edit")
-    assert (back.period, back.warmup_steps) == (EveryStepsSection(every=128), 1000)
+    assert (back.period, back.warmup_steps) == (StepsSection(every=128), 1000)
 
 
 def test_a_wire_stays_unless_it_is_one_methods_own(sync_of: Callable) -> None:
@@ -292,9 +292,9 @@ def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> N
 
 def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:
     """Take the kind of the method's preset for a period without one."""
-    assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == EveryStepsSection(every=500)
-    assert sync_of("{method: qsr, period: {alpha: 0.1}}", "sync.method=local_sgd").period == EveryStepsSection(every=32)
-    assert sync_of("{method: diloco, period: {every: 20}}", "sync.method=edit").period == EveryStepsSection(every=20)
+    assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == StepsSection(every=500)
+    assert sync_of("{method: qsr, period: {alpha: 0.1}}", "sync.method=local_sgd").period == StepsSection(every=32)
+    assert sync_of("{method: diloco, period: {every: 20}}", "sync.method=edit").period == StepsSection(every=20)
     of_both = sync_of("{method: edit, period: {kind: seconds, every: 20}}", "sync.method=a_edit")
     assert of_both.period.every == 20
 
@@ -303,13 +303,13 @@ def test_a_kind_of_a_lower_layer_is_that_of_the_layers_above(write: Write) -> No
     write("base.yaml", "sync: {method: edit, period: {kind: seconds, every: 9}}")
     write("middle.yaml", "base: base.yaml\nsync: {period: {every: 20}}")
     sync = load_recipe(write("r.yaml", "base: middle.yaml\nsync: {method: diloco}")).sync
-    assert sync.period == EveryStepsSection(every=500)
+    assert sync.period == StepsSection(every=500)
 
 
 def test_method_of_a_base_file_is_left_behind_as_well(write: Write) -> None:
     write("base.yaml", "sync: {method: edit, period: {every: 4}, outer: {lr: 0.1}}")
     sync = load_recipe(write("r.yaml", "base: base.yaml\nsync: {method: local_sgd}")).sync
-    assert (sync.outer, sync.period) == (AverageSection(), EveryStepsSection(every=4))
+    assert (sync.outer, sync.period) == (AverageSection(), StepsSection(every=4))
 
 
 # -- written back --

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from llmtrain.config import EveryStepsSection, ParallelSection, Recipe
+from llmtrain.config import ParallelSection, Recipe, StepsSection
 from llmtrain.plan import recipe_warnings
 from llmtrain.plan.hardware import hardware_of
 from llmtrain.plan.memory import estimate
@@ -298,6 +298,6 @@ def test_every_method_trains_the_quickstart_with_rounds_that_fit(monkeypatch: py
 def test_compared_rounds_begin_together_and_are_equally_long(recipes: dict[str, Recipe], model: str) -> None:
     sections = {method: recipes[f"{method}_{model}"].sync for method in METHODS}
     fixed = [sync for method, sync in sections.items() if method not in OWN_ROUND]
-    assert len({sync.period.every for sync in fixed if isinstance(sync.period, EveryStepsSection)}) == 1
+    assert len({sync.period.every for sync in fixed if isinstance(sync.period, StepsSection)}) == 1
     by_step = [sync for sync in sections.values() if sync.warmup_until_lr is None]
     assert len({sync.warmup_steps for sync in by_step if sync.period.kind != "every_step"}) == 1

@@ -25,7 +25,7 @@ def test_twice_the_tokens_in_as_many_steps_count_four_times_and_in_twice_the_ste
     found = TokenWeighted().weigh_blocks([0, 3], NOTHING, rounds((10, 100), (10, 200), (20, 200), (0, 0)))
     assert found.weights[:, 1].tolist() == pytest.approx([1 / 7, 4 / 7, 2 / 7, 0.0])
     assert torch.equal(found.weights[:, 0], found.weights[:, 1])
-    assert found.lengths.isinf().all() and not found.anomalous.any()
+    assert found.target_norms.isinf().all() and not found.anomalous.any()
 
 
 def test_steps_that_a_rollback_has_undone_still_count_as_steps() -> None:
@@ -45,13 +45,13 @@ def test_the_mean_direction_has_the_mean_norm() -> None:
     radial, parts = Radial(2), torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     found = radial.weigh_blocks([0], parts.norm(dim=1)[:, None], rounds((1, 1), (1, 1)))
     mean = (found.weights * parts).sum(0)
-    mean *= radial.factor(mean.square().sum(), found.lengths.item())
+    mean *= radial.factor(mean.square().sum(), found.target_norms.item())
     torch.testing.assert_close(mean, torch.tensor([math.sqrt(2), math.sqrt(2)], dtype=torch.float64))
 
 
 def test_directions_count_of_replicas_that_moved_and_norms_of_all_that_are_finite() -> None:
     found = Radial(4).weigh_blocks([0], column(4.0, 0.0, math.nan, 2.0), rounds(*[(1, 1)] * 4))
-    assert found.lengths.tolist() == [2.0]
+    assert found.target_norms.tolist() == [2.0]
     assert found.weights.flatten().tolist() == [0.25, 0.0, 0.0, 0.5]
     assert found.anomalous.flatten().tolist() == [False, False, True, False]
 
@@ -59,7 +59,7 @@ def test_directions_count_of_replicas_that_moved_and_norms_of_all_that_are_finit
 @pytest.mark.parametrize("norms", [(0.0, 0.0), (math.inf, math.nan)])
 def test_without_a_direction_there_is_no_length(norms: tuple[float, ...]) -> None:
     found = Radial(4).weigh_blocks([0], column(*norms), rounds((1, 1), (1, 1)))
-    assert found.weights.flatten().tolist() == [0.0, 0.0] and found.lengths.isinf().all()
+    assert found.weights.flatten().tolist() == [0.0, 0.0] and found.target_norms.isinf().all()
 
 
 def test_directions_that_cancel_each_other_are_lengthened_by_the_number_of_replicas() -> None:

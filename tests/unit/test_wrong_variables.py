@@ -27,7 +27,7 @@ RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "
 SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
 JOB = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "7"}
 STEP = {**JOB, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}
-NO_RANK = "are not a rank among others; start with llmtrain launch, torchrun or srun"
+NO_RANK = "do not describe one rank of several; start with llmtrain launch, torchrun or srun"
 NO_NUMBER = "in the environment is not a whole number"
 
 

@@ -6,8 +6,9 @@ Rule      in every local step each replica draws independently: with probability
 Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica; pulls send nothing.
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  p = 0.2, eta = 1, H = 32 after 32 synchronous steps, momentum 0.9: from the published example; the paper's own are not
-          known to us. Outer lr 0.7 is DiLoCo's, whose outer step is 7 D in the long run; the example's 0.1 makes 1.0 D, but it
-          takes 16 outer steps per round.
+          known to us. Outer lr 0.7 is DiLoCo's. With momentum 0.9, a constant D then moves the anchor by
+          0.7 / (1 - 0.9) = 7 D per outer step. With the example's 0.1 it moves by 1.0 D, but the example takes 16 outer steps per
+          round.
 Differs   all tensors are pulled (the published code pulls the first one only), replicas draw independently (there, all
           alike), there is one outer step per round (there, one per micro-batch), a pull keeps its batch for the next
           gradient (there, it is lost: `sync.pull.batch=drop`), and the synchronous phase does not average optimizer states.

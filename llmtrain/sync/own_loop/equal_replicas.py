@@ -28,7 +28,7 @@ class LoopStart:
     """Method, keys, learning rates and blocks as one text, which must be equal on all ranks."""
     anchors: int
     """Fingerprint of the anchors; 0 without any."""
-    is_other_module: bool
+    is_different_module: bool
     """True if the module's parameters are not those with which the loaded state was saved."""
     is_synchronized: bool
     """True if the replicas must be equal before this step."""
@@ -40,8 +40,15 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
     """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
     they must be equal. Return a warning if the optimizers differ where they need not be equal, or None. A collective of all
     ranks."""
-    row = (start.steps, zlib.crc32(start.choices.encode()), start.anchors, start.is_other_module)
-    row = (_rank(), *row, start.is_synchronized, start.averages_gradients)
+    row = (
+        _rank(),
+        start.steps,
+        zlib.crc32(start.choices.encode()),
+        start.anchors,
+        start.is_different_module,
+        start.is_synchronized,
+        start.averages_gradients,
+    )
     found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
     ranks, steps, choices, anchors, others, synchronized, averaging = found.unbind(-1)
     if (choices != choices[0, 0]).any():
@@ -63,13 +70,13 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
             "optimizer and state that the same rank saved at the same step"
         )
     when = f"step {start.steps + 1}" if start.steps else "the first step"
-    if synchronized.all() and (name := _other_block(replicas, shards, replica)) is not None:
+    if synchronized.all() and (name := _differing_block(replicas, shards, replica)) is not None:
         raise RecipeError(
             f"replicas differ in {name} before {when}; give them the same model and seed, or load the same weights"
         )
     if not averaging.all() and start.steps > 0:
         return None  # in a round, every replica has its own moments
-    if (name := _block_of_other_moments(replicas, shards, replica)) is None:
+    if (name := _block_of_differing_moments(replicas, shards, replica)) is None:
         return None
     text = f"the replicas' optimizers have different moments of {name} before {when}"
     if averaging.all():
@@ -98,7 +105,7 @@ def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, else
     """Raise TrainingError, on every rank, if replicas differ after the last synchronization. Return a warning if they differ in
     parameters of the module that this loop does not synchronize, or None. Parameters in `elsewhere`, which other open loops
     synchronize, are not compared. A collective of all ranks."""
-    if (name := _other_block(replicas, shards, replica)) is not None:
+    if (name := _differing_block(replicas, shards, replica)) is not None:
         raise TrainingError(
             f"replicas differ in {name} after the last synchronization, so something other than this loop has changed them: check that "
             "every rank loaded model, optimizer and state of the same step, and that nothing else writes to parameters"
@@ -119,21 +126,23 @@ def _rank() -> int:
 
 def _gather(replicas: Comms, shards: Comms, values: torch.Tensor, what: str) -> torch.Tensor:
     """Return the values of all ranks, on the CPU: [shards, replicas, *shape]."""
-    of_replicas = replicas.all_gather(values.to(replicas.device), what)
-    return shards.all_gather(of_replicas.to(shards.device), what).cpu()
+    gathered = replicas.all_gather(values.to(replicas.device), what)
+    return shards.all_gather(gathered.to(shards.device), what).cpu()
 
 
-def _other_block(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
+def _differing_block(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
     """Return the name of the first block in which replicas have different parameters, or None."""
-    return _first_other(replica, _gather(replicas, shards, replica.fingerprint(), "comparing the replicas' parameters"))
+    return _first_differing(
+        replica, _gather(replicas, shards, replica.fingerprint(), "comparing the replicas' parameters")
+    )
 
 
-def _block_of_other_moments(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
+def _block_of_differing_moments(replicas: Comms, shards: Comms, replica: ModuleReplica) -> str | None:
     sums = replica.fingerprint_of_moments()
-    return _first_other(replica, _gather(replicas, shards, sums, "comparing the replicas' moments"))
+    return _first_differing(replica, _gather(replicas, shards, sums, "comparing the replicas' moments"))
 
 
-def _first_other(replica: ModuleReplica, sums: torch.Tensor) -> str | None:
+def _first_differing(replica: ModuleReplica, sums: torch.Tensor) -> str | None:
     differ = (sums != sums[:, :1]).flatten(0, 1).any(0).nonzero().flatten().tolist()
     return replica.blocks[differ[0]].name if differ else None
 

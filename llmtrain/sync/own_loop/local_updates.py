@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.config import LRScheduleSection, SyncSection
-from llmtrain.config.section import Section
+from llmtrain.config.section import UNION_KEYS, Section, expand_sync, merge
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.parallel.comms import Comms
@@ -37,7 +37,7 @@ from llmtrain.sync.own_loop.loop_checks import (
     check_rank_order,
     check_types,
     check_wrapping,
-    find_other_rate,
+    find_rate_mismatch,
     follows_rates,
     needs_equal_rates,
 )
@@ -51,7 +51,7 @@ _LOOPS = itertools.count()
 _LOOPS_OPEN: WeakSet[LocalUpdates] = WeakSet()
 """Loops whose hooks act on an optimizer's steps."""
 _REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
-"""The hook that refuses an optimizer's steps after its last loop has finished; None while that loop is open."""
+"""Optimizers that have had a loop, each with the hook that refuses its steps once that loop has finished; None until then."""
 
 
 class LocalUpdates:
@@ -87,7 +87,7 @@ class LocalUpdates:
         that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
         check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
-        if (had_loop := optimizer in _REFUSALS) and _REFUSALS[optimizer] is None:
+        if any(loop._optimizer is optimizer for loop in _LOOPS_OPEN):
             raise RecipeError(
                 "the optimizer has a LocalUpdates already, and two would synchronize twice; call its finish or close first"
             )
@@ -107,7 +107,9 @@ class LocalUpdates:
             # Each loop has keys of its own, because one store may serve several loops, one after the other.
             check_rank_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
-        rates = lr or LRSchedule(float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant"))
+        lr_schedule = lr or LRSchedule(
+            float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant")
+        )
         self._followed = lr if follows_rates(self.sync) else None
         """Schedule with which the optimizer's learning rate is compared, until it differs; None if no choice follows it."""
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
@@ -116,7 +118,7 @@ class LocalUpdates:
             self.replica,
             self._replicas,
             self._shards,
-            rates,
+            lr_schedule,
             seed=0,
             store=store,
             timeout_seconds=timeout_seconds,
@@ -129,7 +131,7 @@ class LocalUpdates:
         blocks = [block.name for block in self.replica.blocks]
         self._choices = f"{self.sync.model_dump(exclude={'offload'})} {lr} {blocks}"
         """Text that must be equal on all ranks (`LoopStart.choices`)."""
-        self._optimizer, self._had_loop = optimizer, had_loop
+        self._optimizer, self._had_loop = optimizer, optimizer in _REFUSALS
         self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which a loaded state was saved."""
@@ -140,7 +142,6 @@ class LocalUpdates:
         if (refusal := _REFUSALS.get(optimizer)) is not None:
             refusal.remove()
         _REFUSALS[optimizer] = None
-        self._is_open = True
         _LOOPS_OPEN.add(self)
         self._warn_of_low_precision()
 
@@ -155,7 +156,7 @@ class LocalUpdates:
         with torch.no_grad():
             self._method.finish()
         self._is_finished = True
-        was_open = self._is_open
+        was_open = self in _LOOPS_OPEN
         self.close()
         if was_open:
             self._handles = [self._optimizer.register_step_pre_hook(_refuse_step)]
@@ -175,10 +176,7 @@ class LocalUpdates:
         """Remove all hooks and stop background work without synchronizing. Also for use after a failure."""
         for handle in self._handles:
             handle.remove()
-        if self._is_open:
-            self._is_open = False
-            _LOOPS_OPEN.discard(self)
-            _REFUSALS[self._optimizer] = self._handles[0]  # removed, so that it refuses nothing
+        _LOOPS_OPEN.discard(self)
         self.replica.remove_block_hooks()
         self._method.close()
 
@@ -245,15 +243,13 @@ class LocalUpdates:
         self._begin()
         self.steps_done += 1
         rate = float(optimizer.param_groups[0]["lr"])
-        if (
-            self._followed is not None
-            and (text := find_other_rate(self._followed, self.steps_done, optimizer)) is not None
-        ):
-            self._followed = None
-            self._warn(text)
-        if self.steps_done & (self.steps_done - 1) == 0 and needs_equal_rates(
-            self.sync
-        ):  # only at steps 1, 2, 4, 8, ..., because it costs a message
+        if self._followed is not None:
+            text = find_rate_mismatch(self._followed, self.steps_done, optimizer)
+            if text is not None:
+                self._followed = None
+                self._warn(text)
+        is_power_of_2 = self.steps_done & (self.steps_done - 1) == 0  # not at every step, because it costs a message
+        if is_power_of_2 and needs_equal_rates(self.sync):
             check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
             plan = self._method.begin_step(self.steps_done, rate)
@@ -278,7 +274,7 @@ class LocalUpdates:
             steps=self.steps_done,
             choices=self._choices,
             anchors=int(self._method.fingerprint()),
-            is_other_module=self._saved not in (None, self.replica.fingerprint().tolist()),
+            is_different_module=self._saved not in (None, self.replica.fingerprint().tolist()),
             is_synchronized=self._method.is_synchronized,
             averages_gradients=self._method.period.is_synchronous(self.steps_done + 1),
         )
@@ -352,14 +348,8 @@ def _section(method: str, choices: dict[str, Any]) -> SyncSection:
             near = closest(name, [*keys, *arguments])
             hint = f"did you mean {near}?" if near else f"keys are {one_of(keys)}"
             raise RecipeError(f"LocalUpdates: {name} is neither an argument nor a key of sync; {hint}")
-    preset: dict[str, Any] = dict(METHODS[method].PRESET)
-    for key, value in choices.items():
-        below = preset.get(key)
-        same_kind = (
-            isinstance(below, dict) and isinstance(value, dict) and value.get("kind") in (None, below.get("kind"))
-        )
-        preset[key] = {**below, **value} if same_kind else value
-    data = {"sync": {"method": method, **preset}}
+    changed = merge(expand_sync(METHODS[method].PRESET), expand_sync(choices), UNION_KEYS)
+    data = {"sync": {"method": method, **changed}}
     try:
         section = _Choices.model_validate(data).sync
     except ValidationError as error:

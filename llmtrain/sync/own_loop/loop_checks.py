@@ -122,17 +122,17 @@ def follows_rates(sync: SyncSection) -> bool:
     return sync.period.follows_lr or sync.warmup_until_lr is not None
 
 
-def find_other_rate(rates: LRSchedule, step: int, optimizer: torch.optim.Optimizer) -> str | None:
+def find_rate_mismatch(lr_schedule: LRSchedule, step: int, optimizer: torch.optim.Optimizer) -> str | None:
     """Return a message if no parameter group of the optimizer has the schedule's learning rate in this step, or None. In the
     schedule's warm-up, on which no round depends, any rate is right."""
-    if step <= rates.warmup_steps:
+    if step <= lr_schedule.warmup_steps:
         return None
     groups = optimizer.param_groups
-    if any(rates.has_rate(step, float(group["lr"])) for group in groups):
+    if any(lr_schedule.has_rate(step, float(group["lr"])) for group in groups):
         return None
     return (
         f"the optimizer's learning rate is {float(groups[0]['lr']):g}, but lr, which decides when replicas synchronize, has "
-        f"{rates.at(step):g}; give both the same schedule"
+        f"{lr_schedule.at(step):g}; give both the same schedule"
     )
 
 

@@ -57,15 +57,18 @@ class EditPenalty(Reduction):
             share = steps[:, None].expand_as(norms).masked_fill(anomalous, 0.0)
             share = share / share.sum(0).clamp(min=1)
             weights = (1 - self.section.step_weight) * weights + self.section.step_weight * share
-        return ReplicaWeights(weights, anomalous, self._lengths(norms, weights, anomalous))
+        return ReplicaWeights(weights, anomalous, self._target_norms(norms, weights, anomalous))
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
+    ) -> ReplicaWeights:
         """Return the weights in these blocks, and update the statistics of these blocks only, on copies of their columns."""
         part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded, self.is_mixed)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
-        steps, lr_sums = ([getattr(done, name) for done in rounds] for name in ("steps", "lr_sum"))
-        weights = part.weigh(norms, *(torch.tensor(of_all, dtype=torch.float64) for of_all in (steps, lr_sums)))
+        steps = torch.tensor([replica.steps for replica in local_steps], dtype=torch.float64)
+        lr_sums = torch.tensor([replica.lr_sum for replica in local_steps], dtype=torch.float64)
+        weights = part.weigh(norms, steps, lr_sums)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             whole[:, list(blocks)] = columns
         return weights
@@ -112,7 +115,7 @@ class EditPenalty(Reduction):
         return tested & (self.norms.z_scores(scaled_norms) > self.section.z)
 
     def _update(self, scaled_norms: torch.Tensor, steps: torch.Tensor, anomalous: torch.Tensor) -> None:
-        """Add the round\'s norms and steps to the statistics.
+        """Add the round's norms and steps to the statistics.
 
         `statistics: paper` does not add an excluded norm. `adaptive` clamps a finite excluded norm to mean + z std 2^(k - 1),
         where k counts the rounds in a row, and adds it. It does not add norms of 0, because a frozen block says nothing about
@@ -133,7 +136,7 @@ class EditPenalty(Reduction):
         logits = (-norms / self.section.temperature).masked_fill(anomalous, -torch.inf)
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
-    def _lengths(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
+    def _target_norms(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
         """Return the clip for each block whose mean may be longer than it, and infinity for the other blocks, whose means need no
         norm. An unrounded mean is at most as long as the weighted mean of the replicas' norms [replicas, blocks]. In most rounds,
         this bound saves computing the mean's norm, a collective."""
@@ -143,9 +146,9 @@ class EditPenalty(Reduction):
         may_clip = (longest > CLIP_MARGIN * clip) | self.is_rounded
         return torch.full_like(longest, clip).masked_fill(~may_clip, math.inf)
 
-    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
-        """Return min(length / (||D|| + 1e-6), 1), where `length` is the clip."""
-        return (length / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
+    def factor(self, squared_norm: torch.Tensor, target_norm: float) -> torch.Tensor:
+        """Return min(target_norm / (||D|| + 1e-6), 1), where `target_norm` is the clip."""
+        return (target_norm / (squared_norm.sqrt() + EPSILON)).clamp(max=1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the statistics as plain lists."""

@@ -1,6 +1,6 @@
 """Interface of the reductions that weigh replicas: how much each one counts in a block's mean, and how long the mean is to be.
 
-Everything is computed from the rounds and from the [replicas, blocks] matrix of norms that all ranks have gathered, in
+Everything is computed from the local steps and from the [replicas, blocks] matrix of norms that all ranks have gathered, in
 float64 with operations that round alike on every machine. All ranks therefore find the same weights.
 """
 
@@ -22,14 +22,14 @@ because checkpoints contain it."""
 
 @dataclass(frozen=True)
 class ReplicaWeights:
-    """Weights, anomalies and lengths computed from one round."""
+    """Weights, anomalies and target norms computed from one round."""
 
     weights: torch.Tensor
     """[replicas, blocks], float64: the factor of each pseudo-gradient in the sum that is a block's mean. All are 0 in a block
     in which all replicas are anomalous, which has no mean."""
     anomalous: torch.Tensor
     """[replicas, blocks], bool: True for replicas that are excluded from a block's mean."""
-    lengths: torch.Tensor
+    target_norms: torch.Tensor
     """[blocks], float64: the norm that a mean must have, or must not exceed; infinite if the mean is used as it arrives."""
 
 
@@ -54,13 +54,15 @@ class Reduction(ABC):
     """Largest number, over replicas and blocks, of consecutive rounds up to the last one in which a block was excluded."""
 
     @abstractmethod
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
+    ) -> ReplicaWeights:
         """Return the weights in these blocks, and update the statistics. `norms` [replicas, len(blocks)] are the norms of the
-        replicas' pseudo-gradients, float64; [replicas, 0] without `uses_norms`. `rounds` are the replicas' local steps."""
+        replicas' pseudo-gradients, float64; [replicas, 0] without `uses_norms`. `local_steps` has one entry per replica."""
 
-    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
+    def factor(self, squared_norm: torch.Tensor, target_norm: float) -> torch.Tensor:
         """Return the factor by which a block's mean D is multiplied, a float64 scalar. `squared_norm` is ||D||^2 over all
-        shards, and `length` the block's entry of `ReplicaWeights.lengths`."""
+        shards, and `target_norm` the block's entry of `ReplicaWeights.target_norms`."""
         return torch.ones_like(squared_norm)
 
     def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:

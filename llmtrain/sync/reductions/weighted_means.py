@@ -18,8 +18,10 @@ class TokenWeighted(Reduction):
 
     uses_norms = False
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
-        work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in rounds], dtype=torch.float64)
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
+    ) -> ReplicaWeights:
+        work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in local_steps], dtype=torch.float64)
         if not work.any():  # if the end of a run only undoes the mixing of fragments
             work = torch.ones_like(work)
         relative = work / work.max()  # 1, exactly, for equal work
@@ -39,17 +41,19 @@ class Radial(Reduction):
     def __init__(self, replicas: int):
         self.replicas = replicas
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
-        counted, lengths = norms.isfinite(), _mean_of_finite(norms)
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
+    ) -> ReplicaWeights:
+        counted, mean_norms = norms.isfinite(), _mean_of_finite(norms)
         moved = counted & (norms > 0)
         # Send directions scaled to the mean norm and not unit vectors, because wire formats are made for values of the size of
         # pseudo-gradients.
-        weights = torch.where(moved, lengths / torch.where(moved, norms, 1.0) / moved.sum(0).clamp(min=1), 0.0)
-        return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), lengths, torch.inf))
+        weights = torch.where(moved, mean_norms / torch.where(moved, norms, 1.0) / moved.sum(0).clamp(min=1), 0.0)
+        return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), mean_norms, torch.inf))
 
-    def factor(self, squared_norm: torch.Tensor, length: float) -> torch.Tensor:
-        """Return length / ||D||, at most the number of replicas."""
-        return (length / squared_norm.sqrt()).clamp(max=self.replicas)
+    def factor(self, squared_norm: torch.Tensor, target_norm: float) -> torch.Tensor:
+        """Return target_norm / ||D||, at most the number of replicas."""
+        return (target_norm / squared_norm.sqrt()).clamp(max=self.replicas)
 
 
 class MedianNorm(Reduction):
@@ -60,7 +64,9 @@ class MedianNorm(Reduction):
     them before they send. Rescaling each block by itself is our choice.
     """
 
-    def weigh_blocks(self, blocks: Sequence[int], norms: torch.Tensor, rounds: Sequence[LocalSteps]) -> ReplicaWeights:
+    def weigh_blocks(
+        self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
+    ) -> ReplicaWeights:
         counted = norms.isfinite()
         ordered, last = norms.masked_fill(~counted, torch.inf).sort(0).values, counted.sum(0).clamp(min=1) - 1
         middle = [ordered.gather(0, place[None])[0] for place in (last // 2, (last + 1) // 2)]

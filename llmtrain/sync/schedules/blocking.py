@@ -146,8 +146,8 @@ class BlockingSchedule(Schedule):
             block_sync.write_parameters(index, mean)
             return
         factor = None
-        if index in agreed.lengths:
-            factor = self._weighing.factor(squared_norm(mean), agreed.lengths[index]).to(mean.dtype)
+        if index in agreed.target_norms:
+            factor = self._weighing.factor(squared_norm(mean), agreed.target_norms[index]).to(mean.dtype)
         squares = BlockSquares()
         block_sync.outer_step(index, mean, agreed.local_steps, factor, squares=squares)
         if agreed.weights[index] > 0:  # an excluded replica's own pseudo-gradient may contain NaN

@@ -38,15 +38,15 @@ class DelayedSchedule(FragmentSchedule):
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
     def _take_turn(self, fragment: int) -> None:
-        arrived = self._messages[fragment]
-        if arrived is not None:
-            arrived.complete()  # before the next message is taken, which includes the rounding errors of this one
+        previous = self._messages[fragment]
+        if previous is not None:
+            previous.complete()  # before the next message is taken, which includes the rounding errors of this one
         self.staleness = int(self._local_steps[fragment].steps)
         taken = self._messages[fragment] = self._take_message(fragment)
         if self.period.section.is_timed:
             taken.send()
-        if arrived is not None:
-            self._apply(fragment, arrived, self._staleness_penalty(arrived.local_steps, taken.local_steps))
+        if previous is not None:
+            self._apply(fragment, previous, self._staleness_penalty(previous.local_steps, taken.local_steps))
         else:
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 

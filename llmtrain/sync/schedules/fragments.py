@@ -12,7 +12,7 @@ from llmtrain.config import FragmentsSection
 from llmtrain.reshard import require_equal
 from llmtrain.sync.anchors import BlockTensors
 from llmtrain.sync.local_steps import LocalSteps, mean_local_steps
-from llmtrain.sync.message import Message, WeighedMessage
+from llmtrain.sync.message import Message, WeightedMessage
 from llmtrain.sync.reductions.reduction import STATE_KEY
 from llmtrain.sync.schedules.base import Schedule, ScheduleParts
 from llmtrain.sync.weighing import Weighing
@@ -81,9 +81,11 @@ class FragmentSchedule(Schedule):
         if self.weighing is not None:
             reduction = self.weighing.reduction
             state[STATE_KEY] = reduction.state_dict() if reduction is not None else None
-            state["restarts"] = sorted(index for message in self._in_flight for index in message.restarts)
+            state["restarts"] = sorted(index for message in self._in_flight for index in message.restarted_blocks)
             # As pairs, because JSON would turn the integer keys of a mapping into text.
-            state["lengths"] = sorted(list(pair) for message in self._in_flight for pair in message.lengths.items())
+            state["lengths"] = sorted(
+                list(pair) for message in self._in_flight for pair in message.target_norms.items()
+            )
         return state
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
@@ -96,11 +98,10 @@ class FragmentSchedule(Schedule):
             self._messages[fragment] = None
             if sent is not None:
                 message = self._messages[fragment] = self._new_message(fragment, LocalSteps(**sent))
-                restarts = [index for index in state.get("restarts", []) if index in self.fragments[fragment]]
-                lengths = {
-                    index: length for index, length in state.get("lengths", []) if index in self.fragments[fragment]
-                }
-                message.load(tensors["arriving"], tensors.get("unsent", nothing), restarts, lengths)
+                blocks = self.fragments[fragment]
+                restarted_blocks = [index for index in state.get("restarts", []) if index in blocks]
+                target_norms = {index: norm for index, norm in state.get("lengths", []) if index in blocks}
+                message.load(tensors["arriving"], tensors.get("unsent", nothing), restarted_blocks, target_norms)
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state for all new replicas. Its rounds are the means of the old replicas' rounds, whose steps and tokens
@@ -143,7 +144,7 @@ class FragmentSchedule(Schedule):
     def _new_message(self, fragment: int, local_steps: LocalSteps) -> Message:
         if self.weighing is None:
             return Message(self.block_sync, self.fragments[fragment], local_steps)
-        return WeighedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
+        return WeightedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
 
     def _take_message(self, fragment: int) -> Message:
         """Return a message with a fragment's present pseudo-gradients, and begin to count its local steps anew."""

@@ -193,14 +193,12 @@ class GroupAverager:
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
             message = [copy_of(part, part) for part in self._posted[version]]
         group = self.group_of(iteration)
-        in_flight = [
-            group.start_all_reduce(part, f"group average of iteration {iteration}", self.wire) for part in message
-        ]
+        what = f"group average of iteration {iteration}"
+        in_flight = [group.start_all_reduce(part, what, self.wire) for part in message]
         for pending in in_flight:
             pending.start_second_phase()
-        sums = [
-            part.copy_(pending.wait()) for part, pending in zip(message, in_flight, strict=True)
-        ]  # into pinned memory
+        # Into the message, which is in pinned memory if there is a GPU.
+        sums = [part.copy_(pending.wait()) for part, pending in zip(message, in_flight, strict=True)]
         with self._changed:
             self._sums[iteration] = sums, version
 

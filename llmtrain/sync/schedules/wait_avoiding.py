@@ -33,7 +33,7 @@ class WaitAvoidingSchedule(Schedule):
         replicas = self.block_sync.replica_comms.size
         self.size = section.resolve_group_size(replicas) if replicas > 1 else 1
         """S, the number of replicas in a group."""
-        self.worker = _averager(self.size, parts) if replicas > 1 else None
+        self.averager = _averager(self.size, parts) if replicas > 1 else None
         """Averager that takes part for this replica if it is late; None for a single replica."""
         self._round = LocalSteps()
         self._iteration = 0  # local steps so far, which number the group averages
@@ -46,9 +46,9 @@ class WaitAvoidingSchedule(Schedule):
         The thread starts with the newest message of the checkpoint or, without one, with the current pseudo-gradient. This
         pseudo-gradient is zero, unless the round was begun by a single replica, which has no thread and stores no message.
         """
-        if self.worker is not None and not self.worker.is_running:
+        if self.averager is not None and not self.averager.is_running:
             newest, message = self._resumed or (self._iteration - 1, self._message())
-            self.worker.start(self._iteration, newest, message)
+            self.averager.start(self._iteration, newest, message)
             self._resumed = None
 
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
@@ -57,7 +57,7 @@ class WaitAvoidingSchedule(Schedule):
             if ends_round:
                 self._average_all()
                 self._publish_zeros()
-            elif self.worker is not None:
+            elif self.averager is not None:
                 self._average_group()
         self._iteration += 1
 
@@ -68,12 +68,12 @@ class WaitAvoidingSchedule(Schedule):
             self.end_threads()
 
     def end_threads(self) -> None:
-        if self.worker is not None:
-            self.worker.finish(self._iteration)
+        if self.averager is not None:
+            self.averager.finish(self._iteration)
 
     def close(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
+        if self.averager is not None:
+            self.averager.close()
 
     @property
     def is_synchronized(self) -> bool:
@@ -90,20 +90,20 @@ class WaitAvoidingSchedule(Schedule):
         return {"round": self._round.state(), "iteration": self._iteration, "newest": version}
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
-        if self.worker is not None and self.worker.is_running:
+        if self.averager is not None and self.averager.is_running:
             raise RecipeError(
                 "a state of wait-avoiding groups can be loaded before the first step only; create LocalUpdates anew"
             )
         self._round, self._iteration = LocalSteps(**state["round"]), state["iteration"]
-        if state["newest"] is not None and self.worker is not None:
+        if state["newest"] is not None and self.averager is not None:
             self._resumed = state["newest"], [part.cpu().clone() for part in tensors["posted"]]
 
     def _average_group(self) -> None:
         block_sync, iteration = self.block_sync, self._iteration
         own = self._message()
         with block_sync.stats.time_waiting():
-            self.worker.publish(iteration, own)
-            sums, version = self.worker.collect(iteration)
+            self.averager.publish(iteration, own)
+            sums, version = self.averager.collect(iteration)
         is_late = version != iteration
         block_sync.stats.late += is_late
         self.staleness = iteration - version
@@ -123,19 +123,19 @@ class WaitAvoidingSchedule(Schedule):
 
     def _publish_zeros(self) -> None:
         """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""
-        if self.worker is None:
+        if self.averager is None:
             return
         zeros = [torch.zeros_like(anchor, device="cpu") for anchor in self.block_sync.anchors.anchor]
-        self.worker.publish(self._iteration, zeros)
+        self.averager.publish(self._iteration, zeros)
         if self.block_sync.replica_comms.rank == 0 and self.block_sync.shard_comms.rank == 0:
             # All replicas have arrived here, so all of them have run every earlier iteration.
-            self.worker.prune(self._iteration)
+            self.averager.prune(self._iteration)
 
     def _newest(self) -> tuple[int, Payloads] | None:
         """Return the newest message and its iteration: the thread's or, before the thread starts, one from a
         checkpoint."""
-        running = self.worker is not None and self.worker.is_running
-        return self.worker.latest() if running else self._resumed
+        running = self.averager is not None and self.averager.is_running
+        return self.averager.latest() if running else self._resumed
 
     def _message(self) -> Payloads:
         """Return the pseudo-gradients. From a GPU they are copied to pinned memory, which torch uses again when no thread holds
@@ -146,7 +146,7 @@ class WaitAvoidingSchedule(Schedule):
         return message
 
     def _count_bytes(self) -> None:
-        sent = self.worker.traffic.bytes  # only the thread adds to it
+        sent = self.averager.traffic.bytes  # only the thread adds to it
         self.block_sync.replica_comms.traffic.bytes += sent - self._counted_bytes
         self._counted_bytes = sent
 
