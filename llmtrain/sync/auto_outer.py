@@ -22,10 +22,11 @@ def outer_for(rounds: int, steps: float) -> NesterovSection:
     In the study (benchmarks/results/study: DiLoCo with AdamW, 4 replicas, 26 rounds of 30 steps, one seed), the lowest loss of 18
     settings was learning rate 0.7 and momentum 0.8 with a warm-up of the momentum over 4 rounds. The scale for other numbers and
     lengths of rounds is our choice: with fewer or shorter rounds, the step is closer to plain averaging. The study then ran the rule
-    with three seeds. For DiLoCo and EDiT with AdamW and 4 replicas, with 26 and 52 rounds of 30 steps and with 78 rounds of 10 steps,
-    its mean loss is below that of the setting that trials had chosen, and with 8 rounds of 100 steps 0.008 above it. With 2 replicas
-    and with MuLoCo it is above it, by 0.020 and 0.058; less momentum is better there (docs/results.md). For fewer rounds, trials
-    partly contradict the rule: in 7 rounds, learning rate 1.0 and momentum 0.2, near its values, ended 0.09 above 0.7 and 0.5.
+    with three seeds. With AdamW and 4 replicas, its mean loss is below that of the setting that trials had
+    chosen, for DiLoCo with 26 and 52 rounds of 30 steps and 78 of 10, and for EDiT with 26 and 78. With 8 rounds of 100 steps,
+    DiLoCo's is 0.008 above it. With 2 replicas and with MuLoCo, it is 0.020 and 0.058 above it; less momentum is better there
+    (docs/results.md). For fewer rounds, trials of PALSGD partly contradict the rule: in 8 rounds of 30 steps, learning rate 1.0 and
+    momentum 0.2, near its values, ended 0.09 and 0.10 above 0.7 and 0.5, but in 3 rounds of 100 steps 0.02 and 0.04 below.
     """
     covered = max(1.0, min(MAX_COVERED, rounds * COVERED_SHARE) * min(1.0, steps / FULL_ROUND))
     momentum = round(1 - 1 / covered, 2)
