@@ -19,6 +19,11 @@ def batch_unit(micro_batch: int, ranks: int, shares: Sequence[int] = ()) -> int:
     return lcm(*(divisor // gcd(divisor, share) for share in shares))
 
 
+def relative_parts(shares: Sequence[int], replicas: int) -> list[float]:
+    """Return the sequences that each replica reads per step, divided by their mean. Without `shares`, all are 1."""
+    return [share * replicas / sum(shares) for share in shares] if shares else [1.0] * replicas
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Sizes of the batches that replicas share, and one rank's part of them."""
@@ -71,7 +76,7 @@ class BatchShape:
     @property
     def relative_part(self) -> float:
         """Return the number of sequences that the replica reads, divided by the mean over all replicas."""
-        return len(self.part) * self.replicas / self.global_batch
+        return relative_parts(self.shares, self.replicas)[self.replica]
 
     @property
     def per_rank(self) -> int:

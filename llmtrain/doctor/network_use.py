@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import relative_parts
 from llmtrain.doctor.finding import Finding, ok, warning
 from llmtrain.errors import RecipeError
 from llmtrain.plan.model_size import ModelSize
@@ -27,15 +28,23 @@ GAIN = 0.01
 """Minimum gain in that fraction for a choice to be named, or for a longer delay to be preferred."""
 
 
-def slowest_rate(nodes: Sequence[str], rates: Sequence[float | None]) -> tuple[float, list[Finding]]:
-    """Return the lowest of the operations per second that one rank of each host has measured, and a warning if hosts differ much.
-    `nodes` names each rank's host; ranks that have not measured have no rate."""
-    by_host = {node: rate for node, rate in zip(nodes, rates, strict=True) if rate is not None}
+def slowest_rate(
+    nodes: Sequence[str], rates: Sequence[float | None], recipe: Recipe, replicas: int
+) -> tuple[float, list[Finding]]:
+    """Return the operations per second of the host whose ranks take longest for a step, and a warning if hosts differ much. `nodes`
+    names each rank's host, and `rates` has the operations per second of one rank of each host. They are divided by the replica's part of
+    the batch, relative to the mean: a rank of half the speed and half the work is not slow."""
+    parts, shards = relative_parts(recipe.train.batch_shares, replicas), len(nodes) // replicas
+    by_host = {
+        node: rate / parts[rank // shards]
+        for rank, (node, rate) in enumerate(zip(nodes, rates, strict=True))
+        if rate is not None
+    }
     slow, fast = min(by_host, key=by_host.__getitem__), max(by_host, key=by_host.__getitem__)
     ratio = by_host[fast] / by_host[slow]
     if ratio < UNEVEN:
         return by_host[slow], []
-    what = f"ranks on {fast} compute {ratio:.1f} times as fast as those on {slow}; the slowest is predicted below"
+    what = f"ranks on {fast} take a step {ratio:.1f} times as fast as those on {slow}; the slowest is predicted below"
     advice = "steps and rounds wait for the slowest replica; train.batch_shares gives it less work, sync.method=a_edit does not wait"
     return by_host[slow], [warning(what, advice)]
 

@@ -339,7 +339,7 @@ class ClusterCheck:
             if bytes_a_round is not None and rate is not None:
                 # One rank of each host computes alone, because the rate already takes into account how many share a device.
                 mine = rate_here(self.recipe, self.world.local_size) if self.world.local_rank == 0 else None
-                flops, uneven = slowest_rate(self.peers.nodes, self._gather("rate", mine))
+                flops, uneven = slowest_rate(self.peers.nodes, self._gather("rate", mine), self.recipe, replicas)
                 rates = HardwareRates(flops, 8e-6 * rate * shards, round_trip / 2, starts_slowly())
                 findings += [*uneven, network_use(self.recipe, plan.size, replicas, shards, rates)]
         return findings

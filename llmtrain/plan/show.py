@@ -137,7 +137,8 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
     for name, every in (("checkpoints", recipe.checkpoint.every), ("log lines", recipe.log.every)):
         steps = min(every or total, total)
         table.add_row(f"between {name}", *(format_duration(steps * (one.step + one.waiting)) for one in paces))
-    return _titled(f"Estimated time with {hardware.device}, by replicas x shards", table)
+    speeds = ", on average over unequal replicas" if recipe.train.batch_shares else ""
+    return _titled(f"Estimated time with {hardware.device}{speeds}, by replicas x shards", table)
 
 
 def _meshes(recipe: Recipe, on_gpu: bool) -> list[tuple[int, int]]:

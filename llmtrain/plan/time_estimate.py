@@ -171,7 +171,8 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
     waits for messages, and what hides them. Waits within a replica, slow hosts, validation and checkpoints are left out.
     Pulls, which PALSGD makes in random local steps, take no time, nor do optimizer steps that ZeRO offloads to the CPU. Attention
     is counted without its causal mask, so steps on long sequences are shorter than estimated. Replicas in one process compute one
-    after another on one device, and do not wait for a network.
+    after another on one device, and do not wait for a network. With `train.batch_shares`, ranks are taken to be as fast as their
+    shares, so `rates` are those of the mean rank.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0

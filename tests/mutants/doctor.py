@@ -39,6 +39,9 @@ TABLES = {
         doctor: the fastest host is predicted
           -     return by_host[slow], [warning(
           +     return by_host[fast], [warning(
+        doctor: a slow host is slow, however little it has to do
+          - node: rate / parts[rank // shards]
+          + node: rate
     seen by unit/test_network_use.py
         doctor: the first delay is offered, whether it hides messages or not
           - if share > most - GAIN][:1]

@@ -204,12 +204,15 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     assert round_trip_ms([]) == 0.0
 
 
-def test_the_slowest_host_is_predicted_and_named_if_another_is_much_faster() -> None:
+def test_the_slowest_host_is_predicted_and_named_if_another_is_much_faster(recipe: Callable[..., Recipe]) -> None:
     """One rank of each host has measured."""
-    assert slowest_rate(["a", "a", "b"], [1e10, None, 1.4e10]) == (1e10, [])
-    rate, [found] = slowest_rate(["a", "a", "b", "c"], [4e10, None, 2.5e10, 1e10])
+    equal, unequal = recipe(), recipe("train.batch_shares=[2, 1]")
+    assert slowest_rate(["a", "a", "b"], [1e10, None, 1.4e10], equal, 1) == (1e10, [])
+    rate, [found] = slowest_rate(["a", "a", "b", "c"], [4e10, None, 2.5e10, 1e10], equal, 2)
     assert rate == 1e10 and found.level == Level.WARNING and "sync.method=a_edit" in found.advice
-    assert found.what == "ranks on a compute 4.0 times as fast as those on c; the slowest is predicted below"
+    assert found.what == "ranks on a take a step 4.0 times as fast as those on c; the slowest is predicted below"
+    shared = slowest_rate(["a", "a", "b", "b"], [4e10, None, 2e10, None], unequal, 2)
+    assert shared == (pytest.approx(3e10), []), "half the work for half the speed"
 
 
 def test_hosts_share_the_run_directory_or_are_named(
