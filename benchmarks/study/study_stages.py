@@ -54,6 +54,7 @@ STAGES = {
     "sites": (
         Cell("synchronous", 4, 30, BATCH[4], text="mixture"),
         *(Cell(method, 4, 30, BATCH[4], text=text) for method in ("diloco", "edit") for text in ("mixture", "sites")),
+        *(Cell("diloco", 4, 10, BATCH[4], text=text, variant=AUTO) for text in ("mixture", "sites")),
     ),
     "probes": (),
     "faults": (),

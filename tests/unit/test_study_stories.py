@@ -27,7 +27,7 @@ def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
 
 
 def test_runs_on_two_texts_have_equal_parts_of_both() -> None:
-    assert stages.total(["sites"]) == 5 * 3
+    assert stages.total(["sites"]) == 7 * 3
     synchronous, *others = stages.STAGES["sites"]
     for cell in (synchronous, *others):
         [run, *_], _ = finished(cell, likes(0.0055))
@@ -37,7 +37,7 @@ def test_runs_on_two_texts_have_equal_parts_of_both() -> None:
         assert [entry.name for entry in entries] == ["python"] * of_each + ["tinystories"] * of_each
         assert {getattr(entry, "weight", 1.0) for entry in entries} == {1.0} and data.tokenizer == plan.TOKENIZER
         assert page.synchronous_beside(cell) == synchronous
-    assert Counter(cell.text for cell in others) == {"mixture": 2, "sites": 2}
+    assert Counter(cell.text for cell in others) == {"mixture": 3, "sites": 3}
 
 
 def test_runs_on_another_text_read_given_files_and_keep_their_folder(
