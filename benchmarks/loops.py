@@ -160,7 +160,7 @@ def build(recipe: Recipe, mesh: Mesh, prepared: TokenDataset, scratch: str, name
         mesh=mesh,
         mesh_reason="",
         stop=stop,
-        suites=BackgroundEval(None, recipe, directory, console, stop),
+        background_eval=BackgroundEval(None, recipe, directory, console, stop),
         at_end=contextlib.ExitStack(),
     )
     built = build_trainer(run, None)

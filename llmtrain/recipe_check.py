@@ -150,6 +150,7 @@ def _check_first_passes(recipe: Recipe) -> None:
     for choice, given, why in (
         ("sync.pull", recipe.sync.pull is not None, "a replica that pulls makes none"),
         ("sync.period=seconds", recipe.sync.period.is_timed, "a replica that ends its round waits elsewhere"),
+        ("train.batch_shares", len(set(recipe.train.batch_shares)) > 1, "a replica with a smaller share makes fewer"),
     ):
         if given:
             raise RecipeError(
@@ -277,16 +278,21 @@ def check_group(recipe: Recipe, replicas: int) -> None:
 
 
 def _check_batch(recipe: Recipe, ranks: int) -> None:
-    train = recipe.train
-    at_once = batch_unit(train.micro_batch, ranks, train.batch_shares)
+    train, shares = recipe.train, recipe.train.batch_shares
+    if shares and ranks % len(shares):
+        raise RecipeError(
+            f"train.batch_shares has {len(shares)} shares, one for each replica, but {ranks} {'rank' if ranks == 1 else 'ranks'} can't be "
+            "divided into so many replicas; start a multiple of them, or give [] for equal shares"
+        )
+    at_once = batch_unit(train.micro_batch, ranks, shares)
     if train.global_batch % at_once == 0:
         return
     below = train.global_batch // at_once * at_once
     works = f"train.global_batch={f'{below} or ' if below else ''}{below + at_once}"
-    if train.batch_shares:
+    if shares:
         raise RecipeError(
-            f"train.global_batch is {train.global_batch}, which train.batch_shares={[*train.batch_shares]} does not divide into complete "
-            f"micro-batches of {train.micro_batch} on {ranks // len(train.batch_shares)} ranks per replica; use {works}"
+            f"train.global_batch is {train.global_batch}, which train.batch_shares={[*shares]} does not divide into complete micro-batches "
+            f"of {train.micro_batch} x {ranks // len(shares)} shards; use {works}"
         )
     micro = next(
         (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),

@@ -1,7 +1,7 @@
 """A text per replica (`data.per_replica`): which replicas form a site, and what each site has read of its text.
 
 Replicas whose entries have the same name form a site. A site has its own endless list of samples, of which its replicas
-read equal parts. Its cursor is stored under its name: after a restart with other replicas or other entries, each site
+read parts. Its cursor is stored under its name: after a restart with other replicas or other entries, each site
 continues where it stopped. Cursors of sites that have no replica now stay in the checkpoint.
 """
 
@@ -24,8 +24,7 @@ from llmtrain.reshard import MeshChange
 
 
 class SiteLoader(Loader):
-    """Loader of batches from the text of this rank's site. All replicas of the run read the same number of sequences per
-    step."""
+    """Loader of batches from the text of this rank's site. A replica reads as many sequences per step as if all had one text."""
 
     def __init__(self, tokens: TokenShards, sites: Sequence[str], shape: BatchShape) -> None:
         """Take the run's shape; the loader's is that of the site. `sites` has the name of each replica's site. Raises DataError if
@@ -107,7 +106,7 @@ def _at_site(shape: BatchShape, sites: Sequence[str]) -> BatchShape:
 
 
 def _site_batch(run_batch: int, members: int, replicas: int) -> int:
-    """Return the number of sequences per step of a site that has `members` of the run's `replicas`."""
+    """Return the number of sequences per step of a site that has `members` of the run's `replicas`, if these have equal parts."""
     return run_batch // replicas * members
 
 

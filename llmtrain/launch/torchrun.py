@@ -218,7 +218,10 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
         return []
     processes = start.processes // nodes.count * attempt.nodes.count
     left = _replicas_left(start, nodes, attempt)
-    fewer = ["parallel.replicas=auto", *_texts_left(recipe, left), *_shared_batch(recipe, processes, left)]
+    # A replica that is left stays one, because it has a text or a share of its own.
+    has_own = recipe.data.per_replica or recipe.train.batch_shares
+    mesh = ["parallel.replicas=auto", *([f"parallel.shards={start.shards}"] if has_own else [])]
+    fewer = [*mesh, *_texts_left(recipe, left), *_shared_batch(recipe, processes, left)]
     try:
         smaller = load_recipe(recipe_path, fewer)
         check(smaller, processes)

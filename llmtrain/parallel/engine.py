@@ -118,13 +118,14 @@ class Engine(Replica):
 
     @abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], mean_replica_tokens: float | None = None
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
     ) -> torch.Tensor:
         """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, a scalar on the device.
 
-        For the gradients, the replica's summed loss is divided by `mean_replica_tokens`: the tokens of the global batch divided
-        by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over all tokens of
-        the global batch, however unequally these are distributed over the ranks. None means that all ranks have as many tokens as
+        For the gradients, the replica's summed loss is divided by `replica_tokens`. In a synchronous step, these are the tokens of the
+        global batch divided by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over all
+        tokens of the global batch, however unequally these are distributed over the ranks. In a local step, they are multiplied by the
+        replica's part of the batch, relative to the mean. None means that all ranks have as many tokens as
         this one, and that there is no padding.
         """
 

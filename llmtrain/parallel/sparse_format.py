@@ -87,9 +87,8 @@ class SparseFormat:
         value_part, packed = encoded.split([len(encoded) - index_bytes, index_bytes])
         indices = _unpack_indices(packed.view(chunks, -1), kept)
         if not self.is_rounded:
-            return value_part.clone().view(dtype).view(
-                chunks, kept
-            ), indices  # a copy, because views need aligned bytes
+            aligned = value_part.clone()  # because views need aligned bytes
+            return aligned.view(dtype).view(chunks, kept), indices
         level_bytes = chunks * LEVELS * LEVEL_BYTES
         levels, packed = value_part.split([level_bytes, len(value_part) - level_bytes])
         codes = _unpack_codes(packed.view(chunks, -1), kept)

@@ -1,9 +1,8 @@
 """Base of the engines in which torch computes the gradients and a torch optimizer, or one with its interface, uses them.
 
-The loss is divided by the mean tokens per replica, a number that is the same on all ranks even if replicas have different numbers
-of tokens (`Engine.forward_backward`), and gradients are *summed* over the shard group. The result is the replica's gradient, with
-or without other replicas. In a synchronous step, a block's gradient is averaged over the replicas as soon as backward has
-completed it and those of all later blocks.
+The loss is divided by a number of tokens that is the same on all ranks of a replica (`Engine.forward_backward`), and gradients
+are *summed* over the shard group. The result is the replica's gradient, with or without other replicas. In a synchronous step, a
+block's gradient is averaged over the replicas as soon as backward has completed it and those of all later blocks.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ class TorchEngine(Engine):
         self._hooks.append(hook)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], mean_replica_tokens: float | None = None
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
     ) -> torch.Tensor:
-        if mean_replica_tokens is None:
-            mean_replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
+        if replica_tokens is None:
+            replica_tokens = count_positions(micro_batches) * self.mesh.shard_comms.size
         total = torch.zeros((), device=self.mesh.device)
         for number, batch in enumerate(micro_batches, start=1):
             self._is_last = number == len(micro_batches)
@@ -74,7 +73,7 @@ class TorchEngine(Engine):
             self._in_forward = True
             loss = self.model(*inputs_and_labels(batch))
             self._in_forward = False
-            (loss / mean_replica_tokens).backward()
+            (loss / replica_tokens).backward()
             total = total + loss.detach()
         return total
 

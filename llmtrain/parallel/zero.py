@@ -127,10 +127,10 @@ class ZeroEngine(Engine):
         self._hooks.append(hook)
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], mean_replica_tokens: float | None = None
+        self, micro_batches: Sequence[MicroBatch], replica_tokens: float | None = None
     ) -> torch.Tensor:
         ranks = self.mesh.shard_comms.size
-        tokens = count_positions(micro_batches) if mean_replica_tokens is None else mean_replica_tokens / ranks
+        tokens = count_positions(micro_batches) if replica_tokens is None else replica_tokens / ranks
         total = torch.zeros((), device=self.mesh.device)
         if self.stage < 3:
             for index in range(len(self.blocks)):
@@ -142,7 +142,7 @@ class ZeroEngine(Engine):
             self._in_forward = True
             loss = self._engine(*inputs_and_labels(batch))
             self._in_forward = False
-            # DeepSpeed averages over the shard group, so each rank divides by an equal share of the mean tokens per replica.
+            # DeepSpeed averages over the shard group, so each rank divides by an equal share of the replica's tokens.
             self._engine.backward(loss / tokens, scale_wrt_gas=False)
             total = total + loss.detach()
         return total

@@ -67,9 +67,9 @@ RESUMABLE_KEYS = (
     "parallel.loss_kernel",
     "sync.offload",
 )
-"""Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with four exceptions: the
-virtual clock changes what A-EDiT and WAGMA do, and the number of replicas (`reshard`), their texts (`_site_changes`), and the run's
-length and global batch (`run_length`) have their own rules."""
+"""Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with five exceptions: the
+virtual clock changes what A-EDiT and WAGMA do, parts of the batch (`train.batch_shares`) change what each replica reads, and the number of
+replicas (`reshard`), their texts (`_site_changes`), and the run's length and global batch (`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length or global batch does: those that determine the learning rate, and those that
 `sync.outer: auto` derives from the length."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from llmtrain.config import Recipe
+from llmtrain.data.batch_shape import relative_parts
 from llmtrain.data.build_loader import build_loader
 from llmtrain.data.checksum_scan import ChecksumScan
 from llmtrain.data.dataset import TokenDataset
@@ -155,7 +156,11 @@ class SiteTexts(ListedTexts):
 
     def shares(self, loader: Loader) -> dict[str, float]:
         replicas = _site_of_replica(self.recipe, self.mesh)
-        return {name: replicas.count(name) / len(replicas) for name in self.sites.texts}
+        parts = relative_parts(self.recipe.train.batch_shares, len(replicas))
+        return {
+            name: sum(part for part, site in zip(parts, replicas, strict=True) if site == name) / len(replicas)
+            for name in self.sites.texts
+        }
 
     def scan(self) -> ChecksumScan:
         ranks = self.sites.node_ranks

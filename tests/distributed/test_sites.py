@@ -172,12 +172,16 @@ def expected_of(recipe: Recipe, site: str) -> tuple[float, int]:
     return float(tokens.astype(float).mean()), len(tokens)
 
 
-@pytest.mark.parametrize(("entries", "shards"), [("ab", 2), ("aab", 1), ("abab", 1)])
-def test_every_site_is_validated_by_its_own_ranks(ranks: RankPool, folder: Path, entries: str, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("entries", "shards", "shares"),
+    [("ab", 2, (1, 1)), ("aab", 1, (1, 1, 1)), ("aab", 1, (1, 2, 1)), ("abab", 1, (1, 1, 1, 1))],
+)
+def test_every_site_is_validated_by_its_own_ranks(
+    ranks: RankPool, folder: Path, entries: str, shards: int, shares: tuple[int, ...]
+) -> None:
     listed = ", ".join(f"{{source: {folder}/{site}}}" for site in entries)
-    one = recipe(
-        folder, "read", "per_replica", f"data.per_replica=[{listed}]", "eval.tokens=2000", "train.global_batch=24"
-    )
+    keys = [f"data.per_replica=[{listed}]", "eval.tokens=2000", "train.global_batch=24", "train.micro_batch=1"]
+    one = recipe(folder, "read", "per_replica", *keys, f"train.batch_shares={[*shares]}")
     size = len(entries) * shards
     found = ranks.run(validated, one, len(entries), shards, world_size=size)
     parts, passes, _, summaries = found[0]
@@ -189,11 +193,11 @@ def test_every_site_is_validated_by_its_own_ranks(ranks: RankPool, folder: Path,
             pytest.approx(expected_of(one, name)[0]),
             expected_of(one, name)[1],
         ) and share == tokens
-    per_replica = 24 // len(entries)
     for site in "ab":
-        assert summaries[site]["sequences"] == per_replica * entries.count(site)
+        own = sum(share for share, at in zip(shares, entries, strict=True) if at == site)
+        assert summaries[site]["sequences"] == 24 * own // sum(shares)
     assert summaries["a"]["eval_loss"] == 4.0 and summaries["b"]["eval_loss"] is None
-    assert summaries["lines"][0].startswith(f"sites: a {100 * entries.count('a') / len(entries):.3g}% (")
+    assert summaries["lines"][0].startswith(f"sites: a {100 * summaries['a']['sequences'] / 24:.3g}% (")
     scans = [sum(one[3]["scan"] for one in found if one[2] == [site]) for site in "ab"]
     assert scans == [2, 2], "each shard of each site is read once on this node"
 

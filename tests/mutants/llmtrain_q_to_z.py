@@ -7,7 +7,7 @@ TABLES = {
           - if shares and len(shares) != replicas:
           + if False:
         shares: parts that are not complete micro-batches
-          - at_once = batch_unit(train.micro_batch, ranks, train.batch_shares)
+          - at_once = batch_unit(train.micro_batch, ranks, shares)
           + at_once = train.micro_batch
     seen by unit/test_wsd.py
         wsd: warm-up and decay may take more than the run

@@ -327,8 +327,8 @@ TABLES = {
           + master.copy_(group.part(full, 0))
     seen by distributed/test_zero.py::test_gradients_of_padded_documents_are_those_of_a_loop_over_documents
         documents: ZeRO divides by the tokens of all ranks before it averages over them
-          - mean_replica_tokens / ranks
-          + mean_replica_tokens
+          - replica_tokens / ranks
+          + replica_tokens
     """,
     "llmtrain/parallel/zero_layout.py": r"""
     seen by unit/test_zero_layout.py

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +17,14 @@ from llmtrain.data.dataset import TokenShards
 from llmtrain.data.loader import Loader, PrefetchLoader
 from llmtrain.data.sites import SiteLoader
 from llmtrain.errors import RecipeError
-from llmtrain.launch.torchrun import _shared_batch
+from llmtrain.launch.attempts import Attempt
+from llmtrain.launch.nodes import Nodes
+from llmtrain.launch.preflight import Preflight
+from llmtrain.launch.torchrun import _fewer_replicas, _shared_batch
 from llmtrain.plan.engine_memory import _accumulates
 from llmtrain.plan.show import _accumulation
 from llmtrain.recipe_check import check
+from llmtrain.recipe_loader import load_recipe
 from llmtrain.reshard import MeshChange
 from llmtrain.train.run_dir import recipe_changes
 from tests.unit.test_text_list import recipe
@@ -145,7 +150,7 @@ KEYS = ("train.micro_batch=4", "parallel.replicas=2", "parallel.shards=1")
         (("train.batch_shares=[2]",), ["has 1 share, but the run has 2 replicas"]),
         (
             ("train.batch_shares=[2, 1]", "train.global_batch=32"),
-            ["global_batch is 32", "batch_shares=[2, 1]", "micro-batches of 4 on 1 ranks per replica", "24 or 36"],
+            ["global_batch is 32", "batch_shares=[2, 1]", "micro-batches of 4 x 1 shards", "24 or 36"],
         ),
     ],
 )
@@ -153,6 +158,13 @@ def test_shares_that_do_not_fit_are_one_line(keys: tuple[str, ...], parts: list[
     with pytest.raises(RecipeError) as caught:
         check(recipe(*KEYS, *keys), 2)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_make_no_such_number_of_replicas_are_one_line(ranks: int) -> None:
+    """With the default mesh, nothing else says how many replicas there are."""
+    with pytest.raises(RecipeError, match=rf"has 2 shares, one for each replica, but {ranks} ranks? can't be divided"):
+        check(recipe("train.batch_shares=[2, 1]"), ranks)
 
 
 def test_a_run_may_continue_with_other_shares() -> None:
@@ -168,6 +180,16 @@ def test_more_than_one_micro_batch_of_any_replica_accumulates() -> None:
     assert _accumulation(one, 2, 1) == "2, 1" and _accumulates(one, 2, 1)
     assert _accumulation(one, 3, 1) == "1" and not _accumulates(one, 3, 1), "these shares are of two replicas"
     assert _accumulation(one, 2, 2) == "uneven"
+
+
+def test_a_node_that_is_left_stays_one_replica(tmp_path: Path) -> None:
+    """Otherwise, its ranks would become several replicas, which have no shares."""
+    (path := tmp_path / "recipe.yaml").write_text(
+        "train: {steps: 2000, micro_batch: 1, global_batch: 24, batch_shares: [2, 1]}"
+    )
+    start = Preflight(processes=4, replicas=2, shards=2, reason="", memory=0)
+    fewer = _fewer_replicas(load_recipe(path), path, start, Nodes(2, 0), Attempt(1, Nodes(1, 0), (0,)))
+    assert fewer == ["parallel.replicas=auto", "parallel.shards=2", "train.batch_shares=[2]"]
 
 
 def test_replicas_that_are_left_keep_their_shares() -> None:

@@ -270,6 +270,10 @@ WRONG_FILES = [
     ),
     ("train: {steps: 99}\nparallel: {engine: zero}\nsync: {method: palsgd}", ["sync.pull can't be", "zero_stage=3"]),
     ("train: {steps: 2000}\nparallel: {engine: zero}\nsync: {method: a_edit}", ["period=seconds", "zero_stage=3"]),
+    (
+        "train: {steps: 2000, batch_shares: [2, 1]}\nparallel: {engine: zero}",
+        ["train.batch_shares can't be", "zero_stage=3"],
+    ),
     ("train: {steps: 9}\nparallel: {engine: zero}\nsync: {method: muloco}", ["optim.kind is muon", "kind=adamw"]),
     (
         "train: {steps: 10}\noptim: {nonfinite: rollback}\nsync: {method: local_sgd}",
