@@ -77,6 +77,7 @@ from study_texts import (
     STEPS_TEXT,
     SUMMARY,
     TEXT,
+    TEXT_NAMES,
     TITLES,
     TRAINED,
     TRAINED_TEXT,
@@ -240,8 +241,8 @@ def change_rows(done: Records) -> list[Row]:
         loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
         if gap:
             start = f", first {cell.together:.0%} synchronous" if cell.together else ""
-            text = ", TinyStories" if cell.text else ", `sync.outer=auto`" if cell.variant else ""
-            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{text}"
+            auto = ", `sync.outer=auto`" if cell.variant else ""
+            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{TEXT_NAMES[cell.text]}{auto}"
             tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
             beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
             # The fit is of runs with the best batch and a compute-optimal number of tokens.

@@ -50,6 +50,13 @@ CHANGES_TEXT = """\
 The next table shows what changes DiLoCo's distance to synchronous training with the same batch and tokens. *published fit*: the fit of
 arXiv 2503.09799 to models of 35 M parameters and more, extrapolated to this size. In that paper, both methods have their own best batch,
 and training and validation use the same text:"""
+TEXT_NAMES = {
+    "": "",
+    "tinystories": ", TinyStories",
+    "mixture": ", Python and TinyStories mixed",
+    "sites": ", Python and TinyStories at two sites",
+}
+"""Words for a cell's text, by its name."""
 GAPS = "Gap against the number of rounds"
 STEPS = "Tokens per second, by network"
 SPEEDS = "Speed to its own final loss, by network"
