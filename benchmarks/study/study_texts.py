@@ -91,8 +91,8 @@ number of replicas, batch and inner optimizer. `tokens to equal loss` is the sha
 annealed on them, reaches the same loss (interpolated between the means of runs with {shares} of the tokens, all with the full run's
 warm-up; the range is that of the method's seeds, beside the mean of synchronous training, and a loss below that mean counts as 100
 %. The losses fall ever more slowly, so straight lines between three shares are up to 4 points too high, on TinyStories up to 5: by a
-parabola, QSR's 65 % is 62 %, and WAGMA's 80 % is 77 %). `sent` is the sum of what all replicas send. Cells without a loss are not complete; if a seed
-diverged, there is no mean."""
+parabola, QSR's 65 % is 62 %, and WAGMA's 80 % is 77 %). `sent` is the sum of what all replicas send. Cells without a loss are not
+complete; if a seed diverged, there is no mean."""
 STEPS_TEXT = """\
 How many times as many tokens per second as synchronous training a method makes, if sending the whole model once in fp32 takes as
 long as this many steps. Predicted as by `llmtrain recipe show`, without latency. Its error was at most 3.5 points of utilization in
