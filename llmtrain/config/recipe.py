@@ -70,7 +70,7 @@ class TrainSection(Section):
     """Sequences per forward pass of a rank."""
     batch_shares: tuple[Count, ...] = ()
     """Share of each replica in the global batch, relative to the others: with `[2, 1]`, the first of two replicas reads two of three
-    sequences. It lets replicas of unequal speed need equally long for a step. `[]`: equal shares."""
+    sequences. So replicas of unequal speed can take equally long for a step. `[]`: equal shares."""
     document_mask: bool = False
     """Restrict attention to the token's own document and the separator before it, and restart positions there; `false`: a token
     attends to all earlier tokens of its sequence. With the attention implementations of transformers, each sequence needs a mask

@@ -11,7 +11,7 @@ from llmtrain.config import Recipe
 
 
 def batch_unit(micro_batch: int, ranks: int, shares: Sequence[int] = ()) -> int:
-    """Return the smallest global batch that `ranks` can read in micro-batches, of which every other one is a multiple. With `shares`,
+    """Return the smallest global batch that `ranks` can read in complete micro-batches; all larger ones are its multiples. With `shares`,
     there is a replica for each of them, and each reads its share."""
     if not shares:
         return micro_batch * ranks

@@ -17,6 +17,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 LOSS = re.compile(r"(?<![\d.,])[2-9]\.\d{3,4}(?![\d.]*\d)")
 DERIVED = {"3.288"}
 """Losses that are computed from others: interpolated."""
+UNRECORDED = {"3.366", "3.948", "3.971"}
+"""Losses of probes that are to be made again. So far, only PROTOCOL.md has them."""
 
 
 @cache
@@ -26,7 +28,7 @@ def measured() -> tuple[list[float], set[str]]:
     by_cell: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for path in runs.RECORDS.parent.glob("*.jsonl"):
         for name, record in runs.read_records(path).items():
-            for key in ("loss", "train_loss", "bits_per_byte"):
+            for key in ("loss", "bits_per_byte"):
                 if (loss := record.get(key)) is not None:
                     losses.append(loss)
                     by_cell[path.name, name.rpartition("-")[0], key].append(loss)
@@ -43,7 +45,7 @@ def unknown(text: str) -> Iterator[str]:
     shortened = {f"{float(number):.3f}" for number in on_pages}
     for match in LOSS.finditer(text):
         number = match[0]
-        if number not in rounded[len(number) - 2] | on_pages | shortened | DERIVED:
+        if number not in rounded[len(number) - 2] | on_pages | shortened | DERIVED | UNRECORDED:
             yield text[max(0, match.start() - 60) : match.end()]
 
 
@@ -52,6 +54,13 @@ def unknown(text: str) -> Iterator[str]:
 )
 def test_losses_in_the_documentation_are_of_committed_results(path: str) -> None:
     assert not list(unknown((ROOT / path).read_text()))
+
+
+def test_losses_without_a_record_are_in_the_protocol_and_still_have_none() -> None:
+    losses, _ = measured()
+    protocol = LOSS.findall((ROOT / "benchmarks" / "study" / "PROTOCOL.md").read_text())
+    assert {f"{float(number):.3f}" for number in protocol} >= UNRECORDED
+    assert not UNRECORDED & {f"{loss:.3f}" for loss in losses}
 
 
 def test_a_loss_of_no_result_is_found() -> None:
