@@ -1,6 +1,6 @@
-"""The tests, and what several folders of them share."""
+"""Tests of llmtrain, and the path of the repository that they share."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The repository."""
+"""Root folder of the repository."""

@@ -1,12 +1,13 @@
-"""CPU seconds of every test, counted over all processes it uses, and the limits that keep `make test` short.
+"""CPU seconds of every test, counted over all processes that it uses, and the limits that keep `make test` short.
 
-CPU seconds and not wall time: a busy machine must not fail the tests. Seconds of children come from wait4, those of forked
-processes from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have no limit. What fixtures
-use is in the total, but in no test's own figure: the first test that needs one is not the only one.
+The limits are of CPU seconds instead of wall time, because a busy machine must not fail the tests. Seconds of children come from
+wait4. Seconds of forked processes come from the mother, which waits for them. Tests outside the fast tier (deep, chaos, gpu) have
+no limit. The setup of fixtures counts toward the total but toward no single test, because the first test that needs a fixture is
+not the only one.
 
-A shared machine has needed 1.4 times as many CPU seconds as itself half an hour before, for the same tests. So workers time a
-fixed loop every ten seconds, and limits are longer by as much as it is slower than on a quiet machine. The loop shows half of
-what busy neighbors cost: the same tests have used 1,052 CPU seconds while it took 0.070 s, and 1,289 and 1,310 while it took
+On a shared machine, the same tests have needed 1.4 times as many CPU seconds as half an hour before. Workers therefore time a
+fixed loop every ten seconds, and limits are multiplied by its slowdown relative to a quiet machine. The loop shows half of the
+cost of busy neighbors: the same tests used 1,052 CPU seconds while the loop took 0.070 s, and 1,289 and 1,310 while it took
 0.080 s. The limit of all tests has room for the other half.
 """
 
@@ -24,34 +25,34 @@ from tests import mother
 
 SECONDS, LIMIT, LOOPS = "cpu_seconds", "cpu_limit", "loops"
 LOOP_ROUNDS, LOOP_EVERY_SECONDS = 1_000_000, 10.0
-"""Length of the fixed loop, and how often it is timed."""
+"""Iterations of the fixed loop, and seconds between its timings."""
 LOOP_SECONDS, MOST_SLOWNESS = 0.07, 1.5
-"""CPU seconds of the loop where limits hold as they are (its mean on a quiet machine), and the most that they are multiplied by.
-A test of 15 seconds is always over its limit."""
+"""Mean CPU seconds of the loop on a quiet machine, where limits hold as they are, and the largest factor by which limits are
+multiplied. A test of more than 15 seconds is always over the default limit of 10."""
 OTHER_TIERS = ("deep", "chaos", "gpu")
 FRESH_LIMIT = 60.0
-"""The limit of the few tests that start new interpreters on purpose: up to four, of which each imports for 5 to 11 seconds."""
+"""Limit of the few tests that start new interpreters on purpose: up to four, each of which imports for 5 to 11 seconds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("budget", "CPU seconds that fast tests may use")
-    group.addoption("--cpu-limit-test", type=float, default=10.0, help="each, without fixtures")
-    group.addoption("--cpu-limit-all", type=float, default=1200.0, help="all together, with imports and collection")
-    group.addoption("--cpu-shown", type=int, default=10, help="how many of the most expensive tests are printed")
+    group.addoption("--cpu-limit-test", type=float, default=10.0, help="limit per test, without fixtures")
+    group.addoption("--cpu-limit-all", type=float, default=1200.0, help="limit of all, with imports and collection")
+    group.addoption("--cpu-shown", type=int, default=10, help="number of most expensive tests that are printed")
 
 
 class Budget:
-    """A plugin for pytest, in each of xdist's workers (which measure) and their controller (which judges), or in the one
-    process that is both."""
+    """Plugin of pytest, which measures in each of xdist's workers and judges in their controller, or does both if there is only
+    one process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.tests: dict[str, tuple[float, float]] = {}
         """CPU seconds of each fast test, and its limit."""
         self.elsewhere = 0.0
-        """CPU seconds of the workers, as they say when they end."""
+        """CPU seconds of the workers, which report them when they end."""
         self.loops: list[float] = []
-        """CPU seconds that the fixed loop took, again and again, here and in the workers."""
+        """CPU seconds of every timing of the fixed loop, in this process and in the workers."""
         self._at_call, self._next_loop = 0.0, 0.0
 
     @pytest.hookimpl(wrapper=True)
@@ -101,11 +102,11 @@ class Budget:
 
     def _total(self) -> float:
         has_workers = bool(self.config.getoption("numprocesses", None))
-        here = _seconds(resource.RUSAGE_SELF) if has_workers else used()  # the workers have said what they used
+        here = _seconds(resource.RUSAGE_SELF) if has_workers else used()  # workers have reported theirs
         return here + used_by_mothers() + self.elsewhere
 
     def excesses(self) -> list[str]:
-        """Describe what is over a limit, a line each."""
+        """Return one line for each limit that is exceeded."""
         slowness = self._slowness()
         lines = [
             f"{name} uses {seconds:.1f} CPU seconds; a test outside `deep` may use {limit * slowness:.3g}"
@@ -120,7 +121,7 @@ class Budget:
         return lines
 
     def _slowness(self) -> float:
-        """Return how many times as long as usual this machine has taken for the loop during the tests."""
+        """Return the factor by which limits are multiplied: the slowdown of the loop, from 1 to MOST_SLOWNESS."""
         mean = statistics.mean(self.loops) if self.loops else LOOP_SECONDS
         return min(MOST_SLOWNESS, max(1.0, mean / LOOP_SECONDS))
 
@@ -134,7 +135,7 @@ def loop_seconds() -> float:
 
 
 def used() -> float:
-    """Return the CPU seconds of this process, of children that it has waited for, and of what mothers have forked for it."""
+    """Return the CPU seconds of this process, of children that it has waited for, and of processes that mothers forked for it."""
     here = _seconds(resource.RUSAGE_SELF) + _seconds(resource.RUSAGE_CHILDREN)
     return here + sum(each.cpu_seconds() for each in mother.connections)
 
@@ -145,7 +146,7 @@ def _seconds(who: int) -> float:
 
 
 def used_by_mothers() -> float:
-    """Return the CPU seconds of mothers that this process has started: their imports, which no test is charged with."""
+    """Return the CPU seconds of the mothers that this process has started. Their imports are charged to no test."""
     pids = [process.pid for process in mother.started.values()]
     times = [psutil.Process(pid).cpu_times() for pid in pids if psutil.pid_exists(pid)]
     return sum(time.user + time.system for time in times)

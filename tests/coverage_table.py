@@ -1,4 +1,4 @@
-"""Write what `make coverage` and `make coverage-deep` measured, by package and line, to tests/COVERAGE.md, which git ignores."""
+"""Coverage that `make coverage` and `make coverage-deep` measured, by package and line, for tests/COVERAGE.md, which git ignores."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "COVERAGE.md"
 FAST, BOTH = ROOT / ".coverage_fast", ROOT / ".coverage_both"
-"""Coverage's data of the fast tests, and of these and the deep ones."""
+"""Coverage data of the fast tests, and of the fast and deep tests together."""
 
 Sums = dict[str, collections.Counter[str]]
 
 
 def main() -> None:
-    """Turn coverage's own data into a table and a list."""
+    """Write the table of packages and the list of lines that no test reaches, and print the table."""
     fast = measured(FAST)
     both = measured(BOTH) if BOTH.exists() else None
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measured(data: Path) -> dict[str, Any]:
-    """Return coverage's report of each file."""
+    """Return coverage's report on each file."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [sys.executable, "-m", "coverage", "json", "--quiet", f"--data-file={data}", "-o", report.name]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -39,7 +39,7 @@ def measured(data: Path) -> dict[str, Any]:
 
 
 def sums_of(files: dict[str, Any]) -> Sums:
-    """Add up by package, and all."""
+    """Return the sums of each package, and of all packages."""
     packages: Sums = collections.defaultdict(collections.Counter)
     for name, file in files.items():
         package = "/".join(Path(name).parts[:2]) if len(Path(name).parts) > 2 else "llmtrain"
@@ -48,7 +48,7 @@ def sums_of(files: dict[str, Any]) -> Sums:
 
 
 def table(fast: Sums, both: Sums | None) -> str:
-    """Return the table of packages; its last columns are of both tiers."""
+    """Return the table of packages. With `both`, its last columns are those of the fast and deep tests together."""
     columns = ["lines", "branches", "% of branches"]
     head = ["package", *columns, *(f"{column}, with deep tests" for column in columns if both)]
     lines = [f"| {' | '.join(head)} |", f"|---{'|---:' * (len(head) - 1)}|"]
@@ -59,7 +59,7 @@ def table(fast: Sums, both: Sums | None) -> str:
 
 
 def missing(files: dict[str, Any]) -> list[str]:
-    """Name the lines and branches that were not reached, a file per line."""
+    """Return one line per file, with the lines and branches that no test reached."""
     lines = []
     for name, file in sorted(files.items()):
         branches = [f"{start}→{end if end > 0 else 'end'}" for start, end in file["missing_branches"]]

@@ -1,8 +1,10 @@
-"""Run the deep tests of what has changed: python -m tests.deep [--seconds N] [--all] [--only TESTS...] [--write]
+"""Runner of the deep tests whose guarded files have changed.
 
-`tests/DEEP.md` says for each group of deep tests what it guards and at which commit it last passed. A group is due when
-something that it guards has changed since; one that has never passed is for `--all`. Groups run one after another, the
-shortest first, until the time is up; those that are left stay due. With `--write` the file is brought up to date, to be
+    python -m tests.deep [--seconds N] [--all] [--only TESTS...] [--write]
+
+`tests/DEEP.md` says for each group of deep tests which paths it guards and at which commit it last passed. A group is due when
+one of these paths has changed since then. A group that has never passed runs only with `--all`. Groups run one after another,
+the shortest first, until the time is up; the groups that are left stay due. `--write` updates the file, which is then to be
 committed.
 """
 
@@ -20,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "DEEP.md"
 SHORTEST_SECONDS = 60
-"""With less time left no group is begun."""
+"""Remaining seconds that are needed to begin a group."""
 MODULES = "llmtrain/*.py"
-"""Modules directly in llmtrain, and none in its folders."""
+"""Modules directly in llmtrain, without those in its folders."""
 COMMON = ("tests/conftest.py", "tests/mother.py", "tests/distributed/pool.py", "constraints.txt", "llmtrain/config")
-"""Guarded by every group."""
+"""Paths that every group guards."""
 HEAD = """# Deep tests
 
 `make test-deep` runs all of them. `python -m tests.deep --write` runs those of what has changed since the commit in the
@@ -96,7 +98,7 @@ GROUPS = (
 
 @dataclass
 class Record:
-    """When a group last passed."""
+    """Commit, day and duration of a group's last pass."""
 
     commit: str = "never"
     day: str = ""
@@ -104,7 +106,7 @@ class Record:
 
 
 def recorded() -> dict[str, Record]:
-    """Read the table, by group; a group that is not in it has never passed."""
+    """Return the records of the table by group. A group that is not in the table has never passed."""
     lines = FILE.read_text().splitlines() if FILE.exists() else []
     rows = [match.groupdict() for line in lines if (match := ROW.match(line))]
     found = {row.pop("tests"): Record(**row) for row in rows}
@@ -121,7 +123,7 @@ def table(records: dict[str, Record]) -> str:
 
 
 def is_due(group: Group, record: Record) -> bool:
-    """Return whether something that the group guards has changed since it passed."""
+    """Return whether the group's tests or the paths that it guards have changed since it passed."""
     if record.commit == Record().commit:
         return False
     paths = [f":(glob){path}" if "*" in path else path for path in (group.tests, *group.guards, *COMMON)]
@@ -130,8 +132,10 @@ def is_due(group: Group, record: Record) -> bool:
 
 
 def run(group: Group, seconds: float) -> tuple[int | None, float]:
-    """Run a group's deep tests for at most so long; (exit code, None if the time was up; minutes). The first failure ends the
-    group, since one before the time was up would be lost."""
+    """Run a group's deep tests for at most `seconds`. Return the exit code (None if the time was up) and the minutes it took.
+
+    The first failure ends the group. If the group continued after it until the time was up, the failure would be lost.
+    """
     started = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "deep", "-x", group.tests]
     process = subprocess.Popen(command, cwd=ROOT)
@@ -145,13 +149,13 @@ def run(group: Group, seconds: float) -> tuple[int | None, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the groups that are due; 1 if one of them fails."""
+    """Run the groups that are due. Return 1 if one of them fails, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.deep", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it; 3600 by default")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds for all groups; 3600 by default")
     parser.add_argument("--all", action="store_true", help="run every group, whatever has changed")
     groups = [group.tests for group in GROUPS]
-    parser.add_argument("--only", nargs="+", choices=groups, metavar="TESTS", help=f"of {', '.join(groups)}")
-    parser.add_argument("--write", action="store_true", help="write what passed to tests/DEEP.md")
+    parser.add_argument("--only", nargs="+", choices=groups, metavar="TESTS", help=f"some of {', '.join(groups)}")
+    parser.add_argument("--write", action="store_true", help="record in tests/DEEP.md which groups passed")
     asked = parser.parse_args(arguments)
     end, records, failed = time.monotonic() + asked.seconds, recorded(), []
     due = [group for group in GROUPS if asked.all or is_due(group, records[group.tests])]
@@ -165,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         code, minutes = run(group, left)
         if code is None:
             print(f"{group.tests}: the time was up after {minutes:.1f} minutes; still due", flush=True)
-        elif code in (0, 5):  # 5: no test is deep there
+        elif code in (0, 5):  # 5: the group has no deep tests
             commit = _git("rev-parse", "--short=9", "HEAD").stdout.strip()
             records[group.tests] = Record(commit, datetime.date.today().isoformat(), f"{minutes:.1f}")
         else:

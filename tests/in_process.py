@@ -1,4 +1,4 @@
-"""Commands of llmtrain run in the process of a test, with everything that they print."""
+"""Helpers that run llmtrain's commands in the process of a test and capture all that they print."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from llmtrain.cli import main
 from llmtrain.errors import exit_with_status
 
 HANG_SECONDS = 120.0
-"""Wall time after which a command counts as hanging, on a busy machine as well."""
+"""Wall time after which a command counts as hanging, even on a busy machine."""
 
 
-# typer inspects all commands anew each time that one is run, for 30 ms; an interpreter of its own does so once.
+# typer inspects all commands each time that a command runs, which takes 30 ms. A separate program does so only once.
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 class Hang(BaseException):
-    """A case that takes too long; no `except Exception` catches it."""
+    """Timeout of a command. No `except Exception` catches it."""
 
 
 def _give_up(*_: object) -> None:
@@ -35,7 +35,7 @@ def _give_up(*_: object) -> None:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[Callable[[], str]]:
-    """Redirect both standard streams, of Python and of the process, into a file; yields a function that reads it."""
+    """Redirect standard output and error, Python's and the process's, into a file. Yields a function that reads it."""
     file = _output()
     file.seek(0)
     file.truncate()
@@ -55,16 +55,17 @@ def _captured() -> Iterator[Callable[[], str]]:
 
 @functools.cache
 def _output() -> TextIO:
-    """Return the file into which output is redirected: one for all cases, because libraries' loggers keep their stream."""
+    """Return the file for the output. All commands share it, because loggers of libraries keep their stream."""
     return tempfile.TemporaryFile("a+", encoding="utf-8", errors="backslashreplace")
 
 
 def run_here(command: list[str] | Callable[[], object]) -> tuple[int | None, str]:
-    """Run a command, or a function as one, in this process; return its exit code and output. The code is None for a hang."""
+    """Run a command, or a function as if it were one, in this process. Return the exit code, which is None for a hang,
+    and the output."""
     code: int | None = None
     before = signal.signal(signal.SIGALRM, _give_up)
     with _captured() as read:
-        left, _ = signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)  # of pytest-timeout
+        left, _ = signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)  # what was left of pytest-timeout's timer
         began = time.monotonic()
         try:
             main(command) if isinstance(command, list) else exit_with_status(command)
@@ -82,12 +83,12 @@ def run_here(command: list[str] | Callable[[], object]) -> tuple[int | None, str
 
 
 def error_lines(output: str) -> list[str]:
-    """Return the lines of an output that say what went wrong: ours, or the command line parser's."""
+    """Return the lines of an output that are llmtrain's error messages or begin one of the command line parser."""
     return [line for line in output.splitlines() if line.startswith("error: ") or "─ Error ─" in line]
 
 
 def message_of(output: str) -> str:
-    """Return the one message of an output that says what went wrong, without its frame if the parser of the command line drew one."""
+    """Return the error message in an output, without the frame that the command line parser draws around its own."""
     for line in output.splitlines():
         if line.startswith("error: "):
             return line.removeprefix("error: ")

@@ -1,5 +1,5 @@
-"""Private parts of torch that tests need: a kernel that takes time, races between streams, how often torch.compile compiled, and
-caches that hold on to process groups."""
+"""Private parts of torch that tests need: a kernel that takes time, the search for races between streams, counts of
+torch.compile, caches that keep process groups, and the CPU's fused attention."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ def occupy_stream(cycles: int) -> None:
 
 
 def forget_shardings() -> None:
-    """Empty DTensor's caches, which keep meshes and so their process groups: each has a thread that wakes up 100 times per second."""
+    """Empty DTensor's caches. They keep meshes and thus process groups, each of which has a thread that wakes up 100
+    times per second."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
 def watch_streams() -> None:
-    """Let this process raise CUDASanitizerErrors at data races between streams, from here on."""
+    """Make this process raise CUDASanitizerErrors at data races between streams from now on."""
     from torch.cuda._sanitizer import cuda_sanitizer
 
     if not cuda_sanitizer.enabled:
@@ -33,9 +34,9 @@ class Compilations:
     """Counts of torch.compile in this process since the last `forget_compilations`."""
 
     graphs: int
-    """Graphs that were compiled, again ones included."""
+    """Number of compiled graphs, including recompiled ones."""
     breaks: dict[str, int]
-    """Places at which a graph ended too early, and how often."""
+    """Number of graph breaks, by their reason."""
 
 
 def compilations() -> Compilations:
@@ -46,7 +47,7 @@ def compilations() -> Compilations:
 
 
 def forget_compilations() -> None:
-    """Drop compiled code and counts."""
+    """Drop all compiled code, and reset the counts."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -54,8 +55,8 @@ def forget_compilations() -> None:
 
 
 def fuse_attention() -> None:
-    """Let emulated GPUs use the CPU's fused attention, from here on. torch takes them for devices without any, and would keep
-    the weights of attention for backward, which no GPU does."""
+    """Make emulated GPUs use the CPU's fused attention from now on. torch takes them for devices without fused
+    attention, and would keep the attention weights for the backward pass, which it does on no GPU."""
 
     def fused(
         q: torch.Tensor,

@@ -1,8 +1,8 @@
-"""One process per test session that has imported torch, transformers, DeepSpeed and llmtrain, and forks ranks and commands.
+"""Mother: one process per test session that has imported torch, transformers, DeepSpeed and llmtrain, and forks others.
 
-`fork` runs a function in a fork of it, with its own environment, folder and standard streams; the `Process` that it
-returns is used like subprocess.Popen's. The mother does nothing but fork, so it has one thread, and forking it is safe.
-What a forked command starts by multiprocessing (the launcher's rank server) is forked, too.
+`Mother.fork` runs a function in a fork with its own environment, folder and standard streams. It returns a `Process`,
+which is used like a subprocess.Popen. The mother does nothing but fork, so it has one thread, and forking it is safe.
+What a forked command starts with multiprocessing (the launcher's rank server) is forked, too.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.emulated_gpu.as_cuda import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "LLMTRAIN_TEST_MOTHER"
-"""Environment variable: the socket of the session's mother."""
+"""Environment variable with the path of the socket of the session's mother."""
 START_SECONDS = 280.0
 LOST = -signal.SIGKILL
 
 FORKABLE = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which pandas imports, has such a thread
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs does not start CUDA, which no fork could use then
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # for pyarrow, which pandas imports
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to look for GPUs without starting CUDA, because forks could not use it then
 }
-"""Environment in which imports leave a process that can be forked."""
+"""Environment variables that keep imports from starting threads or CUDA, so that the process can be forked."""
 LARGEST_REQUEST = 1 << 17
 IMPORTED = (
     "llmtrain.cli",
@@ -65,14 +65,14 @@ IMPORTED = (
     "transformers.models.gpt_neo.modeling_gpt_neo",
     "transformers.models.llama.modeling_llama",
 )
-"""Modules that ranks and commands use, also those that each would import for itself when it first needs them."""
+"""Modules that ranks and commands use, including those that each of them would import only when it first needs them."""
 
 
 # What tests call
 
 
 class Process:
-    """A process forked by the mother: the face of subprocess.Popen that tests use."""
+    """A process forked by the mother, with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, connection: socket.socket, stdout: IO[str] | None) -> None:
         self._connection, self.stdout, self.returncode = connection, stdout, None
@@ -85,7 +85,7 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Wait for the process to end, and return its exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
@@ -93,7 +93,7 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Read standard output to its end. Raises subprocess.TimeoutExpired."""
+        """Read standard output to its end, and wait for the process. Raises subprocess.TimeoutExpired."""
         deadline, output = time.monotonic() + (timeout or 1e9), b""
         descriptor = self.stdout.fileno()
         while True:
@@ -119,7 +119,7 @@ class Process:
 
     @property
     def cpu_seconds(self) -> float:
-        """User and system time so far, of the process and of children that it has waited for."""
+        """Return the user and system time so far, of the process and of the children that it has waited for."""
         if self.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = psutil.Process(self.pid).cpu_times()
@@ -136,7 +136,7 @@ class Process:
 
 
 class Mother:
-    """A connection to the session's mother, or to one with `changes` to the environment, which this process starts."""
+    """Client of the session's mother, or of a mother with `changes` to the environment, which this process starts."""
 
     def __init__(self, changes: Mapping[str, str] | None = None) -> None:
         self._given = None if changes else os.environ.get(ADDRESS)
@@ -153,17 +153,18 @@ class Mother:
         descriptors: Sequence[int] = (),
         capture: bool = False,
     ) -> Process:
-        """Call `fn(*args)`, after the numbers there of `descriptors`, in a new session, and exit with what it says.
+        """Fork a process that calls `fn(*numbers, *args)` in a new session and exits with the result, as sys.exit
+        would. The numbers are those of `descriptors` in the new process.
 
-        Its environment is this process's, with the changes of the mother, and those of `environment` over them: CUDA, for
-        one, reads variables when it starts, which it does not in the mother. With `capture`, standard output and error go
-        to `Process.stdout`, else to this process's.
+        The process gets this process's environment with the mother's changes and, on top of them, those of
+        `environment`. CUDA, for example, reads variables when it starts, which never happens in the mother. With
+        `capture`, standard output and error go to `Process.stdout`, otherwise to those of this process.
         """
         connection = self._connect()
         call = pickle.dumps((fn, args))
         variables = {**os.environ, **self._changes, **(environment or {})}
         request = pickle.dumps((call, variables, str(cwd), list(sys.path)))
-        assert len(request) <= LARGEST_REQUEST, f"{len(request)} bytes of arguments and environment"
+        assert len(request) <= LARGEST_REQUEST, f"{len(request)} bytes of arguments and environment are too many"
         reader, writer = os.pipe() if capture else (None, None)
         with open(os.devnull) as nothing:
             streams = [nothing.fileno(), *((writer, writer) if capture else (1, 2))]
@@ -176,11 +177,11 @@ class Mother:
 
     @functools.cached_property
     def address(self) -> str:
-        """Path of its socket; a mother is started if there is none."""
+        """Return the path of the mother's socket. Starts a mother if there is none."""
         return self._given or start(self._changes)
 
     def cpu_seconds(self) -> float:
-        """What all processes forked from here have used so far."""
+        """Return the CPU time that all processes forked from here have used so far."""
         return sum(process.cpu_seconds for process in self.processes)
 
     def _connect(self) -> socket.socket:
@@ -200,30 +201,30 @@ class Mother:
 
 
 connections: list[Mother] = []
-"""All of this process."""
+"""All clients of mothers in this process."""
 started: dict[str, subprocess.Popen[bytes]] = {}
 """Mothers that this process has started, by address."""
 
 
 @functools.cache
 def session() -> Mother:
-    """Return this process's connection to the session's mother."""
+    """Return this process's client of the session's mother."""
     return Mother()
 
 
 def start(changes: Mapping[str, str] | None = None) -> str:
-    """Start a mother that lives as long as this process; its address. It imports meanwhile."""
+    """Start a mother that lives as long as this process, and return its address at once, while it still imports."""
     address = f"{tempfile.mkdtemp(prefix='llmtrain-mother-')}/socket"
     environment = {**os.environ, **FORKABLE, **(changes or {})}
     command = [sys.executable, "-m", "tests.mother", address, str(os.getpid())]
-    # Its own session: a Ctrl-C is for pytest, whose end is the mother's, too.
+    # The mother has its own session, because a Ctrl-C is for pytest. It ends when pytest has ended.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
     started[address] = process
     return address
 
 
 def run_llmtrain(*arguments: str) -> None:
-    """`llmtrain ARGUMENTS`, to be forked."""
+    """Run `llmtrain ARGUMENTS` in this process, a fork of the mother."""
     from llmtrain.cli import main
 
     sys.argv = ["llmtrain", *arguments]
@@ -234,11 +235,11 @@ def run_llmtrain(*arguments: str) -> None:
 
 
 _exit_codes: list[int] = []
-"""Of this process, if it is a fork that ends."""
+"""Exit code of this process, if it is a fork that is ending; otherwise empty."""
 
 
 def _leave_modules_alone() -> None:
-    """End here, when all else is done: taking down the modules would copy the mother's pages, for 0.4 CPU seconds."""
+    """End a fork after all other exit handlers. Tearing down its modules would copy pages, for 0.4 CPU seconds."""
     if _exit_codes:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -247,9 +248,9 @@ def _leave_modules_alone() -> None:
 
 
 def serve(address: str, owner: int) -> None:
-    """Import, then fork for whoever connects, until the process `owner` is gone, perhaps before the imports are done."""
-    atexit.register(_leave_modules_alone)  # the first, which is called last
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and runs outlive their terminal
+    """Import all modules, then fork for every client, until the process `owner` has ended."""
+    atexit.register(_leave_modules_alone)  # registered first, so called last
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else runs under nohup outlive their terminal
     try:
         owner_end = os.pidfd_open(owner)
     except ProcessLookupError:
@@ -259,7 +260,7 @@ def serve(address: str, owner: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address + ".new")
         listener.listen(64)
-        os.rename(address + ".new", address)  # whoever sees it can connect
+        os.rename(address + ".new", address)  # only now, so that clients that see it can connect
         _fork_for_all(listener, owner_end)
     with contextlib.suppress(OSError):
         os.unlink(address)
@@ -271,20 +272,20 @@ def _import_everything() -> None:
 
     with imports_without_gc():
         for name in IMPORTED:
-            if importlib.util.find_spec(name.partition(".")[0]):  # a machine for GPU tests has not all of them
+            if importlib.util.find_spec(name.partition(".")[0]):  # a machine for GPU tests lacks some
                 importlib.import_module(name)
                 check_forkable(name)
         if importlib.util.find_spec("deepspeed"):
             import deepspeed.utils.nvtx
 
-            import llmtrain.parallel.zero  # and with it much of DeepSpeed, for a second
+            import llmtrain.parallel.zero  # imports much of DeepSpeed, which takes a second
 
-            deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, a tenth of an engine's time
+            deepspeed.utils.nvtx.enable_nvtx = False  # profiler marks take a tenth of an engine's time
             check_forkable(llmtrain.parallel.zero.__name__)
 
 
 def check_forkable(imported: str) -> None:
-    """Raise AssertionError if a fork of this process could not work, because of the module that was imported last."""
+    """Raise AssertionError if the import of the module `imported` has made this process unsafe to fork."""
     import torch
 
     threads = len(os.listdir("/proc/self/task"))
@@ -295,7 +296,7 @@ def check_forkable(imported: str) -> None:
 
 def _fork_for_all(listener: socket.socket, owner_end: int) -> None:
     """Serve requests until the descriptor `owner_end` says that the owner has ended."""
-    children: dict[int, tuple[int, socket.socket]] = {}  # descriptor that is ready when it ends -> its pid, who asked
+    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection of the client
     while True:
         ready, _, _ = select.select([listener, owner_end, *children], [], [])
         if owner_end in ready:
@@ -307,7 +308,7 @@ def _fork_for_all(listener: socket.socket, owner_end: int) -> None:
             pid, connection = children.pop(descriptor)
             _, status, usage = os.wait4(pid, 0)
             os.close(descriptor)
-            with contextlib.suppress(OSError), connection:  # who asked may be gone
+            with contextlib.suppress(OSError), connection:  # the client may be gone
                 connection.send(pickle.dumps((os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)))
         if listener in ready:
             connection, _ = listener.accept()
@@ -325,7 +326,7 @@ def _fork_for_all(listener: socket.socket, owner_end: int) -> None:
 
 
 def _become(descriptors: list[int], call: bytes, environment: Mapping[str, str], cwd: str, path: list[str]) -> NoReturn:
-    """Be the process that was asked for."""
+    """Make this fork the process that the client asked for, and exit."""
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
@@ -341,7 +342,7 @@ def _become(descriptors: list[int], call: bytes, environment: Mapping[str, str],
 
 
 def _code_of(call: bytes, descriptors: list[int]) -> int:
-    """Call; what sys.exit would make of the outcome."""
+    """Call the pickled function, and return the exit code that sys.exit would make of the result."""
     try:
         fn, args = pickle.loads(call)
         sys.exit(fn(*descriptors, *args))
@@ -355,7 +356,7 @@ def _code_of(call: bytes, descriptors: list[int]) -> int:
 
 
 def _fork_instead_of_spawn() -> None:
-    """multiprocessing starts its helpers (forkserver, resource tracker) by fork, as long as there is one thread."""
+    """Let multiprocessing fork its helpers (forkserver, resource tracker), as long as this process has one thread."""
     from multiprocessing import util
 
     spawn = util.spawnv_passfds
@@ -372,7 +373,7 @@ def _fork_instead_of_spawn() -> None:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-                if callable(signal.getsignal(number)):  # a program that is started anew has none of this one's handlers
+                if callable(signal.getsignal(number)):  # a spawned program would not have these handlers
                     signal.signal(number, signal.SIG_DFL)
             exec(code, {"__name__": "__main__"})
         except BaseException:

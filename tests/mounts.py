@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, for tests: root ignores permissions, but no mount's options."""
+"""Mounts for tests of full and read-only disks. Permissions would not do, because root ignores them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, *mounts: list[str]) -> Iterator[None]:
-    """Mounts on a folder, made with these options one after another, while it lasts. Skips the test where none can be made."""
+    """Mount on a folder with each list of options, in this order, and unmount on exit. Skip the test if a mount fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for options in mounts:
         done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
@@ -26,5 +26,5 @@ def mounted(folder: Path, *mounts: list[str]) -> Iterator[None]:
 
 
 def read_only(folder: Path) -> AbstractContextManager[None]:
-    """A folder that can't be written while it lasts."""
+    """Return a context in which a folder can't be written to."""
     return mounted(folder, ["--bind", str(folder)], ["-o", "remount,ro,bind"])

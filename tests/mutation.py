@@ -1,15 +1,15 @@
-"""Break llmtrain in one place after another and see whether the tests notice: `make mutants`, or `python -m tests.mutation`.
+"""Break llmtrain in one place at a time and check that a test fails: `make mutants`, or `python -m tests.mutation`.
 
     --area sync         only mutants of llmtrain/sync
-    --only 'penalty:'   only those with this in their names
-    --resume            only those without a result yet, and survivors
-    --narrow            the tests that are named for a mutant, not the rest of its area
-    --deep              for survivors also tests marked `deep`
-    --workers 1         at once; 2 by default
-    --table             write tests/MUTANTS.md from the results that are there, and run nothing
+    --only 'penalty:'   only mutants whose names contain this text
+    --resume            only mutants without a result, and survivors
+    --narrow            only the tests named for a mutant, not the rest of its area
+    --deep              also tests marked `deep`, for mutants that survive the others
+    --workers 1         number of mutants tried in parallel; 2 by default
+    --table             write tests/MUTANTS.md from the existing results, and run nothing
 
-Tests must pass without a mutant first. Results are appended to a file of JSON lines at once. Exit code 1 if a mutant survives
-that is not known to be equivalent, 2 if tests fail without any.
+Mutants known to be equivalent are not tried. Tests must first pass without a mutant. Every result is appended to a file of JSON
+lines immediately. The exit code is 1 if a mutant survives, and 2 if a test named for a mutant fails without the mutant.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ AREAS = {
     "train": ("tests/unit", "tests/distributed", "tests/end_to_end"),
     "launch": ("tests/unit", "tests/end_to_end", "tests/multi_node"),
 }
-"""Where the rest of an area's tests is."""
+"""Folders with the tests of an area, which run after the tests named for a mutant."""
 ELSEWHERE = ("tests/unit", "tests/end_to_end")
 REFUSED = "refused"
-"""The verdict on a mutant of which a test fails without it."""
+"""Verdict on a mutant if a test named for it fails without the mutant."""
 NOTHING_RAN = 5
-"""pytest's exit code where no test is left to run."""
+"""pytest's exit code if no test was selected."""
 FAR_LONGER, AT_LEAST = 5.0, 60.0
-"""A run that takes so many times what it takes unbroken, and so many seconds, hangs."""
+"""A run hangs if it takes longer than FAR_LONGER times its duration without a mutant, plus AT_LEAST seconds."""
 
 Row = dict[str, Any]
 
 
 class Results:
-    """A file of JSON lines: of what was run, the last line counts. What failed without a mutant is to be run again."""
+    """Results in a file of JSON lines. The last line of a key counts. Runs without a mutant that had failures are dropped, so that
+    they are repeated."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,25 +66,25 @@ class Results:
         self.rows: dict[str, Row] = {key: row for key, row in rows.items() if not row.get("failed")}
 
     def add(self, row: Row) -> None:
-        """Append a row at once."""
+        """Record a row, and append it to the file immediately."""
         self.rows[row["key"]] = row
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
 class Trials:
-    """Runs of tests on several copies of the tree at once."""
+    """Test runs on several copies of the tree in parallel."""
 
     def __init__(self, workers: int):
         preload()
         FOLDER.mkdir(exist_ok=True)
-        for left in FOLDER.glob("copy-*"):  # by one that was killed
+        for left in FOLDER.glob("copy-*"):  # of a process that was killed
             if not psutil.pid_exists(int(left.name.split("-")[1])):
                 shutil.rmtree(left)
         self.slots = [Slot(FOLDER / f"copy-{os.getpid()}-{number}") for number in range(workers)]
 
     def all(self, tasks: Sequence[Iterator[tuple[Run, Mutant | None]]]) -> None:
-        """Do tasks, as many at once as there are copies. A task yields runs and is sent what became of them."""
+        """Run all tasks, at most one per copy at a time. A task yields (run, mutant) and is sent the outcome."""
         waiting, busy, here = list(tasks), {}, os.getpid()
         try:
             while waiting or busy:
@@ -95,7 +96,7 @@ class Trials:
                         self._go_on(busy, slot, busy.pop(slot), outcome)
                 time.sleep(0.05)
         finally:
-            for slot in self.slots if os.getpid() == here else ():  # forks pass here, too, when they end
+            for slot in self.slots if os.getpid() == here else ():  # forked processes execute this, too
                 slot.stop()
                 shutil.rmtree(slot.folder)
 
@@ -110,9 +111,9 @@ class Trials:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Try the mutants that the command line selects, or write the table. Return the exit code."""
     arguments = parsed()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that running tests are killed, too
     results = Results(arguments.results)
     if arguments.table:
         write_table(MUTANTS, results.rows, ROOT / "tests" / "MUTANTS.md")
@@ -154,13 +155,13 @@ def parsed() -> argparse.Namespace:
 
 
 def key_of(mutant: Mutant) -> str:
-    """Name a mutant so that a result does not outlive a change of it."""
+    """Return the key of a mutant's result. It contains a digest of the change, so that an edited mutant has no result."""
     change = hashlib.sha256("\0".join((mutant.file, mutant.old, mutant.new)).encode()).hexdigest()[:8]
     return f"{mutant.name} {change}"
 
 
 def baseline_key(test: str, marks: str | None = None) -> str:
-    """Name a run without a mutant; it is made again when the tests in that file change."""
+    """Return the key of a run without a mutant. It contains a digest of the test files, so that changed tests run again."""
     path = ROOT / test.partition("::")[0]
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
@@ -168,7 +169,7 @@ def baseline_key(test: str, marks: str | None = None) -> str:
 
 
 def baseline(test: str, results: Results, marks: str | None = None) -> Iterator[tuple[Run, None]]:
-    """Run tests without a mutant, and keep how long they take and which fail."""
+    """Run tests without a mutant, and record their durations and failures."""
     outcome = yield Run((test,), marks, stops_at_first=False), None
     failed = outcome.failed
     if outcome.code not in (0, NOTHING_RAN) and not failed:
@@ -180,7 +181,7 @@ def baseline(test: str, results: Results, marks: str | None = None) -> Iterator[
 def attempt(
     mutant: Mutant, results: Results, arguments: argparse.Namespace, say: Callable[[Row], None]
 ) -> Iterator[tuple[Run, Mutant | None]]:
-    """Try tests on a mutant until some see it: those named for it one after another, the rest of its area, deep ones."""
+    """Run tests on a mutant until one fails: each of the tests named for it, then the rest of its area, then deep tests."""
     area = AREAS.get(mutant.area, ELSEWHERE)
     stages: list[tuple[tuple[str, ...], str | None]] = [((test,), None) for test in mutant.tests]
     stages += [] if arguments.narrow else [(area, None)]
@@ -217,7 +218,7 @@ def attempt(
 
 
 def report(total: int) -> Callable[[Row], None]:
-    """Print a line for each of `total` mutants as it is done."""
+    """Return a function that prints the result of a mutant, and how many of `total` are done."""
     done = 0
 
     def say(row: Row) -> None:
@@ -230,7 +231,7 @@ def report(total: int) -> Callable[[Row], None]:
 
 
 def commit() -> str:
-    """Name the commit that is tried; with a `+` if the tree has changes beside it."""
+    """Return the name of the current commit, with a `+` if the tree has uncommitted changes."""
     told = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,6 +1,6 @@
-"""Runs of tests on broken copies of the tree, each in a process forked from one that has imported torch and the rest.
+"""Test runs on mutated copies of the tree, each in a fork of a process that has already imported torch and the other libraries.
 
-Nothing of llmtrain or of the tests is imported by the process that forks: the child takes both from its copy.
+The forking process does not import llmtrain, and a fork forgets the modules of `tests`, so it imports both from its copy.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ PRELOAD = (
     *("llmtrain.eval.command", "llmtrain.compare.runner", "llmtrain.compare.report", "llmtrain.plan.show"),
     *("llmtrain.launch.torchrun", "llmtrain.cli", "deepspeed", "torch.utils.tensorboard"),
 )
-"""What is imported once, elsewhere, to learn which libraries the tests will need."""
+"""Modules that a separate process imports once, to find out which libraries the tests need."""
 OURS = ("llmtrain", "tests")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_SECONDS = 0.05
 NO_BUDGET = ("--cpu-limit-test=1e9", "--cpu-limit-all=1e9")
 
 ends_in_order = threading.Event()
-"""Set in processes that SystemExit ends as it ends an interpreter: the mother and what it forks."""
+"""Set in the mother (tests/mother.py) and its forks: SystemExit ends them like an interpreter, and not by `os._exit`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of pytest: what, and for how long at most."""
+    """A run of pytest: the tests, and the time limits."""
 
     tests: tuple[str, ...]
     marks: str | None = None
-    """An expression for `-m`; None: what pyproject.toml says."""
+    """Expression for `-m`. None stands for the one in pyproject.toml."""
     stops_at_first: bool = True
     left_out: tuple[str, ...] = ()
-    """Files and node ids that are ignored or deselected."""
+    """Files and node ids to ignore or deselect."""
     limit: float = 1800.0
-    """Seconds until everything is killed."""
+    """Seconds after which the whole run is killed."""
     limit_of_test: float = 300.0
 
 
 @dataclass
 class Outcome:
-    """What became of it."""
+    """Outcome of a run."""
 
     code: int | None = None
-    """pytest's exit code; None: it was killed at its limit, or died."""
+    """pytest's exit code, or None if pytest was killed at the limit or died."""
     failed: list[str] = field(default_factory=list)
-    """Node ids, in order."""
+    """Node ids of failed tests and of files that failed to import, in order."""
     message: str = ""
-    """The first failure's last line."""
+    """First line of the error in the first failure's traceback, which pytest marks with `E`."""
     count: int = 0
-    """Tests that ran."""
+    """Number of tests that ran."""
     longest: float = 0.0
-    """Seconds of the slowest of them."""
+    """Seconds that the slowest test took."""
     seconds: float = 0.0
     timed_out: bool = False
 
 
 class Watcher:
-    """A plugin of pytest that notes what fails and how long tests take."""
+    """A pytest plugin that records failures and the durations of tests."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
@@ -102,10 +102,10 @@ class Watcher:
 
 
 class Slot:
-    """A copy of the tree, in which one run at a time goes on."""
+    """A copy of the tree, for one run at a time."""
 
     def __init__(self, folder: Path):
-        """Copy what git has or would add; `../shared` is beside the copy, too."""
+        """Copy the files that git tracks or would add. Link `../shared` beside the copy."""
         self.folder, self.tree = folder, folder / "tree"
         shutil.rmtree(folder, ignore_errors=True)
         listing = subprocess.run(
@@ -121,7 +121,7 @@ class Slot:
                 shutil.copy2(ROOT / name, self.tree / name, follow_symlinks=False)
         if (ROOT.parent / "shared").is_dir():
             (folder / "shared").symlink_to(ROOT.parent / "shared")
-        # By content and not by time of change: a change of a character within a second must be seen.
+        # Bytecode is validated by content, because a mutant may leave the time (in seconds) and the size of a file unchanged.
         compileall.compile_dir(self.tree, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         if (ROOT / ".venv").is_dir():
             (self.tree / ".venv").symlink_to(ROOT / ".venv")  # where launch/train.sh looks for an interpreter
@@ -130,11 +130,11 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing goes on here."""
+        """Whether no run is in progress."""
         return self._keeper is None
 
     def start(self, run: Run, change: tuple[str, str, str] | None) -> None:
-        """Begin a run on the tree with a change (file, old, new), or as it is."""
+        """Start a run on the tree with a change (file, old, new), or on the unchanged tree."""
         assert self.is_free
         if change is not None:
             file, old, new = change
@@ -148,14 +148,14 @@ class Slot:
         self._keeper = _fork(lambda: _keep(self.folder, run))
 
     def ended(self) -> Outcome | None:
-        """What became of the run; None while it goes on."""
+        """Return the outcome of the run, or None while it is in progress."""
         assert self._keeper is not None
         if os.waitpid(self._keeper, os.WNOHANG) == (0, 0):
             return None
         return self._over()
 
     def stop(self) -> None:
-        """Kill what goes on."""
+        """Kill the run in progress, if any."""
         if self._keeper is not None:
             os.kill(self._keeper, signal.SIGTERM)
             os.waitpid(self._keeper, 0)
@@ -175,7 +175,7 @@ class Slot:
 
 
 def preload() -> None:
-    """Import into this process all libraries that llmtrain imports, and nothing of llmtrain."""
+    """Import into this process all libraries that llmtrain imports, but no module of llmtrain."""
     os.environ.update(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", KINETO_LOG_LEVEL="99",
         CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1",
@@ -188,15 +188,15 @@ def preload() -> None:
         if name.partition(".")[0] not in OURS:
             try:
                 importlib.import_module(name)
-            except Exception:  # made by another module's import, or meant to be imported by it alone
+            except Exception:  # created during the import of another module, or for import by that module alone
                 continue
     assert not any(name.partition(".")[0] == "llmtrain" for name in sys.modules)
     threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a process of {threads} threads can't be forked safely"
+    assert threads == 1, f"a process with {threads} threads can't be forked safely"
 
 
 def _fork(body: Callable[[], object]) -> int:
-    """Call `body` in a fork of this process, which ends with it."""
+    """Call `body` in a fork of this process, which ends when `body` returns. Return the process id of the fork."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -217,7 +217,7 @@ def _fork(body: Callable[[], object]) -> int:
 
 
 def _keep(folder: Path, run: Run) -> None:
-    """See to it that a run ends within its limit and leaves no process behind."""
+    """Run the tests in a child process, end them at the time limit, and leave no process behind."""
     os.setsid()
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -240,7 +240,7 @@ def _keep(folder: Path, run: Run) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill them until there are none: while one dies, it may start another."""
+    """Kill descendants until none is left, because a process may start another while it is being killed."""
     while below := [
         process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE
     ]:
@@ -283,12 +283,12 @@ def _test(folder: Path, run: Run) -> None:
 
 
 def _forks(tests: Path) -> bool:
-    """Tell whether tests ask the mother for processes, by their words; folders do."""
+    """Return whether tests need the mother of processes, judged by words in their file. A folder always does."""
     return tests.is_dir() or any(word in tests.read_text() for word in ("mother", "ranks", "RankPool", "Runs"))
 
 
 def _start_mother(folder: Path) -> None:
-    """Fork the session's mother of processes from here, where all but llmtrain is imported already."""
+    """Fork the session's mother of processes from this process, which has already imported the libraries."""
     from tests import mother
 
     address, owner = folder / "mother" / "socket", os.getpid()

@@ -10,14 +10,14 @@ from tests.mutants import Mutant
 
 TOP = """# Mutants
 
-Deliberate mistakes in llmtrain (`tests/mutants/`), and which test sees each first. Made by `make mutants` at commit {commit}.
+Deliberate mistakes in llmtrain (`tests/mutants/`), and the test that detects each first. Made by `make mutants` at commit {commit}.
 
 {summary}
 """
 
 
 def write_table(mutants: Sequence[Mutant], rows: Mapping[str, Mapping[str, Any]], target: Path) -> None:
-    """Write what is known of each mutant: survivors and what only deep tests see first, then all in a table."""
+    """Write the results: first equivalent mutants, survivors and mutants that only deep tests detect, then a table of all."""
     by_name = {key.rpartition(" ")[0]: row for key, row in rows.items() if "verdict" in row}
     known = [(mutant, by_name.get(mutant.name, {"verdict": "not tried"})) for mutant in mutants]
     commits = sorted({row["commit"] for _, row in known if "commit" in row})

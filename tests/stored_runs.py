@@ -1,14 +1,16 @@
-"""Whether a redesign has left training as it was: the same runs by two commits, compared to the last bit.
+"""Comparison of the same runs by two commits, to the last bit, which shows whether a redesign has changed training.
 
-    python -m tests.stored_runs --against COMMIT          runs of that commit and of this tree, and how they differ
-    python -m tests.stored_runs --store FOLDER            only this tree's runs
-    python -m tests.stored_runs --compare BEFORE AFTER    two folders that were stored
+    python -m tests.stored_runs --against COMMIT          run that commit and this tree, and compare them
+    python -m tests.stored_runs --store FOLDER            only run this tree, and store its runs
+    python -m tests.stored_runs --compare BEFORE AFTER    compare two stored folders
 
-Every method under both engines, stopped halfway and resumed; A-EDiT on a clock that counts steps, WAGMA with a replica that is
-late when it is planned to be. Compared are the lines of metrics.jsonl, state.json and every tensor of every checkpoint, but no
-seconds. What has another name since is in tests/renamed.json: for each kind a list of [regular expression, replacement], which
-are applied to the older names, as `values` the words that recipes have in place of others, and as `added` what only the newer
-runs have. Numbers depend on the machine, so both commits run on the same one.
+The runs train with every method under both engines, stop halfway and resume. A-EDiT's clock counts steps, and WAGMA's replicas
+are late at planned iterations, so that every number is reproducible. The lines of metrics.jsonl, state.json and every tensor of
+every checkpoint are compared, except for durations. Numbers depend on the machine, so both commits run on the same one.
+
+tests/renamed.json lists intended differences. For each kind (`metrics`, `state`, `tensors`) it has a list of [regular
+expression, replacement] to apply to the older names; null as a replacement means that newer runs lack the value. `values` maps
+older words in recipes to newer ones, and `added` has regular expressions for names that only newer runs have.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RENAMED = ROOT / "tests" / "renamed.json"
 FOLDERS = "recipe/run/out_dir|recipe/data/source|recipe/data/validation|recipe/data/cache_dir"
 CLOCKS = re.compile(rf"seconds|slowest|digest|(^|/)(perf|files)/|^(format|sha256|{FOLDERS}) ")
-"""Names of what may differ: times, digests of files that hold times, the runs' own folders, and the number of the format."""
+"""Names of values that may differ: times, digests of files that contain times, the folders of a run, and the format number."""
 
 
 def values_of(run: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield (kind, name, value) of everything that a run has left: kind is `metrics`, `state` or `tensors`."""
+    """Yield (kind, name, value) for everything that a run has written. The kind is `metrics`, `state` or `tensors`."""
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         for tag, value in line.items():
             yield "metrics", f"{tag} at {line['step']}", value
@@ -62,7 +64,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: Path, after: Path, renamed: dict[str, Any]) -> list[str]:
-    """Return a line for each value of one run that is not in the other, or not the same to the last bit."""
+    """Return a line for each value that only one of the runs has, or that differs in any bit."""
     values = renamed.get("values", {})
     old = {
         (kind, now): values.get(value, value) if isinstance(value, str) else value
@@ -84,7 +86,7 @@ def differences(before: Path, after: Path, renamed: dict[str, Any]) -> list[str]
 def _renamed(name: str, rules: Sequence[Sequence[str | None]]) -> str | None:
     for pattern, replacement in rules:
         if replacement is None and re.search(pattern, name):
-            return None  # nothing keeps it any more
+            return None  # newer runs lack this value
         name = re.sub(pattern, replacement or "", name)
     return name
 
@@ -93,7 +95,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-    return type(one) is type(other) and repr(one) == repr(other)  # NaN is NaN
+    return type(one) is type(other) and repr(one) == repr(other)  # unlike ==, repr treats NaN as equal to NaN
 
 
 def _short(value: Any) -> str:
@@ -106,7 +108,7 @@ def _short(value: Any) -> str:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print how stored runs differ; 1 if they do."""
+    """Print the differences between stored runs. Return 1 if there are any, else 0."""
     renamed = json.loads(RENAMED.read_text())
     names = sorted({run.name for folder in (before, after) for run in (folder / "runs").iterdir()})
     bad, counted = 0, 0
@@ -123,7 +125,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def against(commit: str) -> int:
-    """Store the runs of another commit and of this tree, and compare them."""
+    """Store the runs of another commit and of this tree, and return the result of `compare`."""
     with tempfile.TemporaryDirectory() as scratch:
         tree, before, after = (Path(scratch) / name for name in ("tree", "before", "after"))
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, check=True)
@@ -138,7 +140,7 @@ def against(commit: str) -> int:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Store or compare runs as the command line asks. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.stored_runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

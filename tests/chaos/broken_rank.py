@@ -1,6 +1,6 @@
-"""`llmtrain train` in which one rank stops or kills itself at a chosen place: PHASE SIGNAL RANK FILE RECIPE KEY=VALUE...
+"""`llmtrain train` in which one rank stops or kills itself in a chosen phase: PHASE SIGNAL RANK FILE RECIPE KEY=VALUE...
 
-FILE gets the time of it. Forked by the server that `broken_launch` has started.
+The rank writes the time to FILE. The process is forked by the server that `broken_launch` has started.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from llmtrain.train import checkpoint_files, run
 from llmtrain.train.trainer import Trainer
 
 STEP = 5
-"""In which it happens, where it happens in a step; the second of the first round."""
+"""Step of the first round in which a rank breaks, if it breaks in a local step."""
 
 
 def before(owner: Any, name: str, happen: Callable[[], None], calls: int = 1) -> None:
-    """Let it happen before the so-many-th call of a function."""
+    """Call `happen` before call number `calls` of the function `name` of `owner`."""
     original, called = getattr(owner, name), 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ OF_MODULE = {
 }
 AT_ONCE = "while ranks start"
 SECOND_WRITE = "while the second checkpoint is written"
-"""Other ranks write their part, and this one does not begin. Not one of `PHASES`."""
+"""Phase in which the other ranks write their parts and this one does not begin. It is not one of `PHASES`."""
 PHASES = (AT_ONCE, *OF_MODULE, *OF_TRAINER)
 
 

@@ -1,7 +1,7 @@
-"""Breaks a running training at chosen or random moments, and looks at what is left.
+"""Harness that kills a training run at chosen or random moments, and checks what is left of it.
 
-A `Victim` is one run of the tiny recipe. It is killed, started again with the same command, and in the end has to have the
-metrics of a run that nobody disturbed, bit by bit.
+A `Victim` is one run of the tiny recipe. It is killed and started again with the same command. At its end, its metrics must
+equal those of an undisturbed run bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 
 @dataclass
 class Damage:
-    """What the kills of one victim met."""
+    """Counts of one victim's kills, by their circumstances."""
 
     kills: int = 0
     whole_groups: int = 0
@@ -36,12 +36,12 @@ class Damage:
     before_training: int = 0
     """Kills while the ranks were starting."""
     steps_lost: list[int] = field(default_factory=list)
-    """Steps that were trained and had to be trained again, by kill."""
+    """Steps per kill that had been trained and had to be trained again."""
 
 
 class Victim:
-    """A run by name, with its own overrides; `fresh`: its launchers are new interpreters, which are killed in the middle of
-    imports, too."""
+    """Run with a name and overrides of its own. If it is `fresh`, its launchers are new interpreters, so kills may also hit their
+    imports."""
 
     def __init__(self, runs: Runs, name: str, *overrides: str, fresh: bool = False):
         self.runs, self.name, self.overrides, self.fresh = runs, name, overrides, fresh
@@ -53,20 +53,20 @@ class Victim:
         return self.runs.start(self.runs.command(self.name, *self.overrides, *more), self.fresh)
 
     def finish(self) -> str:
-        """Train to the end; the output."""
+        """Train to the end, and return the output."""
         process = self.start()
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output
         return output
 
     def kill_all(self, process: Process | subprocess.Popen) -> None:
-        """The launcher, torchrun in it, the server and all ranks."""
+        """Kill the launcher, in which torchrun runs, the server and all ranks."""
         for one in family_of(process):
             kill(one)
         process.communicate(timeout=30)
 
     def kill_one(self, process: Process | subprocess.Popen, chosen: int, seconds: float) -> None:
-        """One rank; the others have to end by themselves within `seconds`."""
+        """Kill one rank; the others must end by themselves within `seconds`. Kill all processes if there is no rank yet."""
         family, ranks = family_of(process), ranks_of(process)
         if not ranks:
             return self.kill_all(process)
@@ -77,7 +77,7 @@ class Victim:
         return None
 
     def look(self) -> None:
-        """No checkpoint that was complete may be lost or damaged."""
+        """Check that the newest complete checkpoint is still there, and that no complete one is damaged."""
         there = complete_checkpoints(self.checkpoints)
         newest = max(there, default=-1)
         assert newest >= self._newest, f"step {self._newest} was complete, now {newest} is the newest"
@@ -86,14 +86,14 @@ class Victim:
             assert (found := find_corruption(path, read_state(path)["files"])) is None, f"{path}: {found}"
 
     def last_step(self) -> int:
-        """Of the metrics; 0 before there are any."""
+        """Return the last step of the metrics; 0 if there are none, or if the last line is incomplete."""
         path = self.runs.path(self.name) / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
         return self.runs.lines(self.name)[-1]["step"] if whole and whole == text.splitlines() else 0
 
     def kill_at_random(self, draw: random.Random, timeout_seconds: float) -> bool:
-        """Start, and kill at a random moment, mostly of training. False: the run was over before."""
+        """Start the run, and kill it at a random moment, mostly during training. Return False if it ended before."""
         process = self.start(f"run.timeout_seconds={timeout_seconds}")
         if draw.random() < 0.15:
             time.sleep(draw.uniform(0, 8))
@@ -118,8 +118,8 @@ class Victim:
         return True
 
     def kill_in_a_write(self, file: Path) -> None:
-        """Kill all when rank 0 has written its part of the second checkpoint, and rank 1 has stopped before its own. Rank 1 makes
-        `file`."""
+        """Kill all processes once rank 0 has written its part of the second checkpoint, and rank 1 has stopped before its own.
+        Rank 1 creates `file`."""
         arguments = self.runs.command(self.name, *self.overrides)[2:]
         call = (launch, SECOND_WRITE, "SIGSTOP", "1", str(file), *arguments)
         process = session().fork(*call, environment=self.runs.environment, capture=True)

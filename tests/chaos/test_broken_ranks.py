@@ -1,4 +1,4 @@
-"""One rank freezes or dies, in every phase of a run: all others end in time with an error, and no process is left."""
+"""Tests of a rank that freezes or dies, in every phase of a run: all others end in time with an error, and no process is left."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.end_to_end.runs import Runs
 from tests.mother import session
 
 TRUE_TIMEOUT, SHORT_TIMEOUT = 15, 8
-"""Seconds: `run.timeout_seconds`."""
+"""Values of `run.timeout_seconds`."""
 MORE, MORE_FAST = 20, 100
-"""Seconds that everything may take beyond it in `make test`, on a busy machine, too; otherwise less than 10 (`make chaos`). By itself,
-torchrun would give a frozen rank the GIVEN_SECONDS of `broken_launch`."""
+"""Seconds beyond the timeout within which all processes must end. MORE_FAST is for `make test`, which may run on a busy machine;
+`make chaos` takes less than 10. torchrun would give a frozen rank the GIVEN_SECONDS of `broken_launch`, which are more."""
 FAST = {("in a synchronization", "SIGSTOP", 0)}
 DEEP = {("while a checkpoint is written", "SIGKILL", 1), ("while ranks start", "SIGSTOP", 1)}
-"""The rest is `make chaos`."""
+"""Cases of `make test-deep`. Cases in neither set are for `make chaos`."""
 CASES = [(phase, number, rank) for phase in PHASES for number in ("SIGSTOP", "SIGKILL") for rank in (0, 1)]
 KEYS = ("checkpoint.every=6", "eval.every=6", "parallel.replicas=2", "parallel.shards=1")
 
@@ -43,7 +43,7 @@ def test_all_others_end_in_time(runs: Runs, tmp_path: Path, phase: str, number: 
         launch, phase, number, str(rank), str(file), *arguments, environment=runs.environment, capture=True
     )
     code, output = runs.end(process)  # ends when the last process that can write is gone
-    assert file.exists(), f"it never happened: {output}"
+    assert file.exists(), f"the rank never broke: {output}"
     assert code == 1, output
     waited = time.time() - float(file.read_text())
     assert waited < timeout + more, f"{waited:.0f} s: {output}"

@@ -1,4 +1,4 @@
-"""Real runs, killed. The first tests are part of `make test`; the rest is `make chaos`."""
+"""Tests of real runs that are killed: a few times in `make test` and `make test-deep`, many times in `make chaos`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.chaos.harness import Victim, kill
 from tests.end_to_end.runs import Runs, exact_lines, ranks_of
 
 METHODS = {"edit": [], "diloco": [], "streaming_diloco": ["sync.schedule.steps=2"], "palsgd": []}
-"""And what their presets need in rounds of four steps."""
+"""Methods, with the overrides that their presets need in rounds of four steps."""
 KILLS = 25
-"""Of each method."""
+"""Number of kills per method."""
 OFTEN = ["train.steps=60", "checkpoint.every=3", "log.every=3", "eval.every=20", "eval.sample_prompt=null"]
 TWO = ["parallel.replicas=2", "parallel.shards=1"]
 
@@ -21,7 +21,7 @@ TWO = ["parallel.replicas=2", "parallel.shards=1"]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("chaos"))
-    made.reference(2, 1)  # what these tests compare with
+    made.reference(2, 1)  # the run with which these tests compare
     return made
 
 
@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_a_rank_that_is_killed_costs_nothing_but_time(runs: Runs) -> None:
     """The launcher starts the ranks again by itself, from the last checkpoint."""
     process = runs.start_held("restarted", 7, *TWO, "run.restarts=1", "run.timeout_seconds=20")
-    runs.wait_for("restarted", 6)  # it is written in the background
+    runs.wait_for("restarted", 6)  # checkpoints are written in the background
     ranks = ranks_of(process)
     assert len(ranks) == 2
     kill(ranks[-1])

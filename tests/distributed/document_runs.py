@@ -1,4 +1,4 @@
-"""Steps of a tiny model on documents without packing, and the same steps as a plain loop over documents without padding."""
+"""Steps of a tiny model on documents that are not packed, and the same steps as a plain loop over documents without padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SGD = {"kind": "sgd", "lr": 0.3, "clip_norm": None, "weight_decay": 0.0}
 
 
 def loader_of(case: Case, rank: int = 0, replicas: int = 1, shard: int = 1) -> DocumentLoader:
-    """Documents of 1 to 40 tokens, of which the longest are cut."""
+    """Return a loader of documents of 1 to 40 tokens, of which the longest are cut."""
     draw = np.random.default_rng(1)
     ids = draw.integers(1, VOCABULARY, 4000).astype(np.uint16)
     ids[np.cumsum(draw.integers(1, 41, 180))] = EOS
@@ -42,7 +42,7 @@ def loader_of(case: Case, rank: int = 0, replicas: int = 1, shard: int = 1) -> D
 
 @dataclass
 class DocumentRun(Run):
-    """A case that reads documents."""
+    """Run of a case that reads documents."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ def train_on_documents(cases: list[Case]) -> list[Outcome]:
 
 
 def plain_loop(case: Case) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """(losses, gradient norms, weights at the end) of SGD in float64: a document at a time, and nothing is padded."""
+    """Train with SGD in float64, one document at a time without padding. Return losses, gradient norms and final weights."""
     model, loader, losses, norms = Replicas(case).model, loader_of(case), [], []
     for _ in range(case.steps):
         rows = [row[row != IGNORE_INDEX] for batch in loader.next() for row in batch]
@@ -88,7 +88,7 @@ def plain_loop(case: Case) -> tuple[list[float], list[float], dict[str, torch.Te
 
 
 def assert_is_plain(outcomes: list[Outcome], case: Case, rtol: float) -> None:
-    """Hold the outcomes of a case's ranks to the plain loop's."""
+    """Check that the outcomes of a case's ranks are those of the plain loop."""
     losses, norms, weights = plain_loop(case)
     for outcome in outcomes:
         np.testing.assert_allclose(outcome.losses, losses, rtol=rtol)

@@ -1,4 +1,4 @@
-"""Short runs on the ranks of the pool that leave whole run directories: something to export."""
+"""Short runs on the ranks of the pool that leave whole run directories, to be exported."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MODELS = {
     ],
 }
 IN_A_ROUND, LAST = 4, 5
-"""Steps of a run's two checkpoints: after two synchronous steps comes a round, which ends early with the run."""
+"""Steps of a run's two checkpoints. After two synchronous steps comes a round, which the end of the run cuts short."""
 
 
 @dataclass(frozen=True)
 class ExportRun:
-    """Choices in which the runs differ. Most are DiLoCo's: it has an anchor, and replicas that differ within a round."""
+    """Choices in which the runs differ. Most runs use DiLoCo, which has an anchor, and replicas that differ within a round."""
 
     model: str = "llama"
     tied: bool = False
@@ -50,7 +50,7 @@ class ExportRun:
         return f"{method}{self.model}-{'tied' if self.tied else 'untied'}-{self.engine}-{self.replicas}x{self.shard}"
 
     def recipe(self, folder: Path) -> Recipe:
-        """Its recipe, with everything that it reads and writes below `folder`."""
+        """Return the run's recipe, with everything that it reads and writes below `folder`."""
         text, base = folder / "text.txt", folder / "base.yaml"
         if not text.exists():
             write_text(text)
@@ -81,14 +81,14 @@ class ExportRun:
 
 
 def write_text(path: Path) -> None:
-    """Stories without sense."""
+    """Write stories of random words."""
     rng, words = random.Random(0), (ROOT / "README.md").read_text().split()
     stories = (" ".join(rng.choices(words, k=rng.randrange(20, 80))) for _ in range(300))
     path.write_text("\n<|endoftext|>\n".join(stories))
 
 
 def open_run(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset], console: Console | None = None) -> OpenRun:
-    """Return a run without mirror and background evaluation as `build_trainer` takes it."""
+    """Return a run without background evaluation, in the form that `build_trainer` takes."""
     directory, console, stop = RunDirectory(recipe), console or Console(enabled=False), StopRequest()
     return OpenRun(
         recipe=recipe,
@@ -106,7 +106,7 @@ def open_run(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset], cons
 
 
 def make_run(recipe: Recipe) -> None:
-    """Train it on this rank, from preparing its data to its last checkpoint."""
+    """Train the recipe's run on this rank, from the preparation of its data to its last checkpoint."""
     mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
     mesh.broadcast_from_main(RunDirectory(recipe).claim)
     build_trainer(open_run(recipe, mesh, prepare_texts(recipe, show_progress=False)), None).fit()

@@ -1,4 +1,4 @@
-"""Blocks of the fake engine: noise that all ranks know, and the parts that shard ranks have."""
+"""Blocks of the fake engine: noise that all ranks know, and the parts that shard ranks hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @cache
 def drawn(seed: tuple[int, ...], deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal noise, made once for all ranks and scenarios that use it; so it can't be written to."""
+    """Return normal noise. It is drawn once for all ranks and scenarios that use it, and is therefore read-only."""
     noise = np.random.default_rng(seed).normal(0.0, deviation, shape)
     noise.flags.writeable = False
     return noise
@@ -21,11 +21,11 @@ def drawn(seed: tuple[int, ...], deviation: float, shape: tuple[int, ...]) -> np
 
 @dataclass(frozen=True)
 class Part:
-    """A shard rank's part of a block: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
+    """Part of a block that a shard rank holds: of every tensor, dimension 0 in equal pieces, the last ones shorter or empty."""
 
     shapes: list[tuple[int, ...]]
     places: np.ndarray
-    """Indices of its elements among the block's."""
+    """Indices of the part's elements in the flat block."""
 
 
 @cache
@@ -41,6 +41,6 @@ def part_of(shapes: tuple[tuple[int, ...], ...], shard: int, rank: int) -> Part:
 
 
 def cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Tensors of these shapes that share a flat one's memory."""
+    """Return tensors of these shapes that share the memory of the flat one."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

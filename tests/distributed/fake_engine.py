@@ -1,9 +1,9 @@
-"""An engine without a model: blocks of float64 tensors that move by predetermined updates, sharded as FSDP2 shards.
+"""Engine without a model: its blocks are float64 tensors that move by predetermined updates, sharded as FSDP2 shards.
 
-A `Scenario` describes a whole run. `train` is one rank's part in it with the real synchronization, `replay` the whole
-run by the oracle; `trace_of` what every replica computed with in every step. threads.py runs the ranks.
+A `Scenario` describes a whole run. `train` runs one rank of it with the real synchronization, `replay` runs all of it by the
+oracle, and `trace_of` returns what every replica computed with in every step. threads.py runs the ranks.
 
-Time is simulated too: a replica's clock moves by what the scenario says that its steps take, and by nothing else.
+Time is simulated, too: a replica's clock moves by the seconds that the scenario gives its steps.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tests.distributed.oracle_timed import TimedOracle
 from tests.distributed.trace import Trace
 
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
-"""[block][tensor] -> shape."""
+"""Shapes of tensors: [block][tensor]."""
 SHAPES: Shapes = (((5, 3), (7,)), ((1,), (2, 2, 3), (9,)), ((4, 4),), ((1,), (1, 3)))
-"""Odd sizes; with two shards, the second rank holds nothing of some tensors and nothing at all of the last block."""
+"""Shapes of odd sizes. With two shards, the second rank holds nothing of some tensors and nothing at all of the last block."""
 
 
 def choices(method: str, every: int | None = None, **changes: Any) -> SyncSection:
-    """The `sync` section of a recipe: the method's preset, rounds of `every` steps, other changes laid over it. `penalty` has the
-    keys of EDiT's reduction; None is the plain mean."""
+    """Return the `sync` section of a recipe: the method's preset, with rounds of `every` steps and other changes. `penalty` has the
+    keys of EDiT's reduction; None selects the plain mean."""
     if every is not None:
         changes["period"] = {"kind": "steps", "every": every}
     if "penalty" in changes:
@@ -51,7 +51,7 @@ def choices(method: str, every: int | None = None, **changes: Any) -> SyncSectio
 
 
 def edit(every: int = 2, **changes: Any) -> SyncSection:
-    """EDiT with short rounds and no warm-up; `penalty` starts with every part switched off."""
+    """Return EDiT's `sync` section with short rounds and no warm-up. Parts of the penalty are off unless `penalty` has them."""
     parts = {"z": None, "temperature": None, "clip": None, "ema": 0.3, "min_rounds": 2}
     penalty = {**parts, **changes.pop("penalty", {})}
     return choices("edit", every, **{"warmup_steps": 0, "penalty": penalty, **changes})
@@ -59,7 +59,7 @@ def edit(every: int = 2, **changes: Any) -> SyncSection:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: `steps` steps of `replicas` x `shard` ranks."""
+    """Run of `steps` steps on `replicas` x `shard` ranks."""
 
     sync: SyncSection
     replicas: int = 2
@@ -68,30 +68,30 @@ class Scenario:
     shapes: Shapes = SHAPES
     seed: int = 0
     scales: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
-    """(step, replica, block) -> factor on that update."""
+    """Factors on updates, by (step, replica, block)."""
     pull: float = 0.1
-    """Updates also pull towards zero, so that they depend on what the last synchronization left."""
+    """Strength with which updates also pull toward zero, so that they depend on the result of the last synchronization."""
     schedule: LRScheduleSection = field(default_factory=lambda: LRScheduleSection(kind="constant"))
-    """Of the learning rate; its peak is 1."""
+    """Schedule of the learning rate, whose peak is 1."""
     step_seconds: tuple[float, ...] = ()
-    """How long each replica's steps take; 1 if empty. Binary fractions keep sums of them exact."""
+    """Seconds per step of each replica; 1 if empty. Binary fractions keep sums of them exact."""
     delays: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """(step, replica) -> seconds on top."""
+    """Additional seconds of steps, by (step, replica)."""
     resume_after: int | Collection[int] | None = None
-    """After this step, or these, everything is built anew and loaded from the state that was saved."""
+    """Step or steps after which everything is built anew and loaded from the saved state."""
     switches_offload: bool = False
-    """Whenever the run resumes, anchors that were offloaded no longer are, or the reverse."""
+    """Whether each resumed run reverses the choice of offloading anchors."""
     save_after: Collection[int] = ()
-    """After these steps the state is saved, and the run goes on."""
+    """Steps after which the state is saved and the run goes on."""
     saves_when_agreed: bool = False
-    """Steps of saving are the run's, and of these only such that all ranks know, as in the trainer. Otherwise each replica goes
-    by its own."""
+    """Whether the state is saved and resumed after steps of the whole run, and only those that all ranks know, as in the trainer.
+    Otherwise each replica counts its own steps."""
     copies: Callable[[torch.device], StreamOffload | None] = host_offload
-    """How anchors are offloaded, if the recipe says that they are."""
+    """Constructor of the anchors' offload, if the recipe offloads anchors."""
     adapts: bool = False
-    """The inner optimizer has moments."""
+    """Whether the inner optimizer has moments."""
     equal_tokens: bool = False
-    """All steps of all replicas have as many tokens."""
+    """Whether all steps of all replicas have the same number of tokens."""
 
     @cached_property
     def rates(self) -> LRSchedule:
@@ -101,11 +101,11 @@ class Scenario:
         return (self.step_seconds[replica] if self.step_seconds else 1.0) + self.delays.get((step, replica), 0.0)
 
     def tokens(self, replica: int, step: int) -> int:
-        """Return the tokens of a replica's step."""
+        """Return the number of tokens of a replica's step."""
         return 20 if self.equal_tokens else 20 + (7 * replica + 5 * step) % 13
 
     def tokens_of_rank(self, replica: int, shard_rank: int, step: int) -> int:
-        """Return the part of them that a rank has: two each, and the first one the rest."""
+        """Return the number of these tokens that a rank has: two, or on the first rank the rest."""
         return 2 if shard_rank else self.tokens(replica, step) - 2 * (self.shard - 1)
 
     def resumes_after(self, step: int | None) -> bool:
@@ -117,11 +117,11 @@ class Scenario:
         return len(part_of(self.shapes[block], 1, 0).places)
 
     def start(self, block: int) -> np.ndarray:
-        """Initial values: [elements], not to be changed."""
+        """Return the initial values of a block: [elements], not to be changed."""
         return drawn((self.seed, block), 1.0, (self.size(block),))
 
     def noise(self, step: int, block: int) -> np.ndarray:
-        """The part of each replica's update that does not depend on the parameters: [replicas, elements], not to be
+        """Return the part of each replica's update that does not depend on the parameters: [replicas, elements], not to be
         changed."""
         noise = drawn((self.seed, block, step), 0.1, (self.replicas, self.size(block)))
         if not self.scales:
@@ -130,12 +130,12 @@ class Scenario:
         return noise * np.array(scales)[:, None]
 
     def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
-        """What a replica's inner step at learning rate 1 adds to a block: [elements]."""
+        """Return what a replica's inner step at learning rate 1 adds to a block: [elements]."""
         return self.noise(step, block)[replica] - self.pull * parameters
 
 
 class FakeEngine:
-    """What synchronization sees of an engine. Forward computes with copies that follow when `publish` is called."""
+    """Interface that synchronization sees of an engine. Forward computes with copies, which `parameters_changed` updates."""
 
     def __init__(self, scenario: Scenario, replica: int, rank: int, device: torch.device) -> None:
         self.scenario, self.replica, self.rank = scenario, replica, rank
@@ -162,7 +162,7 @@ class FakeEngine:
         self.computed[index] = self._flat[index].numpy(force=True).copy()
 
     def forward(self) -> Shards:
-        """What each block is computed with."""
+        """Return the values with which each block is computed."""
         seen = []
         for index in range(len(self.blocks)):
             for hook in self._hooks:
@@ -171,7 +171,7 @@ class FakeEngine:
         return seen
 
     def step(self, step: int, lr: float = 1.0) -> None:
-        """Add `lr` x this replica's update, or the mean of all replicas' while gradients are averaged."""
+        """Add `lr` times this replica's update, or the mean update of all replicas while gradients are averaged."""
         for index, (block, flat, part) in enumerate(zip(self.blocks, self._flat, self._parts, strict=True)):
             noise = self.scenario.noise(step, index)
             noise = noise.mean(0) if self.average_gradients else noise[self.replica]
@@ -188,7 +188,7 @@ class FakeEngine:
         return cut(self._moments[order][index], self._parts[index].shapes)
 
     def load(self, flat: Sequence[torch.Tensor], moments: Sequence[torch.Tensor]) -> None:
-        """Go on from these values, by block, and moments, by order and block; without any, the present ones stay."""
+        """Continue from these values, by block, and moments, by order and block. Without moments, the present ones stay."""
         for block, ours, theirs in zip(self.blocks, self._flat, flat, strict=True):
             ours.copy_(theirs)
             self.parameters_changed(block)
@@ -197,12 +197,12 @@ class FakeEngine:
 
 
 Shards = list[np.ndarray]
-"""By block: this rank's part, end to end."""
+"""Flat values of this rank's part of each block."""
 
 
 @dataclass
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Clock that only moves when `now` is set."""
 
     now: float = 0.0
 
@@ -212,7 +212,7 @@ class Clock:
 
 @dataclass
 class Answer:
-    """What one rank saw of a run."""
+    """Observations of one rank during a run."""
 
     forwards: list[Shards]
     final: Shards
@@ -222,11 +222,11 @@ class Answer:
     says_synchronized: list[bool]
     bytes_sent: float
     squares: tuple[float, float]
-    """Squared norms of the last mean and of the distance from it, as `SyncStats` has them."""
+    """Squared norms of the last mean and of the distance from it, as in `SyncStats`."""
 
 
 def replay(scenario: Scenario) -> Trace:
-    """The run by the oracle."""
+    """Run the scenario by the oracle."""
     start = [scenario.start(block) for block in range(len(scenario.shapes))]
     cuts = [
         [part_of(shapes, scenario.shard, rank).places for rank in range(scenario.shard)] for shapes in scenario.shapes
@@ -263,7 +263,7 @@ def has_spread(scenario: Scenario) -> bool:
 
 
 def trace_of(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
-    """One run, from what its ranks saw."""
+    """Return the trace of one run, assembled from the answers of its ranks."""
     first = answers[0]
     for rank, answer in enumerate(answers):
         assert answer.counts == first.counts, f"ranks 0 and {rank} count differently"
@@ -281,13 +281,14 @@ def trace_of(scenario: Scenario, answers: Sequence[Answer]) -> Trace:
 
 
 def _in_step(seen: Sequence[list], nothing: Sequence[Any]) -> list[list]:
-    """By step instead of by replica or rank; for one that has done fewer steps than another, its `nothing`."""
+    """Return the values by step instead of by replica or rank. One that has done fewer steps than another is filled up with its
+    `nothing`."""
     steps = max(len(one) for one in seen)
     return [[one[i] if i < len(one) else none for one, none in zip(seen, nothing, strict=True)] for i in range(steps)]
 
 
 def assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:
-    """Blocks as [replicas, elements] from every rank's shards; ranks count shards innermost."""
+    """Assemble blocks as [replicas, elements] from the shards of all ranks, which count shards innermost."""
     whole = []
     for block, shapes in enumerate(scenario.shapes):
         values = np.empty((scenario.replicas, scenario.size(block)))
@@ -299,7 +300,7 @@ def assemble(scenario: Scenario, by_rank: Sequence[Shards]) -> list[np.ndarray]:
 
 
 def meeting_store() -> dist.Store:
-    """A store that all ranks of the process group share. A collective of all ranks."""
+    """Return a store that all ranks of the process group share. All of them must call this function."""
     rank, port = dist.get_rank(), [0]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if store is not None:
@@ -328,8 +329,8 @@ def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
 
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
-    """The run of this rank of the given axes. `step` counts this replica's own steps, `global_step` those of the whole run at the
-    last step at which all ranks knew it; in rounds of seconds these differ."""
+    """Run the scenario on this rank of the given axes. `step` counts this replica's own steps. `global_step` is the step of the
+    whole run that all ranks knew last; in rounds of seconds the two differ."""
     clock, sync = Clock(), scenario.sync
 
     def build() -> tuple[FakeEngine, Method]:
@@ -350,7 +351,7 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
             engine.step(step, plan.lr)
         else:
             forwards.append(list(engine.computed))
-        # A replica goes by its first shard rank's clock; those of the others run three times as fast.
+        # A replica goes by the clock of its first shard rank. The clocks of its other ranks run three times as fast.
         clock.now += scenario.seconds(replica.rank, step) * (3 if shard.rank else 1)
         method.end_step(step, scenario.tokens_of_rank(replica.rank, shard.rank, step))
         agreed_step = method.agreed_step(step)
@@ -363,12 +364,12 @@ def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | 
         if scenario.resumes_after(moment):
             saved, staleness = save(engine, method), method.schedule.staleness
             method.close()
-            clock.now += 1000.0  # what passes while nothing runs does not count
+            clock.now += 1000.0  # time that passes while nothing runs must not count
             if scenario.switches_offload:
                 sync = sync.model_copy(update={"offload": not sync.offload})
             engine, method = build()
             load(engine, method, saved)
-            if not scenario.sync.period.is_timed:  # whose messages know the mean number of steps only
+            if not scenario.sync.period.is_timed:  # timed messages hold only the mean steps
                 assert method.schedule.staleness == staleness
         says_synchronized.append(method.is_synchronized)
     method.finish()

@@ -1,11 +1,11 @@
-"""N replicas in one process, in NumPy float64: the methods' equations written a second time, as plainly as possible.
+"""Oracle of N replicas in one process, in NumPy float64: the methods' equations written a second time, as plainly as possible.
 
-Nothing here is taken from `llmtrain.sync` but the recipe's numbers: a block is one matrix [replicas, elements], there
-are no shards, no messages and no order of work, and the statistics are computed anew from every norm ever recorded. A
-layer-wise synchronization is a blocking one here: it is due at the same moment and sees the same parameters.
+The oracle takes the recipe's values and nothing of `llmtrain.sync`. A block is one matrix [replicas, elements]. There are no
+messages, no order of work, and no shards except where messages are rounded. The statistics are computed anew from every norm ever
+recorded. A layer-wise synchronization is a blocking one here: it is due at the same moment and sees the same parameters.
 
-`Oracle` is what all methods share and Blocking; oracle_late.py has the schedules that use a mean later, oracle_timed.py
-the rounds of seconds.
+`Oracle` has what all methods share, and the blocking schedule. oracle_late.py has the schedules that use a mean later, and
+oracle_timed.py the rounds of seconds.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tests.distributed.oracle_outer import displacement_of, in_round, unit_of
 from tests.distributed.oracle_wire import summed
 
 FIRST_DECAY, SECOND_DECAY = 0.6, 0.7
-"""Decay rates of the moments of an inner optimizer that has any."""
+"""Decay rates of the moments of an inner optimizer that has moments."""
 Direction = Callable[[int, int, int, np.ndarray], np.ndarray]
-"""(step, replica, block, its parameters) -> what an inner step at learning rate 1 adds to them."""
+"""Function from (step, replica, block, parameters of the block) to what an inner step at learning rate 1 adds to them."""
 
 
 @dataclass
 class Sent:
-    """What replicas have sent of a block."""
+    """Result of what the replicas have sent of a block."""
 
     mean: np.ndarray | None
-    """As it arrives, and clipped; None if all replicas are anomalous."""
+    """Mean as it arrives, after clipping; None if all replicas are anomalous."""
     weights: np.ndarray
-    """Of each replica; 0 if it is anomalous."""
+    """Weight of each replica; 0 if it is anomalous."""
     lrs: list[list[float]]
-    """Learning rates of each replica's local steps that led to it."""
+    """Learning rates of the local steps that led to the message, by replica."""
 
 
 class Oracle:
-    """Replicas that start equal, from `start`: a vector for each block. `theta[l]` is block l as [replicas, elements]."""
+    """Replicas that start equal, from one vector per block, `start`. `theta[l]` is block l as [replicas, elements]."""
 
     def __init__(
         self,
@@ -56,42 +56,42 @@ class Oracle:
         tokens: Callable[[int, int], int] = lambda replica, step: 1,
         adapts: bool = False,
     ) -> None:
-        """`cuts`: of each block, where the elements of each shard are, whose messages are rounded by themselves. `tokens`: of a
-        replica's step."""
+        """Create the replicas. `cuts` has, for each block, the indices of each shard's elements, because the messages of shards are
+        rounded separately. `tokens` returns the tokens of a replica's step."""
         self.tokens = tokens
         self.sync, self.rates, self.direction, self.seed = sync, rates, direction, seed
         self.replicas = range(replicas)
         self.blocks = range(len(start))
         self.theta = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.moments = [(np.zeros_like(theta), np.zeros_like(theta)) for theta in self.theta] if adapts else []
-        """First and second moments of each replica's inner optimizer, by block, if it has any."""
+        """First and second moments of each replica's inner optimizer, by block; empty if it has none."""
         self.averaged = self.moments
-        """Moments that `sync.moments` averages, which may also be those of an optimizer behind `direction`."""
+        """Moments that `sync.moments` averages. They may also be those of an optimizer behind `direction`."""
         self.rounds_of_moments = 0
         self.anchor = [block.copy() for block in start]
         self.momentum = [np.zeros_like(block) for block in start]
         self.fast: dict[int, np.ndarray] = {}
-        """Primal averaging's z, by block; where there is none, it is the anchor."""
+        """z of primal averaging, by block; a missing z equals the anchor."""
         self.cuts = cuts or [[np.arange(len(block))] for block in start]
         self.errors = [np.zeros_like(theta) for theta in self.theta]
         """Rounding errors of each replica's messages so far, by block."""
-        self.known_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # of (replica, block), oldest first
+        self.known_norms: dict[tuple[int, int], list[float]] = defaultdict(list)  # by (replica, block), oldest first
         self.known_steps: dict[tuple[int, int], list[int]] = defaultdict(list)  # of the same rounds
-        self.left_out: dict[tuple[int, int], int] = defaultdict(int)  # rounds in a row, of (replica, block)
+        self.left_out: dict[tuple[int, int], int] = defaultdict(int)  # consecutive rounds, by (replica, block)
         self.count = self.anomalies = self.rollbacks = 0
         self.squares = (0.0, 0.0)
-        """Of the last round, in all blocks: replicas x ||D||^2, if they keep an anchor, and the sum of ||D_n - D||^2."""
+        """Sums over all blocks in the last round: replicas x ||D||^2, if they have an anchor, and the sum of ||D_n - D||^2."""
         self.lrs: list[list[float]] = [[] for _ in self.replicas]  # of each replica's local steps since the last round
         self.trained: list[list[int]] = [[] for _ in self.replicas]  # tokens of each replica's local steps
         self.seen: list[list[list[np.ndarray]]] = [[] for _ in self.replicas]  # [replica][step][block]
-        self.agreed: list[list[tuple[int, int]]] = [[] for _ in self.replicas]  # (its step, the whole run's)
+        self.agreed: list[list[tuple[int, int]]] = [[] for _ in self.replicas]  # (replica's step, run's step)
         self.warmup = self._warmup()
         self.ends = self._ends()
 
     # --- the run
 
     def run(self) -> None:
-        """The whole run, with its last, shorter round."""
+        """Do the whole run, with its last, shorter round."""
         for step in range(1, self.rates.total_steps + 1):
             if step <= self.warmup:
                 self.train_together(step)
@@ -110,7 +110,7 @@ class Oracle:
             self.synchronize()
 
     def average_moments(self) -> None:
-        """At the end of a round: those that are due."""
+        """Average the moments that are due at the end of a round."""
         self.rounds_of_moments += 1
         is_due = {
             order: every is not None and self.rounds_of_moments % every == 0
@@ -123,7 +123,7 @@ class Oracle:
                 first[:] = np.where(second > 0, first.mean(0), 0.0)
 
     def adapted(self, replica: int, block: int, direction: np.ndarray) -> np.ndarray:
-        """The inner step in this direction."""
+        """Return the inner step in this direction."""
         if not self.moments:
             return direction
         first, second = self.moments[block]
@@ -140,7 +140,7 @@ class Oracle:
                 self.restart(block)
 
     def train_together(self, step: int) -> None:
-        """Every replica takes the mean of the inner steps; so all stay equal, and the anchor is where they are."""
+        """Let every replica step in the mean direction. All replicas stay equal, and the anchor equals them."""
         mean = [
             np.mean([self.direction(step, n, block, self.theta[block][n]) for n in self.replicas], axis=0)
             for block in self.blocks
@@ -153,7 +153,7 @@ class Oracle:
             self.anchor[block] = self.theta[block][0].copy()
 
     def train_alone(self, replica: int, step: int) -> None:
-        """A local step of one replica: an inner step, or PALSGD's pull."""
+        """Do a local step of one replica: an inner step, or PALSGD's pull."""
         lr, pull = self.rates.at(min(step, self.rates.total_steps)), self.sync.pull
         if pull is not None and self.draws_pull(replica, step):
             for theta, anchor in zip(self.theta, self.anchor, strict=True):
@@ -174,10 +174,10 @@ class Oracle:
     def see(self, replica: int) -> None:
         self.seen[replica].append([theta[replica].copy() for theta in self.theta])
 
-    # --- when
+    # --- when rounds end
 
     def _warmup(self) -> int:
-        """The last synchronous step."""
+        """Return the last synchronous step."""
         total, share = self.rates.total_steps, self.sync.warmup_until_lr
         if self.sync.period.kind == "every_step":
             return total
@@ -189,7 +189,7 @@ class Oracle:
         return max(self.sync.warmup_steps, last)
 
     def _ends(self) -> list[int]:
-        """The last steps of all rounds of steps; the run may end within the last one."""
+        """Return the last step of each round, if rounds are of steps. The run may end within the last round."""
         period, total, ends = self.sync.period, self.rates.total_steps, [self.warmup]
         while ends[-1] < total and period.kind in ("steps", "qsr"):
             if period.kind == "steps":
@@ -200,10 +200,10 @@ class Oracle:
                 ends.append(min(ends[-1] + steps, total))
         return ends[1:]
 
-    # --- what
+    # --- what is averaged
 
     def synchronize(self) -> None:
-        """All blocks at once; from here on all replicas are equal."""
+        """Synchronize all blocks at once. Afterwards, all replicas are equal."""
         unit = self.unit(self.lrs)
         of_mean = of_spread = 0.0
         for block in self.blocks:
@@ -223,8 +223,8 @@ class Oracle:
         self.lrs = [[] for _ in self.replicas]
 
     def sum_of(self, block: int, weights: np.ndarray, moved: np.ndarray) -> np.ndarray:
-        """The weighted sum of the replicas' displacements, as it arrives: [elements]."""
-        counted = weights > 0  # a replica left out may hold NaN, and 0 x NaN is NaN
+        """Return the weighted sum of the replicas' displacements, as it arrives: [elements]."""
+        counted = weights > 0  # an excluded replica may hold NaN, and 0 x NaN is NaN
         wire = self.sync.wire
         if wire.kind == "fp32" or len(self.replicas) == 1:
             return weights[counted] @ moved[counted]
@@ -241,7 +241,7 @@ class Oracle:
         return result
 
     def sent_from(self, block: int, lrs: list[list[float]]) -> Sent:
-        """What replicas send of a block now, after local steps with these learning rates, and what becomes of it."""
+        """Return the result of what replicas send of a block now, after local steps with these learning rates."""
         moved = self.anchor[block] - self.theta[block]
         norms = np.linalg.norm(moved, axis=1)
         weights = self._weights(block, norms, lrs)
@@ -251,7 +251,7 @@ class Oracle:
         return Sent(self._lengthened(self.sum_of(block, weights, moved), norms), weights, lrs)
 
     def restart(self, block: int) -> None:
-        """All replicas go on from the anchor, or with primal averaging from y."""
+        """Let all replicas continue from the anchor, or from y with primal averaging."""
         self.theta[block] = np.repeat(self._y(block)[None], len(self.replicas), axis=0)
 
     def _y(self, block: int) -> np.ndarray:
@@ -260,18 +260,18 @@ class Oracle:
 
     @property
     def penalty(self) -> EditPenaltySection | None:
-        """None: a reduction without one."""
+        """Section of EDiT's penalty; None if the reduction has none."""
         return self.sync.reduction if self.sync.reduction.kind == "edit_penalty" else None
 
     @property
     def has_anchor(self) -> bool:
-        """Whether displacements are sent, and not the parameters themselves."""
+        """Whether displacements from an anchor are sent instead of the parameters themselves."""
         is_mean = self.sync.reduction.kind == "mean"
         is_plain = isinstance(self.sync.outer, AverageSection) and is_mean and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"
 
     def _weights(self, block: int, norms: np.ndarray, lrs: list[list[float]]) -> np.ndarray | None:
-        """[replicas], given the learning rates of each one's local steps; None if all replicas are anomalous."""
+        """Return the replicas' weights, given the learning rates of their local steps; None if all replicas are anomalous."""
         penalty = self.penalty
         if penalty is None:
             weights = self._weights_without_penalty(norms, [len(one) for one in lrs])
@@ -293,7 +293,7 @@ class Oracle:
         return (1 - r) * weights / weights.sum() + r * steps / max(1, steps.sum())
 
     def _weights_without_penalty(self, norms: np.ndarray, steps: list[int]) -> list[float | None]:
-        """The weight of each replica in a block; None for one that does not count."""
+        """Return the weight of each replica in a block. A replica that does not count has None."""
         kind, count = self.sync.reduction.kind, len(norms)
         if kind == "mean":
             return [1 / count] * count
@@ -310,7 +310,7 @@ class Oracle:
         return [None if not np.isfinite(norm) else common / (among * norm) if norm else 0.0 for norm in norms]
 
     def _is_left_out(self, replica: int, block: int, norm: float, lrs: list[float]) -> bool:
-        """Return whether the norm is anomalous, and remember it as the rule for statistics says."""
+        """Return whether the norm is anomalous, and record it by the rule of the penalty's statistics."""
         penalty, past = self.penalty, self.known_norms[replica, block]
         counts = self.known_steps[replica, block]
         if penalty.statistics == "adaptive":
@@ -342,7 +342,7 @@ class Oracle:
         return False
 
     def _of_past(self, past: list[float]) -> tuple[float, float]:
-        """The weighted mean and standard deviation."""
+        """Return the mean and standard deviation, with weights that decay with age."""
         age = np.arange(len(past))[::-1]
         weights = self.penalty.ema * (1 - self.penalty.ema) ** age
         weights /= weights.sum()
@@ -350,7 +350,7 @@ class Oracle:
         return mean, np.sqrt(weights @ (np.array(past) - mean) ** 2)
 
     def _lengthened(self, mean: np.ndarray, norms: np.ndarray) -> np.ndarray:
-        """The mean of a block as it is used, given the replicas' norms: clipped, or as long as they are."""
+        """Return the mean of a block as it is used: clipped, or scaled to the replicas' mean norm."""
         penalty = self.penalty
         if self.sync.reduction.kind == "radial" and mean.any():
             factor = np.mean(norms[np.isfinite(norms)]) / np.linalg.norm(mean)
@@ -359,13 +359,13 @@ class Oracle:
             return mean
         return mean * min(penalty.clip / (np.linalg.norm(mean) + 1e-6), 1.0)
 
-    # --- how applied
+    # --- how the mean is applied
 
     def unit(self, lrs: list[list[float]]) -> float:
         return unit_of(self.sync.outer, lrs)
 
     def outer_step(self, block: int, mean: np.ndarray, g: float) -> None:
-        """Move the block's anchor by D = `mean`, of a round whose unit is `g`."""
+        """Take the outer step of a block, given D = `mean` of a round whose unit is `g`."""
         if (section := self.sync.outer).kind == "gpa":
             x, y = self.anchor[block], self._y(block)
             self.fast[block] = z = self.fast.get(block, x) + (x - mean) - y

@@ -1,4 +1,4 @@
-"""The oracle for schedules that use a mean some time after it was sent: CO2 and Streaming DiLoCo."""
+"""Oracles of the schedules that use a mean some time after it was sent: CO2 and Streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.distributed.oracle_timed import TimedOracle
 
 
 class FragmentOracle(Oracle):
-    """A model in parts that have their turns one after another. Every turn of a run of steps is known beforehand."""
+    """Oracle of a model whose parts take turns. If rounds are of steps, every turn of the run is known beforehand."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class FragmentOracle(Oracle):
         return self.rates.total_steps
 
     def _turn(self, start: int, end: int, part: int) -> int:
-        """ceil((p + 1) H / P) steps into the round, in whole numbers."""
+        """Return the step of a part's turn: ceil((p + 1) H / P) steps into the round, in integers."""
         parts = self.sync.schedule.fragments
         return start + ((part + 1) * (end - start) + parts - 1) // parts
 
@@ -38,12 +38,12 @@ class FragmentOracle(Oracle):
 
 
 def mean_rate(lrs: list[list[float]]) -> float:
-    """The mean learning rate of a round's steps of all replicas; 0 if there were none."""
+    """Return the mean learning rate of all replicas' steps of a round; 0 if there were none."""
     return sum(map(sum, lrs)) / max(1, sum(map(len, lrs)))
 
 
 class DelayedOracle(FragmentOracle):
-    """CO2: at a part's turn what was sent at its turn before is used."""
+    """Oracle of CO2: a part's turn uses what was sent at the part's previous turn."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +56,7 @@ class DelayedOracle(FragmentOracle):
                 self.take_turn(part)
 
     def synchronize(self) -> None:
-        """A meeting, in rounds of seconds."""
+        """Take the turn of part 0 when replicas meet in rounds of seconds."""
         self.take_turn(0)
 
     def take_turn(self, part: int) -> None:
@@ -65,7 +65,7 @@ class DelayedOracle(FragmentOracle):
         self.done[part] = [len(of_replica) for of_replica in self.lrs]
         if len(self.sent[part]) > 1:
             then, now = (mean_rate(self.lrs_of(part, which)) for which in (-2, -1))
-            has_gap = self.sync.schedule.gap_penalty and now > 0  # there is none to a round without a learning rate
+            has_gap = self.sync.schedule.gap_penalty and now > 0  # a round whose rates are 0 has no gap
             self.use(part, -2, max(1.0, then / now) if has_gap else 1.0)
         for block in self.of(part):
             self.restart(block)
@@ -90,11 +90,11 @@ class DelayedOracle(FragmentOracle):
 
 
 class TimedDelayedOracle(TimedOracle, DelayedOracle):
-    """Rounds of seconds, of which each one's mean is used at the end of the next."""
+    """Oracle of rounds of seconds in which the mean of each round is used at the end of the next one."""
 
 
 class OverlappedOracle(FragmentOracle):
-    """Streaming DiLoCo: the step after which a mean is used is known, too."""
+    """Oracle of Streaming DiLoCo, in which the step after which a mean is used is also known beforehand."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -113,7 +113,7 @@ class OverlappedOracle(FragmentOracle):
                         self.use(part, self.sync.schedule.alpha)
 
     def send(self, part: int, number: int) -> None:
-        """Fragment `part`'s turn `number`."""
+        """Send part `part` at its turn `number`."""
         turns = self.turns[part]
         since = turns[number - 1] if number else self.warmup
         lrs = [self.rates.at(step) for step in range(since + 1, turns[number] + 1)]
@@ -125,7 +125,7 @@ class OverlappedOracle(FragmentOracle):
             sent, theta = self.sent[block], self.theta[block]
             if sent.mean is not None:
                 self.outer_step(block, sent.mean, self.unit(sent.lrs))
-            for replica in self.replicas:  # one that does not count may hold NaN, of which 0 x NaN would remain
+            for replica in self.replicas:  # an excluded replica may hold NaN, and 0 x NaN is NaN
                 own = mix * theta[replica] if mix and sent.weights[replica] > 0 else 0.0
                 theta[replica] = own + (1 - mix if sent.weights[replica] > 0 else 1.0) * self.anchor[block]
         self.count += part == len(self.turns) - 1
@@ -138,12 +138,12 @@ class OverlappedOracle(FragmentOracle):
         for part, turns in enumerate(self.turns):
             newest = turns[-1] if turns else min(self.warmup, self.last)
             if turns and newest + self.sync.schedule.steps > self.last and self.sync.schedule.alpha == 0:
-                newest = self.last  # its last mean has replaced what was trained since
+                newest = self.last  # the last mean has replaced what was trained since
             lrs = [self.rates.at(step) for step in range(newest + 1, self.last + 1)]
             for block in self.of(part):
                 if lrs:
                     self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
-                elif turns:  # nothing was trained since its last turn
+                elif turns:  # nothing was trained since the part's last turn
                     self.theta[block][:] = self.anchor[block]
             if lrs:
                 has_short_round = True

@@ -1,4 +1,4 @@
-"""The oracle's outer steps: their units, their values over rounds, and the displacements that they cause."""
+"""Outer steps of the oracle: their units, their values in each round, and the displacements that they cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmtrain.config import AverageSection, MomentumSection, NesterovSection, Ou
 
 
 def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
-    """Return g of a round with these learning rates, by replica."""
+    """Return the unit g of a round, given the learning rates of each replica's steps."""
     normalize = getattr(outer, "normalize", "none")
     if normalize == "none":
         return 1.0
@@ -18,7 +18,7 @@ def unit_of(outer: OuterSection, lrs: list[list[float]]) -> float:
 
 
 def in_round(outer: OuterSection, done: int) -> OuterSection:
-    """The outer optimizer's values in the round after so many."""
+    """Return the outer optimizer's section with its values in the round after `done` rounds."""
     if isinstance(outer, AverageSection):
         return outer
     rounds, factor = outer.rounds, 1.0
@@ -36,7 +36,7 @@ def displacement_of(
     outer: OuterSection, before: np.ndarray, mean: np.ndarray, g: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (next momentum, displacement of the anchor), given the momentum before and D = `mean` of a round whose unit is `g`."""
-    if g == 0:  # a round without a learning rate
+    if g == 0:  # a round whose learning rates are all 0
         return before, outer.lr * mean
     if isinstance(outer, NesterovSection):
         after = outer.momentum * before + mean / g

@@ -1,4 +1,4 @@
-"""The oracle for rounds of seconds (A-EDiT): replicas that are fast do more steps before they meet the others."""
+"""Oracle of rounds of seconds (A-EDiT): fast replicas do more steps before they meet the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed.oracle import Oracle
 
 
 class TimedOracle(Oracle):
-    """`seconds(replica, step)` is how long that step takes."""
+    """Oracle of rounds of seconds. `seconds(replica, step)` is the duration of a step."""
 
     def __init__(self, *args, seconds: Callable[[int, int], float], **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class TimedOracle(Oracle):
                 if self.sync.moments is not None:
                     self.average_moments()
             length = min(period.every, longest * (wanted - total) / (total - before))
-            for replica in self.replicas:  # its share of the steps that are left, rounded up
+            for replica in self.replicas:  # the replica's share of the remaining steps, rounded up
                 share = max(0, wanted - total) * (done[replica] - began[replica])
                 limit[replica] = done[replica] + -(-share // (total - before))
             for replica in self.replicas:

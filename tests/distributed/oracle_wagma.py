@@ -1,7 +1,8 @@
-"""WAGMA in NumPy float64, on the models W' themselves as the paper writes it: no threads, no shards. Beyond the paper, what all
-replicas average may go through an outer step.
+"""Oracle of WAGMA in NumPy float64, on the models W' themselves as in the paper: no threads, no shards. Beyond the paper, the
+average of all replicas may go through an outer step.
 
-Who is late, and with how old a model, is given; nothing here is taken from `llmtrain`. wagma_runs.py makes it come true there.
+The caller says which replicas are late, and how old their models are. The oracle takes nothing of `llmtrain.sync`. wagma_runs.py
+makes replicas late in the real method.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from tests.distributed.fake_engine import Scenario
 from tests.distributed.oracle_outer import displacement_of, unit_of
 
 Blocks = list[np.ndarray]
-"""By block: [replicas, elements]."""
+"""Values of each block: [replicas, elements]."""
 Lateness = Mapping[tuple[int, int], int]
-"""(iteration, replica) -> how many iterations old the model is that it contributes; those on time are left out."""
+"""Age, in iterations, of the model that a late replica contributes, by (iteration, replica). Replicas on time have no entry."""
 PATIENCE = 20.0
 """Seconds after which a wait that should be short is a failure."""
 
 
 class WagmaOracle:
-    """Replicas that start equal. `step` for every iteration (from 0), `finish` at the end; `theta` is what they hold."""
+    """Replicas that start equal. `step` is called in every iteration (from 0), `finish` at the end. `theta` has the models."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class WagmaOracle:
         globals_: Collection[int],
         outer: OuterSection | None = None,
     ):
-        """`start` by block: [elements]. After an iteration in `globals_` all replicas average."""
+        """Create the replicas. `start` has [elements] for each block. All replicas average after the iterations in `globals_`."""
         self.replicas, self.size, self.late, self.globals = replicas, size, late, globals_
         self.outer = outer or AverageSection()
         self.momentum = [np.zeros_like(block) for block in start]
@@ -43,7 +44,7 @@ class WagmaOracle:
         """Learning rates of the round so far."""
         self.theta: Blocks = [np.repeat(block[None], replicas, axis=0) for block in start]
         self.finished: dict[int, Blocks] = {-1: self.theta}
-        """Iteration -> W' of all replicas; of a global one, the average."""
+        """W' of all replicas by iteration; after a global iteration, the average."""
         self.last_global = -1
         self.iteration = 0
         self.count = 0
@@ -51,7 +52,7 @@ class WagmaOracle:
         """Largest element of any replica's distance from the last global average."""
 
     def step(self, updates: Callable[[Blocks], Blocks], lr: float = 1.0) -> None:
-        """Local steps of all replicas (`updates` of the models they stand at), then the averages."""
+        """Take the local step of every replica (`updates` of the present models), and then average."""
         self.lrs.append(lr)
         self.theta = [theta + update for theta, update in zip(self.theta, updates(self.theta), strict=True)]
         self.finished[self.iteration] = self.theta
@@ -65,7 +66,7 @@ class WagmaOracle:
         self.iteration += 1
 
     def finish(self) -> None:
-        """The last, shorter round."""
+        """End the last, shorter round, if there is one."""
         if self.iteration > 0 and self.last_global < self.iteration - 1:
             self._average_all()
 
@@ -97,7 +98,7 @@ class WagmaOracle:
 
 
 def exchanges(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    """The groups of an iteration: log2 S rounds, in each of which everybody meets the partner in one bit."""
+    """Return the groups of an iteration. In each of log2 S rounds, every replica meets the partner that differs in one bit."""
     rounds, bits = size.bit_length() - 1, replicas.bit_length() - 1
     met = [{replica} for replica in range(replicas)]
     for turn in range(rounds):
@@ -108,17 +109,17 @@ def exchanges(iteration: int, size: int, replicas: int) -> list[list[int]]:
 
 @dataclass
 class History:
-    """The models of a run, and how often all replicas averaged."""
+    """Models of a run, and the number of averages over all replicas."""
 
     states: list[Blocks]
-    """After every step."""
+    """Models after every step."""
     final: Blocks
-    """After `finish`."""
+    """Models after `finish`."""
     count: int
     bytes_sent: float = 0.0
 
     def assert_close(self, other: History, tolerance: float = 1e-12) -> None:
-        """No element differs by more than that; 0: to the last bit."""
+        """Check that no element differs by more than `tolerance`; 0 means equality to the last bit."""
         both = zip([*self.states, self.final], [*other.states, other.final], strict=True)
         for step, (ours, theirs) in enumerate(both, start=1):
             for block, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -128,20 +129,20 @@ class History:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and who is late in it."""
+    """Run, and the replicas that are late in it."""
 
     scenario: Scenario
     late: Lateness | None = field(default_factory=dict)
-    """None: nobody is told to be; the replicas run freely."""
+    """Planned lateness. None plans nothing, and the replicas run freely."""
     second_rank: str = "with the first"
-    """Of a replica's two ranks: "ahead" has posted a newer model than the first when the version is chosen; "behind"
-    has not even posted the one that is."""
+    """State of a replica's second rank when the version is chosen: "ahead" has posted a newer model than the first rank, "behind"
+    has not even posted the chosen one."""
     sleeps: Mapping[int, float] = field(default_factory=dict)
-    """Replica -> largest pause before the end of a step, in seconds."""
+    """Largest pause before the end of a step, in seconds, by replica."""
     held: Collection[tuple[int, int]] = ()
-    """(iteration, replica): it ends its step when the others have carried the iteration out without it."""
+    """(iteration, replica) of steps that end only when the other replicas have carried out the iteration without this one."""
     fault: tuple[int, int] | None = None
-    """(rank, step) that raises."""
+    """(rank, step) that raises an error."""
     timeout_seconds: float = PATIENCE
 
     @property
@@ -150,30 +151,30 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """Local steps; they count from 0."""
+        """Number of local steps, which count from 0."""
         return self.scenario.steps - self.warmup
 
     def behind(self, iteration: int, replica: int) -> int:
         return self.late.get((iteration, replica), 0)
 
     def version(self, iteration: int, replica: int) -> int:
-        """The iteration whose model the replica contributes."""
+        """Return the iteration whose model the replica contributes."""
         return iteration - self.behind(iteration, replica)
 
     def on_time(self, iteration: int) -> int:
-        """How many replicas are."""
+        """Return the number of replicas that are on time."""
         count = sum((iteration, replica) not in self.late for replica in range(self.scenario.replicas))
-        assert count, "somebody has to be first"
+        assert count, "at least one replica must be on time"
         return count
 
     def answered_before(self, iteration: int, replica: int) -> int:
-        """The last iteration that is carried out with older models of the replica than that of `iteration`; -1: none."""
+        """Return the last iteration that uses an older model of the replica than that of `iteration`; -1 if there is none."""
         later = range(iteration, self.iterations)
         return max((i for i in later if self.version(i, replica) < iteration), default=-1)
 
 
 def ends_of_rounds(scenario: Scenario) -> list[int]:
-    """Iterations after which all replicas average, by the rule of the period's own paper."""
+    """Return the iterations after which all replicas average, by the rule of the period's own paper."""
     period, warmup = scenario.sync.period, scenario.sync.warmup_steps
     local = scenario.steps - warmup
     if period.kind == "steps":
@@ -186,7 +187,7 @@ def ends_of_rounds(scenario: Scenario) -> list[int]:
 
 
 def replay(case: Case) -> tuple[History, WagmaOracle]:
-    """The run by the oracle."""
+    """Run the case by the oracle."""
     scenario, blocks = case.scenario, range(len(case.scenario.shapes))
     oracle = WagmaOracle(
         [scenario.start(block) for block in blocks],
@@ -203,7 +204,7 @@ def replay(case: Case) -> tuple[History, WagmaOracle]:
         def updates(theta: Blocks, noise: Blocks = noise, lr: float = lr) -> Blocks:
             return [lr * (n - scenario.pull * t) for n, t in zip(noise, theta, strict=True)]
 
-        if step <= case.warmup:  # gradients are averaged, and the common model is what comes of it
+        if step <= case.warmup:  # gradients are averaged, so all replicas have one model
             means = [np.broadcast_to(n.mean(0), n.shape) for n in noise]
             oracle.theta = [t + u for t, u in zip(oracle.theta, updates(oracle.theta, means), strict=True)]
             oracle.finished[-1] = oracle.theta

@@ -1,4 +1,4 @@
-"""A sum over a wire in NumPy: everybody's message rounded, and their sum rounded once more; or the largest values of each."""
+"""Sums over a wire in NumPy: each message is rounded and their sum once more, or only the largest values of each are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.test_wire import BLOCK, rounded
 
 
 def summed(messages: np.ndarray, wire: WireSection) -> tuple[np.ndarray, np.ndarray]:
-    """(the sum, what each rank's message left out) of [ranks, elements]."""
+    """Return the sum of `messages`, [ranks, elements], and what each rank's message left out."""
     if wire.kind != "topk":
         return rounded_sum(messages, wire.kind)
     sent = np.array([largest(message, wire.keep, wire.values) for message in messages])
@@ -19,7 +19,7 @@ def summed(messages: np.ndarray, wire: WireSection) -> tuple[np.ndarray, np.ndar
 
 
 def largest(message: np.ndarray, keep: int, values: str) -> np.ndarray:
-    """Return what is sent of one message; zeros elsewhere."""
+    """Return what is sent of one message, with zeros elsewhere."""
     sent = np.zeros_like(message)
     for start in range(0, len(message), 4096):
         chunk = message[start : start + 4096]
@@ -36,8 +36,8 @@ def largest(message: np.ndarray, keep: int, values: str) -> np.ndarray:
 
 
 def rounded_sum(messages: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(the sum, what each rank's rounding left out) of [ranks, elements]; a rank also rounds its chunk of the sum. In float64
-    the sum of a few rounded values has no error, so the order of adding does not show."""
+    """Return the sum of `messages`, [ranks, elements], and what each rank's rounding left out. A rank also rounds its chunk of the
+    sum. In float64 the sum of a few rounded values has no error, so the order of additions does not matter."""
     ranks, numel = messages.shape
     padded = whole_blocks(messages)
     total = rounded(padded, kind).sum(0)
@@ -51,6 +51,6 @@ def rounded_sum(messages: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray
 
 
 def whole_blocks(values: np.ndarray) -> np.ndarray:
-    """[..., n] with zeros after it, up to a multiple of BLOCK."""
+    """Pad [..., n] with zeros to a multiple of BLOCK."""
     missing = -values.shape[-1] % BLOCK
     return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])

@@ -1,5 +1,5 @@
-"""Runs of tiny models in which every two choices that go together meet at least once: method, mesh, engine, model and all that
-a recipe says of precision, memory and messages."""
+"""Runs of tiny models in which every two compatible choices meet at least once: method, mesh, engine, model, and the recipe's
+choices of precision, memory and messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.real_engine import GPT_NEO, LENGTH, LLAMA, TIED, Case
 from tests.distributed.test_offload import late
 
 TESTED_ELSEWHERE = ("muloco", "sparseloco", "des_loc", "snoo", "gpa")
-"""Methods with tests of their own, under ZeRO in test_zero; SNOO is DiLoCo, and MuLoCo is DiLoCo with Muon."""
+"""Methods with tests of their own; test_zero has those under ZeRO. SNOO is DiLoCo, and MuLoCo is DiLoCo with Muon."""
 FACTORS: dict[str, tuple[str, ...]] = {
     "method": tuple(method for method in METHODS if method not in TESTED_ELSEWHERE),
     "mesh": ("2x2", "4x1", "1x3", "3x1"),
@@ -92,14 +92,14 @@ SCHEDULES = {"overlapped": {"kind": "overlapped", "steps": 1, "fragments": 2, "a
 ONE_LAYER = {"num_hidden_layers": 1}
 MODELS = {
     "llama": LLAMA.model_copy(update={"config": {**LLAMA.config, **ONE_LAYER}}),
-    "gpt_neo": GPT_NEO,  # one layer of each of its two kinds of attention
+    "gpt_neo": GPT_NEO,  # one layer of each of the two kinds of attention
     "tied": TIED.model_copy(update={"config": {**TIED.config, **ONE_LAYER}}),
 }
 CHECKPOINTING = {"nothing": False, "all": True, "selective": "selective"}
 
 
 def keys_of(row: Mapping[str, str]) -> dict[str, Any]:
-    """The sections of the recipe that a row stands for."""
+    """Return the sections of a row's recipe."""
     lr = PEAK[row["optimizer"]]
     replicas, shard = map(int, row["mesh"].split("x"))
     engine, stage = (row["engine"][:4], row["engine"][4:]) if row["engine"] != "fsdp2" else ("fsdp2", "3")
@@ -127,7 +127,7 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
         "synchronous": {},
     }
     sync = periods.get(method, {"period": {"kind": "steps", "every": 2}})
-    if method not in ("synchronous", "post_local_sgd"):  # which stay synchronous in another way
+    if method not in ("synchronous", "post_local_sgd"):  # these two are synchronous by other keys
         sync |= {"warmup_steps": WARMUP}
     if METHODS[method].PRESET.get("pull") is not None:
         sync |= {"pull": {"probability": 0.3, "strength": 0.5, "batch": "keep"}}
@@ -138,12 +138,12 @@ def _sync_of(row: Mapping[str, str], lr: float) -> dict[str, Any]:
     wire["gradients"] = method == "synchronous" and row["wire"] != "fp32"
     schedule = SCHEDULES.get(row["schedule"], row["schedule"])
     if row["schedule"] == "overlapped" and "reduction" in sync:
-        schedule = {**schedule, "steps": 2}  # norms in the first step, the message in the second
+        schedule = {**schedule, "steps": 2}  # norms take the first step, the message the second
     return {**sync, "schedule": schedule, "wire": wire, "offload": row["offload"] == "anchors"}
 
 
 def recipe_of(row: Mapping[str, str]) -> Recipe:
-    """A recipe that says what the row does."""
+    """Return a row's recipe."""
     keys = keys_of(row)
     sync = choices(row["method"], **keys.pop("sync"))
     batch = {"steps": STEPS, "sequence_length": LENGTH, "global_batch": BATCH, "micro_batch": 1}
@@ -153,7 +153,7 @@ def recipe_of(row: Mapping[str, str]) -> Recipe:
 
 
 def is_refused(row: Mapping[str, str]) -> bool:
-    """Whether a recipe that says so is refused."""
+    """Return whether a row's recipe is refused."""
     recipe = recipe_of(row)
     try:
         check(recipe, recipe.parallel.replicas * recipe.parallel.shards)
@@ -163,7 +163,7 @@ def is_refused(row: Mapping[str, str]) -> bool:
 
 
 def case_of(row: Mapping[str, str]) -> Case:
-    """The run of a row."""
+    """Return the case of a row."""
     keys = keys_of(row)
     parallel = keys["parallel"]
     section = {key: value for key, value in parallel.items() if key not in ("replicas", "shards")}
@@ -183,17 +183,17 @@ def case_of(row: Mapping[str, str]) -> Case:
 
 
 def resumed_after(row: Mapping[str, str]) -> int:
-    """A step in the second round; layer-wise, the last of the first, which the next forward pass is to synchronize."""
+    """Return a step in the second round. Layer-wise, it is the last of the first round, which the next forward synchronizes."""
     return 3 if row["schedule"] == "layerwise" else 4
 
 
 OF_ENGINES = ("mesh", "precision", "recomputed", "offload", "optimizer", "forwards")
-"""Choices that engines see; schedules and wires see blocks of parameters, whatever the engine."""
+"""Choices that engines depend on. Schedules and wires see blocks of parameters, whatever the engine."""
 
 
 def _resumed_rows() -> list[dict[str, str]]:
-    """Few rows in which each level of each choice, and each engine with each level of what it computes by, goes on from a
-    checkpoint. That methods do so with each other choice is the business of threads (test_methods_resume.py)."""
+    """Return few rows that together have each level of each choice, and each engine with each level of the choices OF_ENGINES.
+    These rows resume from a checkpoint. Tests on threads resume methods with every other choice (test_methods_resume.py)."""
 
     def met(row: Mapping[str, str]) -> set[tuple[str, ...]]:
         by_engine = {(row["engine"], name, row[name]) for name in OF_ENGINES}

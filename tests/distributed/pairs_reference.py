@@ -1,5 +1,5 @@
-"""The run of a case once more, in one process: plain transformers models in float64, the oracle's synchronization, and the
-inner optimizers written out. Nothing of it is the engine's or `llmtrain.sync`'s but the initial weights."""
+"""Reference run of a case in one process: plain transformers models in float64, the oracle's synchronization, and the inner
+optimizers written out. It takes nothing of the engines or of `llmtrain.sync`, except the initial weights."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.distributed.real_engine import SEED, VOCABULARY, Case, Outcome, globa
 
 @dataclass
 class Reference:
-    """What a run should look like."""
+    """Expected results of a run."""
 
     losses: list[float]
-    """Mean over all replicas that computed one, of each step in which somebody did."""
+    """Mean over the replicas that computed a loss, of each step in which at least one did."""
     norms: list[list[float]]
-    """[replica][step]: of the gradient before it was clipped."""
+    """Norms of the gradients before clipping: [replica][step]."""
     weights: dict[str, torch.Tensor]
-    """At the end, by parameter."""
+    """Final weights by parameter."""
     moved: dict[str, float]
-    """Norm of the difference between the weights at the end and the initial ones, by parameter."""
+    """Norm of the difference between the final and the initial weights, by parameter."""
     rounds: int
 
 
 @dataclass
 class Replicas:
-    """N models' gradients and inner optimizers: the oracle asks for the direction of every inner step."""
+    """Gradients and inner optimizers of N models. The oracle asks for the direction of every inner step."""
 
     case: Case
     losses: dict[int, list[float]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Replicas:
         self._directions: dict[int, list[np.ndarray]] = {}
 
     def run(self) -> Reference:
-        """By the oracle of the case's schedule."""
+        """Run the case by the oracle of its schedule, and return the results."""
         sync, kinds = self.case.sync, {"delayed": DelayedOracle, "overlapped": OverlappedOracle}
         rates = LRSchedule(self.case.optim["lr"], self.case.steps, self.case.schedule)
         common = (sync, rates, self.start, self.case.replicas, self.direction, SEED)
@@ -82,7 +82,7 @@ class Replicas:
             self.oracle = kinds.get(sync.schedule.kind, Oracle)(*common)
         self.oracle.averaged = [(self.first, self.second)]
         self.oracle.run()
-        assert all((block == block[0]).all() for block in self.oracle.theta), "the oracle's replicas end equal"
+        assert all((block == block[0]).all() for block in self.oracle.theta), "the oracle's replicas must end equal"
         weights = []
         for values in (self.start, [block[0] for block in self.oracle.theta]):
             self._load(values)
@@ -93,7 +93,7 @@ class Replicas:
         return Reference(losses, self.norms, last, moved, self.oracle.count)
 
     def direction(self, step: int, replica: int, block: int, parameters: np.ndarray) -> np.ndarray:
-        """What an inner step at learning rate 1 adds to a block. The oracle asks for block 0 before it changes anything."""
+        """Return what an inner step at learning rate 1 adds to a block. The oracle asks for block 0 before it changes anything."""
         if block == 0:
             self._directions[replica] = np.split(self._inner_step(step, replica), self.ends)
         return self._directions[replica][block]
@@ -128,7 +128,7 @@ class Replicas:
         return direction
 
     def _matrices(self) -> dict[int, torch.Size]:
-        """Return the shapes of the matrices of layers, which Muon updates, by their places among all values."""
+        """Return the shapes of the layers' matrices, which Muon updates, by their offsets among all values."""
         shapes, start = {}, 0
         for name, parameter in zip((name for block in self.names for name in block), self.parameters, strict=True):
             if parameter.ndim == 2 and re.search(r"\.\d+\.", name):
@@ -143,7 +143,7 @@ class Replicas:
         return factor[muon.adjust_lr] * orthogonal_of(nesterov, muon.iterations).reshape(-1)
 
     def _gradient(self, step: int, replica: int) -> tuple[np.ndarray, float]:
-        """Of the mean loss of a replica's part of the batch, and that loss."""
+        """Return the gradient of the mean loss on a replica's part of the batch, and that loss."""
         self._load([block[replica] for block in self.oracle.theta])
         batch = global_batch(self.case, step).chunk(self.case.replicas)[replica]
         logits = self.model(batch[:, :-1]).logits
@@ -160,7 +160,7 @@ class Replicas:
 
 
 def orthogonal_of(matrix: np.ndarray, iterations: int) -> np.ndarray:
-    """Newton-Schulz iterations by the singular values themselves, on which they act one by one."""
+    """Apply Newton-Schulz iterations to the singular values themselves, because the iterations act on each of them separately."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     values = values / np.linalg.norm(values)
     for _ in range(iterations):
@@ -173,12 +173,13 @@ def _flat(tensors: list[Any]) -> np.ndarray:
 
 
 def reference(case: Case) -> Reference:
-    """What the case should give, whatever its mesh's shards, its engine, its precision and its wire."""
+    """Return the expected results of the case, whatever its shards, engine, precision and wire."""
     return Replicas(case).run()
 
 
 def assert_is_reference(ranks: list[Outcome], case: Case) -> None:
-    """Compare a run in float64 with its reference, up to the norms of Llama, which are in fp32 whatever the rest is."""
+    """Compare a run in float64 with its reference. The tolerances are for Llama's normalization layers, which always compute in
+    fp32."""
     expected = reference(case)
     np.testing.assert_allclose(ranks[0].losses, expected.losses, rtol=1e-8)
     for rank, outcome in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""A case of the table on the ranks of the pool: the whole run, and its second half once more from a checkpoint."""
+"""Runs of the table's cases on the ranks of the pool: the whole run, and its second half once more from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Checkpoints are written when the function given is called: as on a disk so slow that training is over by then."""
+    """Hold back the writing of checkpoints until the provided function is called, as on a disk so slow that training ends first."""
     held: list[CheckpointWriter] = []
     start = CheckpointWriter.start
 
@@ -43,7 +43,8 @@ def train(case: Case) -> tuple[Outcome, None]:
 
 
 def train_and_resume(case: Case, after: int, folder: Path) -> tuple[Outcome, Outcome]:
-    """The run, and all of it that comes after step `after` by an engine and a method that have loaded its checkpoint."""
+    """Train the case, and then its steps after `after` once more, by an engine and a method that have loaded the checkpoint of
+    `after`. Return both outcomes."""
     mesh = mesh_of(case.replicas, case.shard)
     whole = Run(case, mesh)
     whole.train(after)

@@ -1,4 +1,4 @@
-"""A pool of ranks: processes forked from the mother that outlive a test, so that each test pays for its collectives only."""
+"""Pool of ranks: processes forked from the mother that outlive a test, so that each test pays only for its collectives."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from typing import Any
 from tests.mother import Mother, Process, session
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to notice that one has failed, before they are killed."""
+"""Seconds that the other ranks have to notice that one has failed, before they are killed."""
 _HOLD_GROUPS = ("DeepSpeedEngine", "Init", "Comms", "Mesh")
-"""Classes of what the parameters of an engine of stage 3 lead to."""
+"""Classes of objects that are reachable from the parameters of an engine of stage 3."""
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not answer; the message names it and carries its traceback."""
+    """Failure of a rank that raised, died or did not answer. The message names the rank and has its traceback."""
 
 
 class RankPool:
-    """`world_size` processes that run module-level functions inside a fresh process group (gloo; for tensors on GPUs,
-    where there are any, NCCL).
+    """`world_size` processes that run module-level functions, each time inside a fresh process group. The group uses gloo, and NCCL
+    for tensors on GPUs if there are any.
 
-    The processes are forked with the first call. `environment` is added to this process's, and before anything is imported if
-    they have a mother of their own. After a rank has died or hung they are all killed, and the next call forks new ones.
+    The first call forks the processes. `environment` is added to this process's environment; if the ranks have a mother of their
+    own, this happens before anything is imported. After a rank has died or hung, all are killed, and the next call forks new ones.
     """
 
     def __init__(
         self, world_size: int, environment: Mapping[str, str] | None = None, own_mother: bool | None = None
     ) -> None:
-        """Prepare for so many ranks; they have a mother of their own if there is an `environment`, unless told otherwise."""
+        """Prepare for `world_size` ranks. By default, they have a mother of their own if there is an `environment`."""
         has_own = bool(environment) if own_mother is None else own_mother
         self.world_size, self._environment = world_size, environment
         self._mother = Mother(environment) if has_own else session()
         self._ranks: list[tuple[Process, connection.Connection]] = []  # (process, our end of its pipe)
 
     def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0) -> list:
-        """`fn(*args)` on the first `world_size` ranks (default: all of them); the results, by rank.
+        """Call `fn(*args)` on the first `world_size` ranks (default: all of them), and return the results by rank.
 
-        `fn` travels by reference, arguments and results are pickled by value. Collectives time out at half of
-        `timeout` (seconds), so that a hanging one is reported with its traceback. Raises RankFailure. If something else
-        interrupts it (pytest-timeout), the ranks are killed, because the next call would take their late answers for its own.
+        `fn` travels by reference; arguments and results are pickled by value. Collectives time out at half of `timeout` (seconds),
+        so that a hanging one is reported with its traceback. Raises RankFailure. If something else interrupts the call
+        (pytest-timeout), the ranks are killed, because the next call would take their late answers for its own.
         """
         size = world_size or self.world_size
         assert size <= self.world_size, f"the pool has {self.world_size} ranks, {size} were asked for"
@@ -70,7 +70,7 @@ class RankPool:
                 raise
 
     def close(self) -> None:
-        """End the processes, and kill those that do not end by themselves; the next call starts new ones."""
+        """End the processes, and kill those that do not end by themselves. The next call starts new ones."""
         for _, pipe in self._ranks:
             pipe.close()
         deadline = time.monotonic() + 1.0
@@ -118,7 +118,7 @@ class RankPool:
 
 
 def _serve(descriptor: int) -> None:
-    """Take a task, answer (None, result) or (time of failure, traceback), and again, until the other end is gone."""
+    """Take tasks until the other end is gone. Answer each with (None, result) or (time of failure, traceback)."""
     import torch
     import torch.distributed as dist
 
@@ -136,22 +136,23 @@ def _serve(descriptor: int) -> None:
             dist.init_process_group(
                 backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
             )
-            dist.barrier()  # or a rank whose task sends nothing is gone before the others have connected to it
+            dist.barrier()  # or a rank whose task sends nothing leaves before the others have connected to it
             fn, args = pickle.loads(task)
             # Plain pickle copies tensors; the pipe's own send() would pass them through shared memory.
             answer = pickle.dumps((None, fn(*args)))
-        except BaseException:  # also SystemExit: whatever happens in a rank is the test's to see
+        except BaseException:  # also SystemExit: the test has to see whatever happens in a rank
             answer = pickle.dumps((time.monotonic(), traceback.format_exc()))
         _end_deepspeed()
         forget_shardings()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # groups that a cycle of references keeps have sockets, and threads that wake up 100 times per second
+        gc.collect()  # groups in reference cycles have sockets, and threads that wake up 100 times per second
         pipe.send_bytes(answer)
 
 
 def _end_deepspeed() -> None:
-    """Destroy its engines, and empty what they leave: C++ holds on to their parameters, and so to their process groups."""
+    """Destroy DeepSpeed's engines, and clear the objects that they leave, because C++ keeps their parameters, and with them their
+    process groups."""
     import torch
 
     engines = [left for left in gc.get_objects() if type(left).__name__ == "DeepSpeedEngine"]

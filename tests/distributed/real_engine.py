@@ -1,4 +1,4 @@
-"""A few steps of a tiny model under a real engine, on the ranks of the pool."""
+"""Steps of a tiny model under a real engine, on the ranks of the pool."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ GPT_NEO = ModelSection(
         "num_heads": 2,
         "attention_types": [[["global", "local"], 1]],
         "window_size": 4,
-        "max_position_embeddings": 2 * LENGTH,  # each layer makes masks of its square
+        "max_position_embeddings": 2 * LENGTH,  # each layer makes masks of this size squared
     },
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One small training run."""
+    """Small training run."""
 
     sync: SyncSection = field(default_factory=lambda: choices("synchronous"))
     replicas: int = 1
@@ -59,13 +59,13 @@ class Case:
     global_batch: int = 8
     micro_batch: int = 2
     same_data: bool = False
-    """Every replica gets the same batches."""
+    """Whether every replica gets the same batches."""
     device: str = "cpu"
-    """Where all ranks compute; a GPU is shared by all of them, so each is a replica of its own."""
+    """Device of all ranks. If it is a GPU, all ranks share it, and each is a replica of its own."""
     network: str = "gloo"
-    """Between replicas. NCCL needs a GPU for each rank."""
+    """Backend between replicas. NCCL needs one GPU per rank."""
     copies: Callable[[torch.device], StreamOffload | None] = host_offload
-    """How anchors are offloaded, if the recipe says that they are."""
+    """Constructor of the anchors' offload, if the recipe offloads anchors."""
 
     @property
     def rates(self) -> LRSchedule:
@@ -74,10 +74,10 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     losses: list[float]
-    """Mean over all ranks, of each step in which somebody computed a gradient."""
+    """Mean over all ranks, of each step in which at least one computed a gradient."""
     norms: list[float]
     weights: dict[str, torch.Tensor]
     """This rank's shards after `finish`, by parameter."""
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo") -> Mesh:
-    """A mesh over the first ranks of the pool's process group."""
+    """Return a mesh over the first ranks of the pool's process group."""
     world = World(dist.get_rank(), replicas * shard, dist.get_rank(), replicas * shard)
     return build_mesh(
         world,
@@ -99,7 +99,7 @@ def mesh_of(replicas: int, shard: int, device: str = "cpu", network: str = "gloo
 
 
 def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monotonic) -> tuple[Engine, Method]:
-    """Engine and method of a case."""
+    """Return the engine and the method of a case."""
     model = build(model_config(case.model, VOCABULARY), loss_chunk=11)
     parallel, in_forward = ParallelSection(**case.parallel), case.sync.schedule.kind == "layerwise"
     optim = OptimSection(**case.optim)
@@ -131,13 +131,13 @@ def build_case(case: Case, mesh: Mesh, clock: Callable[[], float] = time.monoton
 
 
 def global_batch(case: Case, step: int) -> torch.Tensor:
-    """What all ranks together read in a step; the same on every mesh."""
+    """Return the batch that all ranks together read in a step. It is the same on every mesh."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCABULARY, (case.global_batch, LENGTH + 1), generator=generator) % 17
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
-    """This rank's part of a global batch."""
+    """Return this rank's part of a global batch."""
     parts = case.replicas * case.shard
     part = mesh.shard_comms.rank if case.same_data else mesh.world.rank
     mine = global_batch(case, step).chunk(case.shard if case.same_data else parts)[part]
@@ -146,21 +146,21 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[torch.Tensor]:
 
 @dataclass
 class Run:
-    """A case's engine and method on this rank, and what its steps so far have given."""
+    """Engine and method of a case on this rank, and the results of its steps so far."""
 
     case: Case
     mesh: Mesh
     step: int = 0
     sums: list[list[float]] = field(default_factory=list)
-    """[step] -> (loss of this rank's tokens, their number)."""
+    """Sum of the losses of this rank's tokens, and the number of these tokens, of each step."""
     norms: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.seconds = self.step  # each step takes one
+        self.seconds = self.step  # each step takes one second
         self.engine, self.method = build_case(self.case, self.mesh, clock=lambda: self.seconds)
 
     def train(self, until: int) -> None:
-        """Up to and including step `until`."""
+        """Train up to and including step `until`."""
         while self.step < until:
             self.step += 1
             self._train_step()
@@ -178,15 +178,18 @@ class Run:
         self.sums.append([float(loss), tokens])
 
     def losses(self) -> list[float]:
-        """Of each step in which somebody computed a gradient. A collective of all ranks; none in each step, in which replicas
-        that only pull would wait for those that ZeRO-3 makes wait for their next forward pass."""
+        """Return the loss of each step in which at least one rank computed a gradient. All ranks must call this function.
+
+        There is no collective in each step, because replicas that only pull would wait in it for replicas that ZeRO-3 makes wait
+        for their next forward pass.
+        """
         sums = self.mesh.all_ranks.all_reduce(torch.tensor(self.sums, dtype=torch.float64)).tolist()
         return [loss / tokens for loss, tokens in sums if tokens]
 
     def finish(self) -> Outcome:
-        """The last synchronization, and what there is then."""
+        """Synchronize for the last time, and return the results."""
         self.method.finish()
-        # Not the whole weights: DTensor caches the groups of earlier meshes, which the pool has destroyed.
+        # Shards, not whole weights, because DTensor caches the groups of earlier meshes, which the pool has destroyed.
         shards = {
             name: rows.to_local().to("cpu", copy=True)
             for block in self.engine.blocks
@@ -197,7 +200,7 @@ class Run:
 
 
 def train(cases: list[Case]) -> list[Outcome]:
-    """Run the cases one after another on this rank; all have the same number of ranks."""
+    """Run the cases one after another on this rank. All have the same number of ranks."""
     outcomes = []
     for case in cases:
         run = Run(case, mesh_of(case.replicas, case.shard, case.device, case.network))
@@ -207,7 +210,8 @@ def train(cases: list[Case]) -> list[Outcome]:
 
 
 def zero_pool(size: int) -> RankPool:
-    """Ranks of their own for DeepSpeed, which keeps much that is global; it has built its first engine, which takes seconds."""
+    """Return a separate pool for DeepSpeed, which keeps much global state. Its ranks have already built a first engine, which takes
+    seconds."""
     pool = RankPool(size)
     parallel = {"precision": "fp32", "engine": "zero", "zero_stage": 3}
     pool.run(train, [Case(shard=size, steps=1, global_batch=2 * size, parallel=parallel)])

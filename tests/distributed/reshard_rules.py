@@ -1,4 +1,4 @@
-"""Two checkpoints of one run, before and after another mesh took it over, held against the rules: whole tensors, plain NumPy."""
+"""Rules of resharding for two checkpoints of one run, before and after another mesh took it over: whole tensors, plain NumPy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 @dataclass
 class Written:
-    """A checkpoint as plain arrays, read without any of the trainer's code."""
+    """Checkpoint as plain arrays, read without any of the trainer's code."""
 
     tensors: dict[str, np.ndarray]
     state: dict[str, Any]
 
     def ranks(self, *names: str | int) -> list[Any]:
-        """One of every rank's plain values."""
+        """Return one of the plain values of every rank."""
         values = self.state["ranks"]
         for name in names:
             values = [value[name] for value in values]
@@ -30,7 +30,7 @@ class Written:
 
 
 def read_checkpoint(path: Path) -> Written:
-    """Whole tensors, in their own precision."""
+    """Read whole tensors, in their own precision."""
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -43,12 +43,12 @@ def read_checkpoint(path: Path) -> Written:
 
 
 def newest(folder: Path) -> Path:
-    """The newest checkpoint in a folder of them."""
+    """Return the newest checkpoint in a folder of checkpoints."""
     return folder / (folder / "latest").read_text().strip()
 
 
 def of_replicas(written: Written) -> list[dict[str, np.ndarray]]:
-    """Each replica's own tensors by name, in float64."""
+    """Return each replica's own tensors by name, in float64."""
     return [
         {
             name.removeprefix(f"replica{replica}."): tensor.astype(np.float64)
@@ -64,14 +64,14 @@ def shared(written: Written) -> dict[str, np.ndarray]:
 
 
 def assert_follows_the_rules(got: Written, old: Written, rtol: float) -> None:
-    """The rules once more, on whole tensors: means, what is shared, and the sum of rounding errors."""
+    """Check the rules on whole tensors: means, shared tensors, and the sum of rounding errors."""
     before, after = of_replicas(old), of_replicas(got)
     for name in before[0]:
         total = sum(replica[name] for replica in before)
         expected = total / (len(after) if name.startswith("sync.error.") else len(before))
         for replica in after:
             np.testing.assert_allclose(replica[name], expected, rtol=rtol, atol=rtol, err_msg=name)
-    assert all(replica.keys() == before[0].keys() for replica in after), "nothing is dropped"
+    assert all(replica.keys() == before[0].keys() for replica in after), "no tensor may be dropped"
     assert shared(got).keys() == shared(old).keys()
     for name, tensor in shared(old).items():
         np.testing.assert_array_equal(shared(got)[name], tensor, err_msg=name)

@@ -1,4 +1,4 @@
-"""Parts of one run on the ranks of the pool, each on a mesh of its own, with the real trainer and checkpoints."""
+"""Parts of runs on the ranks of the pool, each part on a mesh of its own, with the real trainer and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Part:
-    """So much of a run: from its newest checkpoint until the one after step `until`."""
+    """Part of a run, from its newest checkpoint to the one that is written after step `until`."""
 
     recipe: Recipe
     replicas: int
     shard: int
     until: int
     seconds: tuple[float, ...] = ()
-    """How long each replica's steps take, where rounds go by seconds."""
+    """Seconds per step of each replica, if rounds are of seconds."""
     device: str = "cpu"
 
 
 @dataclass
 class Seen:
-    """What one rank saw of a part."""
+    """Observations of one rank during a part."""
 
     samples: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Seen:
 
 
 def write_texts(folder: Path) -> None:
-    """A little real text: some of the standard library's source."""
+    """Write a little real text: some sources of the standard library."""
     texts = {"train": ("this", "bisect", "heapq", "textwrap", "queue", "shlex"), "validation": ("sched", "stat")}
     for split, names in texts.items():
         (folder / split).mkdir()
@@ -73,14 +73,14 @@ def write_texts(folder: Path) -> None:
 
 
 def recipe_of(folder: Path, name: str, *overrides: str) -> Recipe:
-    """A tiny recipe whose runs and data are in `folder`, which has texts in `train/` and `validation/`."""
+    """Return a tiny recipe whose runs and data are in `folder`, which has texts in `train/` and `validation/`."""
     texts = [f"data.source={folder / 'train'}", f"data.validation={folder / 'validation'}"]
     where = [*texts, f"run.name={name}", f"run.out_dir={folder / 'runs'}", f"data.cache_dir={folder / 'data'}"]
     return load_recipe(ROOT / RECIPE, [*TINY, *SMALL, *where, *overrides])
 
 
 class _Watching(Console):
-    """Keeps the notes, and validates when training begins."""
+    """Console that keeps the notes, and validates when training begins."""
 
     def __init__(self, seen: Seen):
         super().__init__(enabled=False)
@@ -95,18 +95,18 @@ class _Watching(Console):
 
 
 def loss_of_mean(trainer: Trainer) -> float:
-    """Validation loss of the replicas' mean."""
+    """Return the validation loss of the replicas' mean."""
     with validated_parameters(trainer.engine, trainer.metrics.mesh):
         return trainer.validator.losses_of(trainer.validator.sets[0])[0][1].loss
 
 
 def trainer_of(part: Part, seen: Seen) -> Trainer:
-    """On this rank. It stops at its next checkpoint."""
+    """Return the trainer of a part on this rank. It stops at its next checkpoint."""
     directory = RunDirectory(part.recipe)
-    # A request to stop is agreed on with a log line: the one after the first step, or the one at the checkpoint.
+    # Ranks agree on a request to stop at a log line: the one after the first step, or the one at the checkpoint.
     log = part.until if complete_checkpoints(directory.checkpoints) else part.recipe.train.total_steps
     checkpoint = part.recipe.checkpoint.model_copy(update={"every": part.until})
-    # One micro-batch a rank, whatever the mesh: it may change with it. With shares, of the replica that reads least.
+    # One micro-batch per rank, whose size depends on the mesh. With shares, it is that of the replica that reads least.
     shares = part.recipe.train.batch_shares or (1,) * part.replicas
     smallest = part.recipe.train.global_batch * min(shares) // sum(shares)
     train = part.recipe.train.model_copy(update={"micro_batch": smallest // part.shard})
@@ -125,7 +125,7 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
     run.stop.requested = True
     trainer = build_trainer(run, None)
     console.trainer = trainer
-    trainer.loader = trainer.loader.loader  # what is read ahead is not used yet
+    trainer.loader = trainer.loader.loader  # samples that are only read ahead must not be recorded
     tokens, following = trainer.loader.tokens, trainer.loader.next
     window = tokens.window
 
@@ -148,19 +148,19 @@ def trainer_of(part: Part, seen: Seen) -> Trainer:
 
 
 def newest_of(trainer: Trainer) -> Path | None:
-    """The run's newest checkpoint, if it has one."""
+    """Return the run's newest checkpoint, if it has one."""
     return max(complete_checkpoints(trainer.metrics.run_log.directory.checkpoints).values(), default=None)
 
 
 def fit(trainer: Trainer) -> str:
-    """Train from the run's newest checkpoint on. Returns how it ended."""
+    """Train from the run's newest checkpoint on, and return how training ended."""
     if (newest := newest_of(trainer)) is not None:
         trainer.load(newest)
     return trainer.fit()
 
 
 def run_part(part: Part) -> Seen:
-    """On this rank."""
+    """Run a part on this rank."""
     torch.manual_seed(0)
     seen = Seen()
     trainer = trainer_of(part, seen)
@@ -170,13 +170,13 @@ def run_part(part: Part) -> Seen:
 
 
 def run_parts(parts: list[Part]) -> list[Seen]:
-    """Of different runs on one mesh, one after another."""
+    """Run parts of different runs on one mesh, one after another."""
     return [run_part(part) for part in parts]
 
 
 def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
-    """Load the newest checkpoint of each part's run on the part's mesh and write it, as it is then, into a folder. Returns
-    what the console says of each."""
+    """Load the newest checkpoint of each part's run on the part's mesh, and write the loaded state to a folder. Return the console
+    texts that say how the states were resharded."""
     said = []
     for part, folder in parts:
         trainer = trainer_of(part, Seen())
@@ -191,7 +191,7 @@ def rewrite(parts: list[tuple[Part, Path]]) -> list[str]:
 
 
 def refusal(part: Part) -> str:
-    """Why this rank does not load the newest checkpoint."""
+    """Return why this rank does not load the newest checkpoint; empty if it does."""
     trainer = trainer_of(part, Seen())
     try:
         trainer.checkpointer.load(newest_of(trainer), trainer.reshard_rules(), part.recipe.run.seed)

@@ -1,5 +1,5 @@
-"""Short runs of every method under both engines, stopped halfway and resumed, whose every number is fixed: A-EDiT's clock counts
-steps, and WAGMA has a replica that is late when it is planned to be."""
+"""Short deterministic runs of every method under both engines, stopped halfway and resumed. A-EDiT's clock counts steps, and
+WAGMA's replicas are late as planned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 STOPPED_AFTER = 8
-"""Within the second round, where a validation makes all ranks agree on it at once."""
+"""Step in the second round after which runs are stopped. A validation there makes all ranks agree on the stop at once."""
 PATIENCE_SECONDS = 60.0
 STEPS = ("train.steps=13", "checkpoint.every=100", "log.every=2", "eval.every=4", "sync.warmup_steps=2")
 EVERY = ("sync.period.every=4",)
@@ -51,14 +51,14 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "zero": ("parallel.engine=zero", "parallel.zero_stage=2", "parallel.precision=fp32"),
 }
 SECONDS_PER_STEP = (0.5, 1.5)
-"""Seconds that a step takes, by replica, where rounds are of seconds."""
+"""Seconds per step of each replica, if rounds are of seconds."""
 LATE = {(1, 1), (4, 0), (5, 0)}
-"""(iteration, replica) of WAGMA: it contributes the message of the iteration before."""
+"""(iteration, replica) of WAGMA at which the replica contributes the message of the iteration before."""
 
 
 class PlannedStarts:
-    """In place of what wakes a group average: it begins when all that are on time have arrived, and not before those that are
-    late have finished what they contribute."""
+    """Replacement of the signal that wakes group averages. An average begins when all replicas on time have arrived, and not before
+    late replicas have finished what they contribute."""
 
     def __init__(self, trainer: Trainer):
         self.schedule, self.mesh = trainer.method.schedule, trainer.metrics.mesh
@@ -79,7 +79,7 @@ class PlannedStarts:
         self.store.add(f"arrived {iteration}", 1)
 
     def wait(self, iteration: int) -> bool:
-        """Wait for the iteration's begin; False: there are no more."""
+        """Wait until the iteration begins. Return False if there are no more iterations."""
         on_time = sum((iteration, replica) not in LATE for replica in range(self.mesh.replicas))
         needed = iteration - ((iteration, self.replica) in LATE)
 
@@ -90,7 +90,7 @@ class PlannedStarts:
         return not self._is_over(iteration)
 
     def end(self, iteration: int) -> None:
-        """There are no more."""
+        """Say that there are no more iterations."""
         self.store.set(f"end {iteration}", "")
 
     def forget(self, iterations: Iterable[int]) -> None:
@@ -107,7 +107,8 @@ class PlannedStarts:
 
 
 def train(recipe: Recipe, mesh: tuple[int, int], stop_after: int | None) -> str:
-    """Train from the newest checkpoint to the end, or until it is asked to stop. Returns how it ended on this rank."""
+    """Train from the newest checkpoint to the end, or until a request to stop after step `stop_after`. Return how training ended on
+    this rank."""
     torch.manual_seed(0)
     seconds = SECONDS_PER_STEP if recipe.sync.period.kind == "seconds" else ()
     trainer = trainer_of(Part(recipe, *mesh, recipe.train.total_steps + 1, seconds), Seen())
@@ -130,7 +131,7 @@ def train(recipe: Recipe, mesh: tuple[int, int], stop_after: int | None) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A run to store."""
+    """Run to store."""
 
     name: str
     mesh: tuple[int, int]
@@ -138,7 +139,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return every method under both engines, shards where the method does not need a rank's own clock."""
+    """Return cases of every method under both engines, with shards where the method does not need a clock of each rank."""
     found = []
     for method in METHODS:
         mesh = (2, 1) if method in ("a_edit", "wagma") else (2, 2)
@@ -150,13 +151,13 @@ def cases() -> list[Case]:
 
 
 def store(folder: Path) -> None:
-    """Make all runs of this tree, in FOLDER/runs."""
+    """Train all cases with this source tree, in FOLDER/runs."""
     folder.mkdir(parents=True)
     write_texts(folder)
     for case in cases():
         began, recipe = time.monotonic(), recipe_of(folder, case.name, *case.overrides)
         for stop_after, ending in ((STOPPED_AFTER, "signal"), (None, "done")):
-            pool = RankPool(math.prod(case.mesh))  # a new one: DeepSpeed counts parameters from one engine to the next
+            pool = RankPool(math.prod(case.mesh))  # a new one, because DeepSpeed numbers parameters across engines
             try:
                 endings = pool.run(train, recipe, case.mesh, stop_after)
             finally:

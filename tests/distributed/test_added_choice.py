@@ -1,5 +1,5 @@
-"""A new kind of a choice, added as CONTRIBUTING says, with nothing of the package changed: its class with its keys and their
-consequences, its implementation, and its entry in a list. The trainer, the engines and the estimates know no more of it."""
+"""Tests of a new kind of a choice, added as CONTRIBUTING says, without changes to the package: its class with its keys and their
+consequences, its implementation, and its entry in a list. The trainer, the engines and the estimates know nothing else of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OUTERS[AdaptiveSection] = lambda section: Adaptive(section.lr)
 
 
 class OneByOneSection(SyncScheduleSection):
-    """Blocking, with a single block in flight: slower, and needs less memory."""
+    """Blocking schedule with a single block in flight. It is slower, and needs less memory."""
 
     kind: Literal["one_by_one"] = "one_by_one"
 
@@ -68,7 +68,7 @@ SCHEDULES[OneByOneSection] = BlockingSchedule
 
 
 def with_choice(sync: SyncSection, **choice: object) -> SyncSection:
-    """What the recipe loader makes once a kind is listed in `AnyOuter` or `AnySchedule`."""
+    """Return the section that the recipe loader makes once a kind is listed in `AnyOuter` or `AnySchedule`."""
     return sync.model_copy(update=choice)
 
 

@@ -1,5 +1,5 @@
-"""Disks that fill up, become read-only or lose bits, and clocks that jump, in runs of two ranks: every rank ends with the
-reason, nothing that was there is lost, and the run continues to the same metrics once the disk is well."""
+"""Tests of disks that fill up, become read-only or lose bits, and of clocks that jump, in runs of two ranks: every rank ends with
+the reason, no earlier file is lost, and the run continues to the same metrics once the disk works again."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(ranks: RankPool, folder: Path) -> list[dict]:
-    """What a run measures that nothing happens to."""
+    """Provide the metrics of an undisturbed run."""
     recipe = recipe_of(folder, "whole", *KEYS)
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
     return lines_of(folder / "runs/whole")
 
 
 def train(recipe: Recipe, meddle: Meddle) -> str:
-    """How a run ended on this rank, from its newest checkpoint on: "done", or the error."""
+    """Train from the run's newest checkpoint on. Return how the run ended on this rank: "done", or the error."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
     trainer.metrics.stop.requested, trainer.recipe = False, recipe
     trainer.checkpointer.section = recipe.checkpoint
@@ -79,7 +79,7 @@ def nothing(trainer: Trainer, recipe: Recipe) -> None:
 
 
 def after_step(trainer: Trainer, chosen: int, do: Callable[[], object]) -> None:
-    """On the main rank, once the checkpoints so far are on the disk."""
+    """Call `do` on the main rank after a step, once the checkpoints so far are on the disk."""
     end_step = trainer.method.end_step
 
     def wrapped(step: int, tokens: int) -> None:
@@ -92,7 +92,7 @@ def after_step(trainer: Trainer, chosen: int, do: Callable[[], object]) -> None:
 
 
 def fill_disk(trainer: Trainer, recipe: Recipe) -> None:
-    """After step 7, but for a little."""
+    """Fill the disk after step 7, except for a little."""
 
     def fill() -> None:
         room = os.statvfs(recipe.run.out_dir)
@@ -106,7 +106,7 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def steps_of(run: Path) -> list[int]:
-    """Of its checkpoints, all of which are whole."""
+    """Return the steps of a run's checkpoints, and check that all of them are whole."""
     for path in complete_checkpoints(run / "checkpoints").values():
         assert find_corruption(path, read_state(path)["files"]) is None
     return list(complete_checkpoints(run / "checkpoints"))
@@ -130,7 +130,7 @@ def test_a_full_disk_ends_all_ranks_with_the_reason_and_loses_nothing(
 
 
 def take_over(trainer: Trainer, recipe: Recipe) -> None:
-    """After step 7, as another process that has got the lock."""
+    """Take over the run after step 7, like another process that has got the lock."""
     after_step(trainer, 7, lambda: (Path(recipe.run.out_dir) / "taken" / LOCK_HOLDER).write_text("process 7 on other"))
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_another_process_has_taken_over_ends(ranks: RankPool, folder:
 
 
 def write_unevenly(folder: Path, step: int, numbers: int) -> str:
-    """A checkpoint of which rank 1 has all but a number. Why it could not be written."""
+    """Write a checkpoint of which rank 1 has all but one number. Return why it could not be written, or ""."""
     rank, comms = dist.get_rank(), Comms(dist.group.WORLD)
     tensors = {f"rank{rank}": torch.full((numbers if rank else 1,), float(step))}
     writing = CheckpointWriter(
@@ -167,11 +167,11 @@ def test_a_disk_that_is_full_for_one_rank_is_so_for_all(ranks: RankPool, tmp_pat
         assert [path.name for path in complete_checkpoints(tmp_path).values()] == ["step-00000010"] and not list(
             tmp_path.glob("*.tmp")
         )
-        assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "there is room again"
+        assert ranks.run(write_unevenly, tmp_path, 30, 1000, world_size=2) == ["", ""], "the disk has room again"
 
 
 def digests_fail(folder: Path, error: Exception) -> tuple[str, float]:
-    """On rank 1 alone, which can't read back its share of the files; what came of it after how many seconds."""
+    """Write a checkpoint of which rank 1 can't read back its share of the files. Return the error and the seconds it took."""
     digests, began = checkpoint_files.digests, time.monotonic()
     if dist.get_rank() == 1:
         checkpoint_files.digests = partial(refused, error)
@@ -191,7 +191,7 @@ def test_a_file_that_one_rank_cannot_read_back_is_told_to_all_at_once(
 ) -> None:
     (first, took), (second, also_took) = ranks.run(digests_fail, tmp_path, error, world_size=2, timeout=240)
     assert first == second and f"step-00000010 could not be written: {error};" in first
-    assert max(took, also_took) < 100, "no collective was left waiting for its 120 s"
+    assert max(took, also_took) < 100, "no collective may wait for its 120 s"
     assert not list(tmp_path.iterdir())
 
 
@@ -200,7 +200,7 @@ def write_apart(folder: Path) -> str:
 
 
 def test_a_checkpoint_without_the_files_of_a_rank_is_none(ranks: RankPool, tmp_path: Path) -> None:
-    """Its host does not share the folder."""
+    """The host of the rank does not share the folder."""
     there, elsewhere = (f"{tmp_path}/host{rank}/step-00000010.tmp on {socket.gethostname()}" for rank in (0, 1))
     for error in ranks.run(write_apart, tmp_path, world_size=2):
         assert (
@@ -210,8 +210,8 @@ def test_a_checkpoint_without_the_files_of_a_rank_is_none(ranks: RankPool, tmp_p
 
 
 def files_of(folder: Path, local_size: int) -> tuple[list[str], list[str], str]:
-    """With so many ranks on a host: the files that this rank reads back after a checkpoint and at the next start, and the file of
-    what replicas share."""
+    """Write a checkpoint with `local_size` ranks per host. Return the files that this rank reads back after the checkpoint, those
+    that it reads back at the next start, and the file of the tensors that replicas share."""
     read, digest = [], checkpoint_files._xxh3
     rank, mesh = dist.get_rank(), mesh_of(2, 1)
     mesh = replace(mesh, world=World(rank, 2, rank % local_size, local_size))
@@ -234,7 +234,7 @@ def files_of(folder: Path, local_size: int) -> tuple[list[str], list[str], str]:
 def test_what_a_rank_reads_back_it_has_written_and_the_first_host_writes_what_all_have(
     ranks: RankPool, tmp_path: Path, local_size: int, shared: str
 ) -> None:
-    """On one host, ranks share the work of writing that."""
+    """If there is one host, its ranks share the work of writing what all have."""
     first, second = ranks.run(files_of, tmp_path, local_size, world_size=2)
     assert first == ([".metadata", "__0_0.distcp"], [".metadata", "__0_0.distcp"], shared)
     assert second == (["__1_0.distcp"], ["__1_0.distcp"], shared)
@@ -261,7 +261,7 @@ def test_checkpoints_that_become_read_only_end_all_ranks_and_stay(
 
 
 class Refusing(JsonlLogger):
-    """Of a disk that takes no line of steps 5 to 8."""
+    """Logger on a disk that takes no lines of steps 5 to 8."""
 
     def log(self, step: int, *values: Any) -> None:
         if 5 <= step <= 8:
@@ -297,13 +297,13 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
         f"TrainingError: {run}/metrics.jsonl could not be written: [Errno 5] Input/output error; start the same command again to "
         "continue from the last checkpoint"
     )
-    assert steps_of(run) == [3], "that of step 6 would have no line of step 6 beside it"
+    assert steps_of(run) == [3], "a checkpoint of step 6 would lack the metrics of step 6"
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
     assert lines_of(run) == whole
     rarely = recipe_of(folder, "rarely", *KEYS, "checkpoint.every=100")
     first, second = ranks.run(train, rarely, refuse_lines, world_size=2)
     assert first == second and "rarely/metrics.jsonl could not be written: [Errno 5]" in first
-    assert steps_of(folder / "runs/rarely") == [], "it ended at the next line"
+    assert steps_of(folder / "runs/rarely") == [], "the run must end at the next line"
     opened = recipe_of(folder, "opened", *KEYS)
     first, second = ranks.run(train, opened, refuse_opening, world_size=2)
     assert first == second and "opened/metrics.jsonl could not be written: [Errno 21] Is a directory" in first
@@ -312,7 +312,7 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
 def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loggers that finish in the background are waited for after all that, when no rank waits for the main rank."""
+    """The wait for loggers that finish in the background comes last, when no rank waits for the main rank."""
     waits = []
 
     class Slow(JsonlLogger):
@@ -339,7 +339,7 @@ def test_a_summary_that_cannot_be_written_fails_the_run_until_it_can(
 
 
 def search_first(trainer: Trainer, recipe: Recipe) -> None:
-    trainer.metrics.run_log.io_errors._scan._thread.join()  # so short a run could be over before
+    trainer.metrics.run_log.io_errors._scan._thread.join()  # otherwise so short a run could end first
 
 
 def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(
@@ -362,7 +362,7 @@ def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(
 
 
 def jump_back(trainer: Trainer, recipe: Recipe) -> None:
-    """Each look at the clock is an hour before the last one; and some days before now in the first place."""
+    """Start the clock some days before now, and let it go back by an hour each time that it is read."""
     hours = itertools.count()
     now = time.time()
     time.time = lambda: now - 1e6 - 3600.0 * next(hours)
@@ -384,7 +384,7 @@ def test_a_clock_that_jumps_back_changes_nothing(ranks: RankPool, folder: Path, 
     seconds = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] < 600
 
-    # Between runs: what is older is of tomorrow, what is newest is of 1970, and a half-written one is of next year.
+    # Between the runs: the older checkpoint is of tomorrow, the newest of 1970, and a half-written one of next year.
     shutil.rmtree(run / "checkpoints/step-00000012")
     shutil.copytree(folder / "runs/whole/checkpoints/step-00000006", run / "checkpoints/step-00000006")
     half_written = run / "checkpoints/step-00000012.tmp"
@@ -394,6 +394,6 @@ def test_a_clock_that_jumps_back_changes_nothing(ranks: RankPool, folder: Path, 
         for each in (*(run / "checkpoints" / path).rglob("*"), run / "checkpoints" / path):
             os.utime(each, (when, when))
     os.utime(run / "metrics.jsonl", (0, 0))
-    assert steps_of(run) == [6, 9], "the newest last"
+    assert steps_of(run) == [6, 9], "the newest must be last"
     assert ranks.run(jump_and_train, recipe, world_size=2) == ["done", "done"]
     assert not half_written.exists() and steps_of(run) == [9, 12] and lines_of(run) == whole

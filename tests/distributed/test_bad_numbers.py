@@ -1,4 +1,4 @@
-"""Numbers that go bad on one replica: a gradient that is not finite, an anchor with a changed bit."""
+"""Tests of numbers that go bad on one replica: a gradient that is not finite, an anchor with a changed bit, a rounded step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
 
 SICK = 1
-"""The replica."""
+"""Replica whose numbers go bad."""
 METHODS = {
     "synchronous": ("sync.method=local_sgd", "sync.warmup_steps=11"),
     "diloco": ("sync.method=diloco", "sync.warmup_steps=2"),
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
-    """Of the sick replica's loss, and so of its gradients, before they are averaged with anybody's."""
+    """Make the sick replica's loss NaN in these steps, and with it its gradients before they are averaged."""
     model = trainer.engine.model
     forward = model.forward
 
@@ -45,7 +45,8 @@ def make_nan(trainer: Trainer, steps: Sequence[int]) -> None:
 
 
 def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float | None]:
-    """(error or how it ended, steps left out, all weights are finite, the line's count of them)."""
+    """Train with a NaN in these steps. Return how the run ended or its error, the number of skipped steps, whether all weights are
+    finite, and the number of skipped steps in the last log line."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
     trainer.metrics.stop.requested = False
     trainer.recipe = recipe
@@ -61,13 +62,14 @@ def train(recipe: Recipe, steps: Sequence[int]) -> tuple[str, int, bool, float |
 
 
 def at_anchor(trainer: Trainer) -> list[bool]:
-    """By block, whether the parameters are those of the anchor."""
+    """Return for each block whether its parameters equal the anchor."""
     blocks, anchors = trainer.engine.blocks, trainer.method.block_sync.anchors.anchor
     return [torch.equal(flatten(block), anchor) for block, anchor in zip(blocks, anchors, strict=True)]
 
 
 def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
-    """(how it ended, steps left out, and of each rollback: step, whether all blocks were at the anchor before, and after)."""
+    """Train with a NaN in step 8. Return how the run ended, the number of skipped steps, and for each rollback: its step, and whether
+    all blocks were at the anchor before and after it."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
     trainer.metrics.stop.requested = False
     trainer.recipe = recipe
@@ -84,7 +86,7 @@ def roll_back(recipe: Recipe) -> tuple[str, int, list[tuple[int, bool, bool]]]:
 
 
 def change_a_bit(recipe: Recipe) -> str:
-    """In the sick replica's anchor, after step 5."""
+    """Train, and change a bit of the sick replica's anchor after step 5. Return how the run ended, or its error."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1), Seen())
     trainer.metrics.stop.requested = False
     trainer.recipe = recipe
@@ -153,7 +155,7 @@ def test_a_bad_gradient_is_left_out_and_counted_where_the_recipe_says_so(ranks: 
     for name, overrides in METHODS.items():
         keys = [*overrides, "train.steps=12", "log.every=2", "optim.nonfinite=skip"]
         seen = ranks.run(train, recipe_of(folder, f"skip-{name}", *keys), range(6, 8), world_size=2, timeout=300)
-        everywhere = name == "synchronous"  # the mean of the gradients is bad on all
+        everywhere = name == "synchronous"  # all replicas have the mean gradient
         assert [ended for ended, *_ in seen] == ["done", "done"], name
         assert [skipped for _, skipped, *_ in seen] == ([2, 2] if everywhere else [0, 2]), name
         assert all(finite for *_, finite, _ in seen)
@@ -179,7 +181,7 @@ def test_a_replica_that_leaves_out_every_step_ends_the_run(ranks: RankPool, fold
 
 
 def test_a_good_step_ends_a_row_of_steps_left_out(ranks: RankPool, folder: Path) -> None:
-    """Two rows, each shorter than what ends a run and both together longer."""
+    """Each of the two rows is too short to end a run; together they would be long enough."""
     keys = [*METHODS["diloco"], "train.steps=18", "log.every=2", "optim.nonfinite=skip"]
     rows = [*range(4, 11), *range(12, 18)]
     seen = ranks.run(train, recipe_of(folder, "two-rows", *keys), rows, world_size=2, timeout=300)

@@ -1,4 +1,4 @@
-"""Training by replicas that read unequal parts of a batch."""
+"""Tests of training with replicas that read unequal parts of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNEQUAL = "train.batch_shares=[3, 1]"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of the runs."""
+    """Provide a folder with the texts of the runs."""
     folder = tmp_path_factory.mktemp("shares")
     write_texts(folder)
     return folder
@@ -51,7 +51,7 @@ def test_synchronous_training_is_the_same_with_any_shares(ranks: RankPool, folde
 
 
 def tokens_of(recipe: Recipe) -> tuple[list[float], int]:
-    """Train on this rank, and return by how many tokens each step divides the loss, and the tokens of a sequence."""
+    """Train on this rank. Return the number of tokens by which each step divides the loss, and the sequence length."""
     divisors, forward_backward = [], TorchEngine.forward_backward
 
     def seen(engine: TorchEngine, batches: list, tokens: float) -> object:
@@ -66,7 +66,7 @@ def tokens_of(recipe: Recipe) -> tuple[list[float], int]:
 def test_a_local_step_divides_by_the_replicas_own_tokens(ranks: RankPool, folder: Path) -> None:
     recipe = recipe_of(folder, "local", *KEYS, "sync.method=local_sgd", "sync.period.every=4", UNEQUAL)
     for own, (divisors, length) in zip((6, 2), ranks.run(tokens_of, recipe, world_size=2), strict=True):
-        assert divisors == [4 * length] * 2 + [own * length] * 11, "two synchronous steps, and local ones"
+        assert divisors == [4 * length] * 2 + [own * length] * 11, "two synchronous steps, then local ones"
 
 
 def test_a_run_resumes_with_its_shares_and_with_others(ranks: RankPool, folder: Path) -> None:

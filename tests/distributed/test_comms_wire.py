@@ -1,6 +1,6 @@
-"""Sums over a rounding wire: against the rounding in NumPy, what it promises, and what it says it sent.
+"""Tests of sums over a rounding wire: the same rounding in NumPy, the bound on the error, and the bytes that are counted.
 
-test_threads.py holds the threads that these ranks are to gloo.
+These ranks are threads. test_threads.py compares threads with gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORLDS = [2, 3, 4]
 
 @dataclass(frozen=True)
 class Case:
-    """A message on every rank; `broken` puts values that are not finite at (rank, index)."""
+    """Message on every rank. `broken` has values that are not finite, as (rank, index, value)."""
 
     kind: str
     numel: int
@@ -53,17 +53,17 @@ class Case:
 class Outcome:
     result: np.ndarray
     lost: np.ndarray
-    counted: float  # bytes, by Comms
-    sent: float  # bytes to other ranks, seen where the collectives start
+    counted: float  # bytes that Comms counts
+    sent: float  # bytes to other ranks, by the tensors that the collectives get
 
 
 class Watched(ThreadComms):
-    """A Comms that looks at what its collectives are given."""
+    """Comms that counts the bytes of the tensors that its collectives get."""
 
     sent = 0.0
 
     def start_work(self, what, counted, collective, *tensors):
-        _, mine = tensors  # what comes in, what goes out
+        _, mine = tensors  # output, input
         assert mine.dtype == torch.uint8
         parts = {dist.all_to_all_single: self.size, ALL_GATHER: 1}[collective]
         self.sent += (self.size - 1) * mine.numel() / parts
@@ -71,7 +71,7 @@ class Watched(ThreadComms):
 
 
 class KeepsTarget(ThreadComms):
-    """A Comms that remembers where its last collective writes."""
+    """Comms that remembers where its last collective writes."""
 
     target: torch.Tensor
 
@@ -81,7 +81,7 @@ class KeepsTarget(ThreadComms):
 
 
 def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
-    """One reduction after the other."""
+    """Reduce the messages of the cases one after another."""
     outcomes = []
     for case in cases:
         tensor = torch.from_numpy(case.message(comms.rank))
@@ -93,20 +93,20 @@ def reduce_each(comms: Watched, cases: list[Case]) -> list[Outcome]:
 
 
 def by_case(cases: list[Case], world: int) -> dict[Case, list[Outcome]]:
-    """Each case's outcomes, by rank."""
+    """Return each case's outcomes, by rank."""
     by_rank = on_each(world, reduce_each, cases, comms=Watched)
     return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module", params=WORLDS)
 def sums(request) -> tuple[int, dict[Case, list[Outcome]]]:
-    """Ranks, and every kind, size and precision summed over them."""
+    """Provide the number of ranks, and the outcomes of sums of every kind, size and precision over them."""
     cases = [Case(*choice) for choice in product(KINDS, SIZES, ["float32", "float64"], [False, True])]
     return request.param, by_case(cases, request.param)
 
 
 class Noted(ThreadComms):
-    """A Comms that remembers its collectives."""
+    """Comms that remembers its collectives."""
 
     def start_work(self, what, counted, collective, *tensors):
         self.begun = [*getattr(self, "begun", []), collective]
@@ -119,18 +119,18 @@ def begun_by_a_sum(comms: Noted) -> list:
 
 
 def test_rounded_sums_are_two_collectives_unless_over_gloo() -> None:
-    """test_connections.py has gloo's messages between two ranks."""
+    """Over gloo, they are messages between two ranks, which test_exchanges.py tests."""
     assert on_each(4, begun_by_a_sum, comms=Noted) == [[dist.all_to_all_single, ALL_GATHER]] * 4
 
 
 def largest(values: np.ndarray) -> np.ndarray:
-    """The largest magnitude of each value's block."""
+    """Return the largest magnitude in each value's block."""
     blocks = np.abs(whole_blocks(values)).reshape(*values.shape[:-1], -1, BLOCK)
     return blocks.max(axis=-1).repeat(BLOCK, axis=-1)[..., : values.shape[-1]]
 
 
 def allowed(messages: np.ndarray, kind: str) -> np.ndarray:
-    """How far from the true sum the wire may end: half a step of every message, and half a step of their sum."""
+    """Return the bound on the error of a sum: half a step of every message, and half a step of their sum."""
     epsilon = np.finfo(messages.dtype).eps
     messages = messages.astype(np.longdouble)
     if kind == "bf16":
@@ -146,7 +146,7 @@ def allowed(messages: np.ndarray, kind: str) -> np.ndarray:
 
 
 def bytes_of(case: Case, ranks: int) -> int:
-    """What one rank sends: a chunk, in whole blocks, to each other rank, and as much for the sum."""
+    """Return the bytes that one rank sends: a chunk of whole blocks to each other rank, and as much for the sum."""
     return 2 * (ranks - 1) * math.ceil(math.ceil(case.numel / BLOCK) / ranks) * BYTES_PER_BLOCK[case.kind]
 
 
@@ -168,7 +168,7 @@ def test_the_sum_is_within_the_bound_and_the_same_bits_on_every_rank(sums):
 def test_sum_and_losses_are_the_references_to_the_last_bit(sums):
     world, outcomes_of = sums
     for case, outcomes in outcomes_of.items():
-        if case.dtype == "float32" or case.heavy_tails:  # where the order of adding shows
+        if case.dtype == "float32" or case.heavy_tails:  # the order of additions changes the sum
             continue
         result, lost = rounded_sum(case.messages(world), case.kind)
         for rank, outcome in enumerate(outcomes):
@@ -200,7 +200,7 @@ NOT_FINITE = [(np.nan,), (np.inf,), (-np.inf,), (np.inf, -np.inf)]
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_broken_rank_breaks_the_block_on_every_rank_and_no_other(kind, world):
-    """Two bad values are those of two ranks, at the same place: they must not cancel."""
+    """If there are two bad values, two ranks have them at the same index, where they must not cancel."""
     cases = [
         Case(kind, 1000, broken=tuple(((rank + i) % world, at, value) for i, value in enumerate(bad)))
         for bad, rank, at in product(NOT_FINITE, range(world), (0, 127, 450, 896, 999))
@@ -241,7 +241,7 @@ OTHERS = {"x": Case("fp32", 321), "y": Case("fp32", 7)}
 
 
 def act(comms: Comms, script: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], float]:
-    """Results, losses, and bytes counted."""
+    """Run the script, and return the results, the rounding errors and the bytes counted."""
     pending, results = {}, {}
     for verb, name in (line.split() for line in script.split(", ")):
         case = (ROUNDED | OTHERS)[name]
@@ -277,7 +277,7 @@ def test_several_under_way_are_what_each_is_alone(script, world):
 
 
 def reduce_part_of_a_buffer(comms: Comms, kind: str) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
-    """The buffer after a reduction of its middle, as two dimensions; the sum's shape, and the sum."""
+    """Reduce the middle of a buffer, as two dimensions. Return the buffer, the shape of the sum, and the sum."""
     buffer = torch.arange(1000, dtype=torch.float64)
     total = comms.all_reduce(buffer[5:905].view(30, 30), "test", WireFormat(kind))
     return buffer.numpy(), tuple(total.shape), total.numpy().ravel()
@@ -294,14 +294,14 @@ def test_a_rounded_sum_has_memory_of_its_own(kind):
 
 
 def bytes_held(pending: Any) -> int:
-    """Bytes of the tensors of a reduction and of its exchanges."""
+    """Return the bytes of the tensors of a reduction and of its exchanges."""
     parts = [value for value in vars(pending).values() if value is not None]
     inner = [part for one in parts if isinstance(one, CollectiveExchange) for part in vars(one).values()]
     return sum(part.untyped_storage().nbytes() for part in [*parts, *inner] if isinstance(part, torch.Tensor))
 
 
 def memory_in_flight(comms: Comms, wire: WireFormat | SparseFormat, keeps_error: bool) -> list[int]:
-    """Bytes held after each call: the start, the second phase, the wait, and the error's return."""
+    """Return the bytes held after each call: the start, the second phase, the wait, and the return of the error."""
     pending = comms.start_all_reduce(torch.ones(4 * 4096), "test", wire, keeps_error)
     held = [bytes_held(pending)]
     for call in (pending.start_second_phase, pending.wait, pending.quantization_error):
@@ -338,7 +338,7 @@ def test_an_empty_tensor_sends_nothing_and_is_in_nobodys_way():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_rounds_nothing_and_sends_nothing(kind):
-    """In a group of one, and in no group."""
+    """This holds in a group of one rank, and without a group."""
     case = Case(kind, 700, "float32")
     for comms in (ThreadComms(Threads(1), [0], 0), Comms(None)):
         tensor = torch.from_numpy(case.message(0))
@@ -353,7 +353,7 @@ ROUNDS = (1, 10, 100)
 
 
 def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """After so many rounds of the same message: the mean of the sums, and the last message as it was sent."""
+    """Send the same message in many rounds. Return, after each number of ROUNDS, the mean of the sums and the last message sent."""
     message = torch.from_numpy(case.message(comms.rank))
     lost, total, reached = torch.zeros_like(message), torch.zeros_like(message), {}
     for k in range(1, max(ROUNDS) + 1):
@@ -371,8 +371,8 @@ def means_over_rounds(comms: Comms, case: Case, error_feedback: bool) -> dict[in
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.deep), 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_lost_is_made_up_for_in_later_rounds(kind, world):
-    """Fed back, K sums together miss only the last round's loss, so their mean is off by 1/K of one round's bound. Without
-    it every round is off alike."""
+    """With error feedback, K sums together miss only the loss of the last round, so the error of their mean is at most 1/K of one
+    round's bound. Without it, every round has the same error."""
     case = Case(kind, 700)
     true = case.messages(world).sum(0)
     with_it, without = (on_each(world, means_over_rounds, case, flag) for flag in (True, False))
@@ -386,7 +386,7 @@ def test_what_was_lost_is_made_up_for_in_later_rounds(kind, world):
 
 
 def test_a_gather_is_written_where_its_result_is_read():
-    """NCCL gathers into a list by way of a second buffer, from which it then copies."""
+    """If the result were a list of tensors, NCCL would gather into a second buffer and copy from it."""
 
     def gather(comms: KeepsTarget) -> tuple[bool, torch.Tensor]:
         pending = comms.start_all_gather(torch.arange(6.0).view(2, 3).T + 10 * comms.rank)

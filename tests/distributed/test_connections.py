@@ -1,4 +1,4 @@
-"""Several connections between replicas: chosen by the longest round trip, and without a trace in the results."""
+"""Tests of several connections between replicas. The longest round trip determines their number, which does not change results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_only_replicas_that_are_far_apart_have_several() -> None:
 
 
 def _groups_of_meshes(far: float) -> list[int]:
-    """Lengths of `groups` between two replicas of two ranks, for 1, 2 and automatic connections, and for automatic ones on one
-    host."""
+    """Return the lengths of `groups` between two replicas of two ranks: for 1, 2 and automatic connections on two hosts, and for
+    automatic ones on one host."""
 
     def groups(asked: int | Literal["auto"], hosts: int = 2) -> int:
         world = World(dist.get_rank(), 4, dist.get_rank() % (4 // hosts), 4 // hosts)
@@ -60,7 +60,7 @@ def test_a_mesh_has_as_many_as_asked_for_or_by_its_round_trips(ranks: RankPool) 
 
 
 def _round_trip_with_a_far_rank() -> float:
-    """The longest round trip, where the last rank hears of the others 20 ms late."""
+    """Return the longest round trip if the last rank hears from the others 20 ms late."""
 
     class Far(Comms):
         def start_all_to_all(self, *arguments):
@@ -77,7 +77,7 @@ def test_ranks_agree_on_the_longest_round_trip(ranks: RankPool) -> None:
 
 
 def _sums(several: bool, wire: str) -> tuple[list[torch.Tensor], float, list[int]]:
-    """Sums of blocks of several sizes, all in flight at once, the bytes sent, and the group of each exchange."""
+    """Sum blocks of several sizes, all in flight at once. Return the sums, the bytes sent, and the group of each operation."""
     comms, used = Comms(dist.group.WORLD), []
     comms.add_groups([dist.new_group(backend="gloo") for _ in range(2)] if several else [])
     generator = torch.Generator().manual_seed(comms.rank)
@@ -105,15 +105,18 @@ def _sums(several: bool, wire: str) -> tuple[list[torch.Tensor], float, list[int
 def test_sums_have_the_same_bits_on_several_connections(ranks: RankPool, wire: str) -> None:
     for one, three in zip(*(ranks.run(_sums, several, wire, world_size=3) for several in (False, True)), strict=True):
         assert all(map(torch.equal, one[0], three[0])) and one[1] == three[1] > 0
-        # The last all-reduce finds all messages arrived.
+        # When the last all-reduce starts, no message is in flight, so it uses the first group.
         exchanged = [0] * 5 * 2 * 4  # two exchanges of five blocks, each with two peers to receive from and to send to
         assert three[2] == ([0, 1, 2, 0, 1] if FORMATS[wire] is None else exchanged) + [0]
         assert one[2] == [0] * len(three[2])
 
 
 def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, list[int]]:
-    """The sum of one message, the bytes sent, and the number of values of each part. Parts are on one connection after another,
-    and so are three messages afterwards, because none is in flight any more."""
+    """Return the sum of one message, the bytes sent, and the number of values of each part.
+
+    Check that parts take the connections in turn, and that three later messages do so again from the first one, because no message
+    is in flight any more.
+    """
     comms, sizes = Comms(dist.group.WORLD), []
     comms.add_groups([dist.new_group(backend="gloo") for _ in range(2)] if several else [])
     message = torch.randn(1000, generator=torch.Generator().manual_seed(comms.rank))
@@ -139,7 +142,7 @@ def _large_sum(several: bool, parts_above: int) -> tuple[torch.Tensor, float, li
 
 def test_a_message_of_more_than_a_hop_is_sent_in_parts_on_all_connections(ranks: RankPool) -> None:
     whole = ranks.run(_large_sum, False, 100, world_size=2)
-    # A hop is what one rank sends to the next one: half of the message of two ranks.
+    # A hop is what one rank sends to the next one: half of the message if there are two ranks.
     for parts_above, sizes in ((1999, [334, 334, 332]), (2000, [1000])):
         for one, three in zip(whole, ranks.run(_large_sum, True, parts_above, world_size=2), strict=True):
             assert torch.equal(one[0], three[0]) and one[1] == three[1] == 4000

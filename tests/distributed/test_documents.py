@@ -1,4 +1,4 @@
-"""Padding is exact: gradients of padded documents are those of a loop over documents, on every mesh."""
+"""Tests that padding is exact: gradients of padded documents are those of a loop over documents, on every mesh."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FP64 = {"parallel": {"precision": "fp64"}, "optim": SGD, "steps": 3, "global_bat
 def test_gradients_are_those_of_a_loop_over_documents(
     ranks: RankPool, model: ModelSection, replicas: int, shard: int
 ) -> None:
-    """With accumulation: two to eight micro-batches."""
+    """Gradients are accumulated over two to eight micro-batches."""
     case = Case(replicas=replicas, shard=shard, model=model, **FP64)
     outcomes = [one for [one] in ranks.run(train_on_documents, [case], world_size=replicas * shard)]
     assert_is_plain(outcomes, case, rtol=1e-9)
 
 
 def test_replicas_that_average_after_every_step_have_the_gradient_of_all_tokens(ranks: RankPool) -> None:
-    """Each replica divides by the same number, whatever part of the tokens it has, also with a method of local steps."""
+    """Each replica divides by the same number, whatever part of the tokens it has, also in a method of local steps."""
     case = Case(choices("local_sgd", every=1), replicas=2, shard=2, **FP64)
     outcomes = [one for [one] in ranks.run(train_on_documents, [case])]
     assert_is_plain(outcomes, case, rtol=1e-9)
 
 
 def test_ranks_differ_in_tokens_and_lengths() -> None:
-    """What the tests above are about: without it, a mean over each rank's tokens would pass them."""
+    """Otherwise, a mean over each rank's tokens would pass the tests above."""
     case = Case(**FP64)
     ranks = [loader_of(case, rank, replicas=2, shard=2).next() for rank in range(4)]
     assert len({sum(int((batch != IGNORE_INDEX).sum()) for batch in batches) for batches in ranks}) > 2
@@ -47,7 +47,7 @@ def test_ranks_differ_in_tokens_and_lengths() -> None:
 
 @pytest.mark.parametrize("model", [LLAMA, GPT_NEO], ids=["llama", "gpt_neo"])
 def test_real_tokens_do_not_see_padding(model: ModelSection) -> None:
-    """To the last bit, whatever stands there and however much of it there is."""
+    """Other values in the padding change no bit. Without any padding, results are equal up to rounding."""
     torch.manual_seed(0)
     language_model = build(model_config(model, VOCABULARY), loss_chunk=11)
     for block in blocks_of(language_model):

@@ -1,5 +1,5 @@
-"""The FSDP2 engine with real models: what must be equal to the last bit, and what measuring must not change. That it computes what
-plain models do is test_pairs' matter."""
+"""Tests of the FSDP2 engine with real models: what must be equal to the last bit, and what measuring must not change. test_pairs
+compares the engine with plain models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERY_PART = {"z": 2.0, "temperature": 1.0, "clip": 0.5}
 
 
 def outcomes(ranks, *cases: Case, how=train) -> list[list[Outcome]]:
-    """[case][rank]."""
+    """Return the outcomes as [case][rank]."""
     size = cases[0].replicas * cases[0].shard
     return list(map(list, zip(*ranks.run(how, list(cases), world_size=size), strict=True)))
 
@@ -52,7 +52,7 @@ def assert_equal_weights(a: Outcome, b: Outcome) -> None:
 
 @pytest.mark.deep
 def test_synchronous_losses_do_not_depend_on_the_mesh(ranks):
-    """The issue's bound: 1e-5 relative over 20 steps in fp32, same global batch."""
+    """In fp32 with the same global batch, losses of 20 steps are equal to 1e-5 relative."""
     [[alone]] = outcomes(ranks, Case(steps=20))
     cases = [Case(replicas=n, shard=m, steps=20) for n, m in ((1, 4), (4, 1), (2, 2))]
     for case in outcomes(ranks, *cases):
@@ -63,7 +63,7 @@ def test_synchronous_losses_do_not_depend_on_the_mesh(ranks):
 
 @pytest.mark.parametrize("model", [LLAMA, pytest.param(GPT_NEO, marks=pytest.mark.deep)], ids=["llama", "gpt_neo-tied"])
 def test_layerwise_is_blocking_to_the_last_bit(ranks, model):
-    """With two forward passes and a recomputation in a step, none of which but the first may synchronize."""
+    """A step has two forward passes and their recomputations. Only its first forward pass may synchronize."""
     parallel = {"precision": "fp32", "activation_checkpointing": True}
     schedules = ["blocking", {"kind": "layerwise", "prefetch": 0}, {"kind": "layerwise", "prefetch": 9}]
     cases = [
@@ -91,7 +91,7 @@ def test_averaging_every_step_with_sgd_is_synchronous_sgd(ranks):
 
 
 def test_gradient_norm_does_not_jump_at_the_end_of_the_warm_up(ranks):
-    """With the same data on both replicas, a local step's gradient is the synchronous step's."""
+    """If both replicas have the same data, the gradient of a local step is that of a synchronous step."""
     common = {"replicas": 2, "shard": 2, "same_data": True, "steps": 5}
     crossing = Case(choices("diloco", every=100, warmup_steps=3), **common)
     local, synchronous = outcomes(ranks, crossing, Case(**common))
@@ -99,7 +99,7 @@ def test_gradient_norm_does_not_jump_at_the_end_of_the_warm_up(ranks):
 
 
 def train_traced(cases: list[Case]) -> list[Outcome]:
-    """Compiled as far as dynamo goes: that is where hooks, recomputation and changed weights meet. Nothing is generated."""
+    """Train with `torch.compile` as far as dynamo, where hooks, recomputation and changed weights meet. No code is generated."""
     with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
         return train(cases)
 
@@ -134,8 +134,8 @@ NOTHING = BATCH[0], torch.full_like(BATCH[1], IGNORE_INDEX)
 
 
 def validate_between_rounds(changes: dict[str, Any]) -> tuple[list[bool], list[float]]:
-    """(blocks unchanged by validating?, loss of the mean: by the code; of replicas that have been averaged for good, too, and of
-    a batch that counts on one rank alone)."""
+    """Validate between two rounds. Return whether each block is unchanged, and three losses: of the mean of replicas that differ, of
+    replicas that the method has averaged, and of a batch that counts on one rank alone."""
     mesh = mesh_of(2, 2)
     run = Run(Case(choices("local_sgd", **changes), 2, 2), mesh)
     run.train(2)
@@ -161,7 +161,7 @@ def test_validation_is_of_the_mean_and_changes_nothing(ranks, changes):
 
 
 def validate_what_was_gathered_before(factor: float) -> tuple[float, float]:
-    """Losses after all weights were changed, by an engine that had gathered them before, and by one that had not."""
+    """Return the losses after a change of all weights, of an engine that had gathered them before and of one that had not."""
     mesh, found = mesh_of(1, 2), []
     for is_gathered in (True, False):
         engine = Run(Case(replicas=1, shard=2), mesh).engine
@@ -182,7 +182,7 @@ def test_what_was_gathered_before_a_change_is_not_computed_with(ranks):
 
 
 def state_after_validation() -> bool:
-    """Tell whether an engine's state is there after a validation, and is what it was before."""
+    """Return whether an engine's state after a validation is what it was before."""
     mesh = mesh_of(1, 2)
     engine = Run(Case(replicas=1, shard=2), mesh).engine
     before = {name: value.clone() for name, value in engine.state_dict().items()}
@@ -192,7 +192,7 @@ def state_after_validation() -> bool:
 
 
 def test_a_checkpoint_can_follow_a_validation(ranks):
-    """The head is gathered in forward and stays so until backward, which a validation does not have."""
+    """The head stays gathered from forward until backward, which a validation does not have."""
     assert all(ranks.run(state_after_validation, world_size=2))
 
 
@@ -201,7 +201,7 @@ def norm_of_part(comms: Comms, parts: list[list[torch.Tensor]]) -> float:
 
 
 def test_parameters_that_stay_gathered_change_no_bit(ranks):
-    """Layer-wise synchronization changes them between two forward passes of a step, and validation gathers them."""
+    """Layer-wise synchronization changes parameters, which an engine may still hold gathered."""
     cases = [
         Case(replicas=2, shard=2, sync=edit(), parallel={"precision": "fp32", "reshard_after_forward": value})
         for value in (True, False)
@@ -212,7 +212,7 @@ def test_parameters_that_stay_gathered_change_no_bit(ranks):
 
 
 def resharded_units(value: bool) -> list[bool]:
-    """Return whether each unit of an engine reshards after forward. The first one has the head."""
+    """Return whether each unit of an engine reshards after forward. The first unit has the head."""
     with mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
         Run(Case(shard=2, parallel={"precision": "fp32", "reshard_after_forward": value}), mesh_of(1, 2))
     return [
@@ -229,7 +229,8 @@ def test_blocks_are_resharded_as_the_recipe_says(ranks):
 
 
 def freed_after_forward(recipe: Recipe) -> list[bool]:
-    """Return whether each unit of a run's engine reshards after forward. However few its parameters are, their share decides."""
+    """Return whether each unit of a run's engine reshards after forward. KEPT_BYTES is 0, so that the parameters' share of the
+    memory decides, however few they are."""
     mesh = mesh_of(1, 2)
     shares_decide = mock.patch.object(memory, "KEPT_BYTES", 0)
     with shares_decide, mock.patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as wrapped:
@@ -247,7 +248,7 @@ def test_a_run_frees_parameters_that_would_add_much_to_its_memory(ranks, tmp_pat
 
 
 def which_norms_are_exact() -> list[bool]:
-    """Return it for a step whose gradients are averaged over two replicas, and for a local step."""
+    """Return whether the norm is exact in a step whose gradients are averaged over two replicas, and in a local step."""
     run, asked = Run(Case(replicas=2, shard=1, steps=2), mesh_of(2, 1)), []
 
     def noted(*arguments: Any, exact: bool) -> torch.Tensor:
@@ -267,7 +268,7 @@ def test_norms_are_exact_where_replicas_must_agree(ranks):
 
 
 def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
-    """GPUs of another kind add in another order; replicas that clipped by another number would have other anchors."""
+    """GPUs of different kinds add in different orders. Replicas that clipped by different norms would get different anchors."""
     gradients = [torch.randn(7, generator=torch.Generator().manual_seed(seed)).exp() for seed in range(30)]
     exact = torch.cat(gradients).double().norm().float()
     for turn in range(20):
@@ -278,5 +279,5 @@ def test_a_gradient_norm_does_not_depend_on_the_order_of_additions() -> None:
         assert gradient_norm([gradients[0].double()], Comms(None), exact).dtype == torch.float64
     narrow = [gradient.bfloat16() for gradient in gradients]
     found = gradient_norm(narrow, Comms(None), exact=False)
-    assert found.dtype == torch.float32, "bf16 would round it"
+    assert found.dtype == torch.float32, "bf16 would round the norm"
     torch.testing.assert_close(found, torch.cat(narrow).double().norm().float())

@@ -1,4 +1,4 @@
-"""`LocalUpdates` in loops whose replicas are not equal where they must be, and in those of an optimizer that has another one."""
+"""Tests of `LocalUpdates` in loops whose replicas are not equal where they must be, and in a second loop of an optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CHOICES = {"period": 3, "warmup_steps": 2}
 
 
 class Loop:
-    """A replica with AdamW, in a loop of its own."""
+    """Replica with AdamW, in a loop of its own."""
 
     def __init__(self, saved: dict[str, Any] | None = None, parts: str = "model optimizer updates", **choices: Any):
-        """With `parts` of what another loop has saved."""
+        """Create a replica, and load `parts` of what another loop has saved."""
         self.model = Layered()
         self.optimizer = adamw_of(self.model)
         self.updates = LocalUpdates(self.model, self.optimizer, "diloco", **(CHOICES | choices))
@@ -59,13 +59,13 @@ def saved_at(**choices: Any) -> dict[int, dict[str, Any]]:
 
 
 def continue_wrongly() -> list[str]:
-    """Return what each way to continue is refused with, all of them on all ranks."""
+    """Return the refusal of each wrong way to continue. Every rank must refuse each of them."""
     is_second, at, layerwise = dist.get_rank() == 1, saved_at(), saved_at(schedule="layerwise")
     other_anchor = copy.deepcopy(at[5])
     other_anchor["updates"]["tensors"]["anchor"][0] += dist.get_rank()
     return [
         refusal_of_a_step(Loop(at[5 - is_second])),
-        refusal_of_a_step(Loop(layerwise[5 - is_second], schedule="layerwise")),  # one synchronizes in its next forward
+        refusal_of_a_step(Loop(layerwise[5 - is_second], schedule="layerwise")),  # rank 0 has a synchronization pending
         refusal_of_a_step(Loop(at[5], "model optimizer" if is_second else "model optimizer updates")),
         refusal_of_a_step(Loop(at[5], period=3 + is_second)),
         refusal_of_a_step(Loop(other_anchor)),
@@ -96,7 +96,7 @@ def texts_of(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def begin_with_other_moments() -> list[str]:
-    """Return the warnings of a loop whose optimizer comes from another process, and of one that follows another here."""
+    """Return the warnings of a loop whose optimizer another loop has saved. A loop that follows another one does not warn."""
     loop = Loop()
     loop.step(5)
     saved = loop.saved()
@@ -135,7 +135,7 @@ def finish_after_the_missing_step() -> list[torch.Tensor]:
         loop.updates.finish()
     loop.step(1 - dist.get_rank())
     loop.updates.finish()
-    loop.updates.finish()  # does nothing
+    loop.updates.finish()  # the second call does nothing
     return list(loop.model.state_dict().values())
 
 
@@ -164,7 +164,7 @@ def test_ranks_with_other_steps_meet_in_an_error(ranks: RankPool) -> None:
 
 
 def finish_one_of_two_optimizers() -> list[str]:
-    """Return this rank's warnings at the end of a loop that synchronizes the head's replicas alone."""
+    """Return this rank's warnings at the end of a loop that synchronizes only the head."""
     loop = Loop()
     loop.updates.close()
     head, rest = (torch.optim.SGD(part.parameters(), lr=LR) for part in (loop.model.head, loop.model.layers))
@@ -211,7 +211,7 @@ def test_an_optimizer_has_one_open_loop() -> None:
         LocalUpdates(loop.model, loop.optimizer, "local_sgd")
     loop.updates.close()
     LocalUpdates(loop.model, loop.optimizer, "diloco", **CHOICES)
-    loop.updates.close()  # that of the first loop does not close the second one
+    loop.updates.close()  # closing the first loop again does not close the second one
     with pytest.raises(RecipeError, match=r"^the optimizer has a LocalUpdates already"):
         LocalUpdates(loop.model, loop.optimizer, "local_sgd")
 

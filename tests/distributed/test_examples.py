@@ -1,4 +1,4 @@
-"""The examples of docs/library.md: replicas end with equal and finite parameters."""
+"""Tests of the examples of docs/library.md: replicas end with equal and finite parameters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def run_plain(folder: str) -> list[torch.Tensor]:
-    """A loop that was ended while ranks renamed their checkpoints, and continues where both have one."""
+    """Run a loop that ends while ranks rename their checkpoints, and continue it from the last step of which both have one."""
     plain_loop.main(steps=8, folder=Path(folder), save_every=2)
     if dist.get_rank() == 1:
         plain_loop.checkpoint(Path(folder), 8).unlink()
     resumed = parameters_of(plain_loop.main(steps=12, folder=Path(folder), save_every=4))
-    assert plain_loop.steps_in(Path(folder)) == [8, 12], "the last two, the first of them written again"
+    assert plain_loop.steps_in(Path(folder)) == [8, 12], "the last two, of which the first was written again"
     assert all(map(torch.equal, resumed, parameters_of(plain_loop.main(steps=12))))
     return resumed
 
@@ -49,7 +49,7 @@ def assert_equal_replicas(of_ranks: list[list[torch.Tensor]], shards: int = 1) -
 
 
 def test_the_example_of_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
-    """It continues to the same bits as without an end."""
+    """A loop that continues gives the same bits as one that was never ended."""
     assert_equal_replicas(ranks.run(run_plain, str(tmp_path), world_size=2))
 
 

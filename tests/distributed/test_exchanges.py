@@ -1,4 +1,4 @@
-"""Exchanges over gloo: messages between two ranks, which all ranks are ready to receive before any is sent."""
+"""Tests of exchanges over gloo. They are messages between two ranks, and a rank is ready to receive all before it sends one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = {"int8": WireFormat("int8"), "topk": SparseFormat(64, "2bit")}
 
 
 def _messages_of_a_sum(wire: str) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Return the names of what a rank begins in one sum, that sum, and the same sum by the backend's collectives."""
+    """Return the names of the operations that a rank begins in one sum, that sum, and the same sum by the backend's collectives."""
     comms, begun = Comms(dist.group.WORLD), []
     message = torch.randn(5000, generator=torch.Generator().manual_seed(comms.rank))
 

@@ -1,4 +1,4 @@
-"""Exported models against the checkpoints they come from: either engine, several meshes, in the middle of a round."""
+"""Tests of exported models against the checkpoints that they come from: either engine, several meshes, in the middle of a round."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAIRS = [
     ExportRun("gpt_neo", False, replicas=1, shard=4),
     ExportRun("llama", True, "zero3", replicas=1, shard=2),
 ]
-"""Either model, tied and not; both engines."""
+"""Runs of the fast tests: either model, tied and untied weights, both engines."""
 RUNS = [
     run if run in PAIRS else pytest.param(run, marks=pytest.mark.deep)
     for run in FSDP2 + (ZERO if find_spec("deepspeed") else [])
@@ -56,7 +56,7 @@ RUNS = [
 
 
 class Runs:
-    """Run directories, each made when it is first asked for."""
+    """Run directories, each of which is made when it is first asked for."""
 
     def __init__(self, folder: Path, pool: RankPool):
         self.folder, self.pool = folder, pool
@@ -70,7 +70,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """On ranks of their own: DeepSpeed keeps much that is global."""
+    """Provide runs on a pool of their own, because DeepSpeed keeps much global state."""
     pool = RankPool(4)
     yield Runs(tmp_path_factory.mktemp("export"), pool)
     pool.close()
@@ -78,18 +78,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 @pytest.fixture
 def plain(runs: Runs) -> Path:
-    """One of the runs."""
+    """Provide the directory of one of the runs."""
     return runs.path(PLAIN)
 
 
 @pytest.fixture
 def run(plain: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Provide a copy of that directory, which a test may damage."""
     return shutil.copytree(plain, tmp_path / "run", ignore=shutil.ignore_patterns("export"))
 
 
 def raw(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by torch's own converter."""
+    """Return a checkpoint's tensors by torch's own converter."""
     dcp_to_torch_save(checkpoint, folder / "raw.pt")
     return torch.load(folder / "raw.pt")
 
@@ -99,7 +99,7 @@ def weights_of(source: Source) -> ChosenWeights:
 
 
 def validation_loss(model: torch.nn.Module, source: Source) -> float:
-    """Of a transformers model, on the tokens that training validates on."""
+    """Return the loss of a transformers model on the tokens on which training validates."""
     recipe, total, count = source.recipe, 0.0, 0
     tokens = open_dataset(cache_folder(recipe.data), {"validation": recipe.eval.tokens + 2}).tokens("validation")
     batches = eval_batches(
@@ -120,7 +120,7 @@ def validation_loss(model: torch.nn.Module, source: Source) -> float:
 
 
 def greedy(source: Source, ids: list[int], count: int) -> list[int]:
-    """What the training modules write until a text ends, one whole forward a token."""
+    """Continue `ids` by the training modules until a text ends, with one whole forward pass per token."""
     tokenizer = source.load_tokenizer()
     model = training_model(model_config(source.recipe.model, len(tokenizer)), weights_of(source))
     for _ in range(count):
@@ -163,7 +163,7 @@ def test_the_exported_model_is_the_trained_one(runs: Runs, tmp_path: Path, which
 
 
 def test_the_tokenizer_gives_the_ids_of_training(plain: Path, tmp_path: Path) -> None:
-    """Also of special tokens that a text spells out, and by generate."""
+    """This includes special tokens that a text spells out, and the tokenizer that `generate` loads."""
     source, text = find_source(plain), "Every <unk> round: 3 × “steps”,\n\n then\tmore <|endoftext|> or less"
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
     shutil.copytree(source.tokenizer_folder, tmp_path / "tokenizer")
@@ -262,7 +262,7 @@ def test_a_card_that_fails_leaves_no_folder(run: Path, monkeypatch: pytest.Monke
 
 
 def test_a_complete_export_that_can_not_be_written_is_used(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of another user's run."""
+    """The export of another user's run may be such a one."""
     folder = exported(run)
     monkeypatch.setattr(export_module, "can_write", lambda folder: False)
     monkeypatch.delattr(export_module, "locked")
@@ -270,7 +270,7 @@ def test_a_complete_export_that_can_not_be_written_is_used(run: Path, monkeypatc
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    """In the middle of the file, where the tensors are."""
+    """Flip a bit in the middle of the file, where the tensors are."""
     file = checkpoint / "__2_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -357,7 +357,7 @@ def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
 
 
 def without_data(run: Path) -> None:
-    """As on another machine than the one that trained it."""
+    """Make a run look as on another machine than the one that trained it."""
     lines = (run / "recipe.yaml").read_text().splitlines()
     moved = [f"  cache_dir: {run.parent}/gone" if "cache_dir" in line else line for line in lines]
     (run / "recipe.yaml").write_text("\n".join(moved))

@@ -1,5 +1,5 @@
-"""A few scenarios on gloo ranks against the oracle: what carries messages in a real run, with every schedule. The others run
-on threads; test_wagma_freely.py has WAGMA."""
+"""Tests of a few scenarios of every schedule against the oracle on gloo, which carries messages in real runs. The other scenarios
+run on threads. test_wagma_freely.py has WAGMA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPEEDS = {"step_seconds": (0.5, 1.25), "delays": {(7, 1): 2.0}}
 
 
 def simulate_on_gloo(ranks: RankPool, scenarios: Sequence[Scenario]) -> list[Trace]:
-    """One after another, on one mesh: what starting costs is paid once."""
+    """Run the scenarios one after another on one mesh, which is built only once, and return their traces."""
     (replicas, shard) = mesh = (scenarios[0].replicas, scenarios[0].shard)
     assert all((scenario.replicas, scenario.shard) == mesh for scenario in scenarios)
     by_rank = ranks.run(_train_on_mesh, list(scenarios), world_size=replicas * shard, timeout=60)
@@ -47,7 +47,7 @@ def simulate_on_gloo(ranks: RankPool, scenarios: Sequence[Scenario]) -> list[Tra
 
 
 def _train_on_mesh(scenarios: Sequence[Scenario]) -> list[Answer]:
-    """One rank's runs."""
+    """Run the scenarios on this rank."""
     mesh = (scenarios[0].replicas, scenarios[0].shard)
     axes = init_device_mesh("cpu", mesh, mesh_dim_names=("replica", "shard"))
     return [train(scenario, *(Comms(axes.get_group(name)) for name in ("replica", "shard"))) for scenario in scenarios]

@@ -1,8 +1,9 @@
-"""Training runs ahead of its device: nothing between two log lines reads a number from it, for which the host would wait.
+"""Tests that training runs ahead of its device: between two log lines, nothing reads a number from the device, because the host
+would wait for it.
 
-A GPU is not needed to see that: torch's profiler counts the operations that end in a number or in a size that depends on
-values, and calls that copy to the CPU are counted with them. The inner optimizer is SGD here: on a CPU the fused AdamW
-reads its own step counts, on a GPU it does not.
+The tests need no GPU. torch's profiler counts the operations whose result is a number or has a size that depends on values, and
+calls that copy to the CPU are counted with them. The inner optimizer is SGD, because the fused AdamW reads its own step counts on
+a CPU, which it does not on a GPU.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def copies_counted() -> Iterator[None]:
 
 
 def reads_by_step(case: Case, steps: int) -> list[int]:
-    """How often each of the first steps reads a value."""
+    """Return how often each of the first steps reads a value."""
     engine, method = build_case(case, mesh_of(case.replicas, case.shard), clock=lambda: step)
     batches_of = [micro_batches(case, engine.mesh, step) for step in range(1, steps + 1)]
-    # Over all steps: a message that outlives the profiler crashes it.
+    # One profiler for all steps, because a message that outlives the profiler crashes it.
     with copies_counted(), profile(use_kineto=False) as seen:
         for step, batches in enumerate(batches_of, start=1):
             with record_function(f"step {step}"):
@@ -82,14 +83,14 @@ def test_reading_is_noticed(read) -> None:
 
 LOCAL = [name for name in METHODS if name not in ("wagma", "a_edit", "synchronous")]
 FAST = [("local_sgd", LLAMA), ("palsgd", LLAMA), ("edit", GPT_NEO)]
-"""A plain mean, a pull, a layer-wise synchronization; what is hidden has a test of its own."""
+"""Cases with a plain mean, a pull, and a layer-wise synchronization. Messages hidden behind training have a test of their own."""
 DEEP = [pytest.param(name, LLAMA, marks=pytest.mark.deep) for name in LOCAL if (name, LLAMA) not in FAST]
 
 
 @pytest.mark.parametrize(("method", "model"), [*FAST, *DEEP])
 def test_local_steps_read_nothing(ranks, method, model):
-    """WAGMA's messages are on the CPU in every step, A-EDiT asks the replica's ranks for the time. The first local step, after one that
-    is synchronous, compares the anchors of methods that have them."""
+    """The first local step, which follows a synchronous one, compares the anchors of methods that have them. WAGMA and A-EDiT are left
+    out: WAGMA's messages are on the CPU in every step, and A-EDiT asks the replica's ranks for the time."""
     period = {"period": {"kind": "qsr", "base": 5, "alpha": 1e-9}} if method == "qsr" else {"every": 5}
     case = Case(choices(method, warmup_steps=1, **period), 2, 1, model, steps=20, optim=SGD, micro_batch=4)
     for reads in ranks.run(reads_by_step, case, 5, world_size=2):
@@ -110,7 +111,7 @@ def test_synchronous_steps_read_nothing(ranks, shard):
     ],
 )
 def test_what_is_hidden_behind_training_is_not_waited_for_on_the_device(ranks, method, changes):
-    """Sending and using means included."""
+    """This includes sending and using means."""
     case = Case(choices(method, every=3, warmup_steps=1, **changes), 2, 1, steps=20, optim=SGD, micro_batch=4)
     for reads in ranks.run(reads_by_step, case, 10, world_size=2):
         assert reads[1:] == [1] + [0] * 8

@@ -1,4 +1,4 @@
-"""Replicas of one process, against processes that send messages: the same numbers, to the last bit."""
+"""Tests of replicas in one process. They give the same bits as processes that send messages, up to the order of additions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DROPOUT = {"attention_dropout": 0.2, "resid_dropout": 0.2, "embed_dropout": 0.2}
 
 
 def process_of(replicas: int) -> InProcess:
-    """Replicas of this process, which already has a group of its own."""
+    """Return replicas of this process, which already has a process group of its own."""
     process = InProcess(replicas, timeout_seconds=60)
     process.shard_mesh = DeviceMesh.from_group(dist.group.WORLD, process.device.type, mesh_dim_names=("shard",))
     return process
 
 
 def train_in_process(case: Case) -> list[Outcome]:
-    """Run a case with all of its replicas in this process; the outcomes by replica."""
+    """Run a case with all of its replicas in this process. Return the outcomes by replica."""
     process = process_of(case.replicas)
 
     def of_replica(rank: int) -> Outcome:
@@ -48,13 +48,13 @@ def train_as_process(case: Case) -> Outcome:
 
 
 def both(ranks: RankPool, case: Case) -> list[tuple[Outcome, Outcome]]:
-    """(in one process, as processes) of each replica."""
+    """Return the outcomes of each replica: in one process, and as a process of its own."""
     [ours] = ranks.run(train_in_process, case, world_size=1)
     return list(zip(ours, ranks.run(train_as_process, case, world_size=case.replicas), strict=True))
 
 
 def assert_same(ours: Outcome, theirs: Outcome) -> None:
-    """Fail unless two outcomes are equal to the last bit."""
+    """Check that two outcomes are equal to the last bit."""
     assert (ours.losses, ours.norms, ours.rounds) == (theirs.losses, theirs.norms, theirs.rounds)
     for name, weight in theirs.weights.items():
         assert torch.equal(ours.weights[name], weight), name
@@ -113,7 +113,7 @@ def test_sums_of_four_differ_from_those_of_processes_by_their_order_only(ranks: 
 
 
 def fail_in_one(step: int) -> str:
-    """The error of a process in which one replica fails while others wait for it."""
+    """Return the error of a process in which one replica fails while others wait for it."""
     process, case = process_of(3), Case(choices("diloco", every=2), 3, global_batch=6)
 
     def of_replica(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs that start from another run: on any mesh and under either engine, they have exactly its weights, and its loss."""
+"""Tests of runs that start from another run: on any mesh and under either engine, they have exactly its weights, and its loss."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
 
 LLAMA, GPT_NEO = ExportRun(), ExportRun("gpt_neo", tied=True, replicas=4, shard=1)
-"""The runs to start from: at IN_A_ROUND, replicas differ."""
+"""Runs to start from. Their replicas differ at step IN_A_ROUND."""
 AVERAGED = ExportRun(replicas=2, shard=1, method="gpa")
-"""Another one, whose model is its anchor, where its replicas are not."""
+"""Another run to start from. Its model is its anchor, from which its replicas differ."""
 
 
 @dataclass
@@ -43,15 +43,15 @@ class Started:
 
     loss: float
     weights: dict[str, torch.Tensor]
-    """The replica's, on the first rank of its shard group."""
+    """Weights of the replica, on the first rank of its shard group."""
     has_anchor: bool
-    """True if its anchor equals its parameters bit for bit."""
+    """Whether the anchor equals the parameters bit for bit."""
     recorded: dict | None
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Ranks of their own: DeepSpeed keeps much that is global."""
+    """Provide a separate pool, because DeepSpeed keeps much global state."""
     made = RankPool(4)
     yield made
     made.close()
@@ -70,7 +70,7 @@ def source_of(run: ExportRun, folder: Path, pool: RankPool) -> Source:
 
 
 def recipe_from(weights: Path, folder: Path, run: ExportRun, name: str = "second", **parallel: str) -> Recipe:
-    """Return the recipe of a run on the mesh and engine of `run` that starts from weights, and from a round."""
+    """Return the recipe of a run on the mesh and engine of `run` that starts from weights, without a warm-up."""
     recipe = run.recipe(folder)
     changes = {
         "run": recipe.run.model_copy(update={"name": name}),
@@ -82,7 +82,7 @@ def recipe_from(weights: Path, folder: Path, run: ExportRun, name: str = "second
 
 
 def start(recipe: Recipe) -> Started:
-    """Build what trains the recipe on this rank, as a start does, and validate."""
+    """Build the trainer on this rank as at the start of a run, and validate."""
     mesh = mesh_of(recipe.parallel.replicas, recipe.parallel.shards)
     run = open_run(recipe, mesh, prepare_texts(recipe, show_progress=False))
     trainer = build_trainer(run, open_initial_weights(recipe, mesh, run.prepared))

@@ -1,4 +1,5 @@
-"""Layer by layer is blocking to the last bit over many rounds; a wait left out is seen. On a GPU, if there is one, too."""
+"""Tests that the layer-wise schedule equals the blocking one to the last bit over many rounds, and that a missing wait is noticed.
+These tests also run on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ COMPILED, RECOMPUTING = {"compile": True}, {"activation_checkpointing": True}
 
 
 def case(device: str, schedule: str | dict, **parallel: object) -> Case:
-    """Two replicas; on a GPU both on the same one, with gloo between them."""
+    """Return a case of two replicas. On a GPU, both use the same one, with gloo between them."""
     penalty = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
     sync = edit(every=3, warmup_steps=2, penalty=penalty, schedule=schedule, offload=True)
     return Case(sync, 2, 1, parallel={"precision": "fp32", **parallel}, steps=STEPS[device], device=device)
@@ -25,7 +26,7 @@ def case(device: str, schedule: str | dict, **parallel: object) -> Case:
 @pytest.mark.parametrize(
     ("device", "parallel"),
     [
-        pytest.param("cpu", RECOMPUTING, id="recomputing"),  # and compiled: see test_engine.py
+        pytest.param("cpu", RECOMPUTING, id="recomputing"),  # test_engine.py has the compiled case
         pytest.param("cuda", RECOMPUTING, id="recomputing, on a GPU", marks=pytest.mark.gpu),
         pytest.param("cuda", COMPILED, id="compiled, on a GPU", marks=pytest.mark.gpu),
         pytest.param("cuda", COMPILED | RECOMPUTING, id="compiled and recomputing, on a GPU", marks=pytest.mark.gpu),
@@ -41,11 +42,11 @@ def test_layerwise_is_blocking_for_many_rounds(ranks, device, parallel):
 
 
 def train_without_waiting(cases: list[Case]) -> list[Outcome]:
-    """For what replicas send of a block; all else is waited for."""
+    """Train without waiting for what replicas send of a block. All other collectives are waited for."""
     finish, kept = PendingCollective._finish, []
 
     def hurry(self: PendingCollective) -> None:
-        kept.append(self)  # what is under way needs its memory
+        kept.append(self)  # a collective in flight needs its memory
         if not self._what.startswith("synchronizing"):
             finish(self)
 

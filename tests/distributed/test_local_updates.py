@@ -1,4 +1,4 @@
-"""`LocalUpdates` in loops of one's own: its arithmetic, resuming, and what it refuses."""
+"""Tests of `LocalUpdates` in users' own loops: its arithmetic, resuming, and what it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
 
 
 class Layered(nn.Module):
-    """Two layers between an embedding and a head, in float64. A weight of one is stored by columns."""
+    """Model of two layers between an embedding and a head, in float64. The weight of one layer is stored by columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,19 +42,19 @@ class Layered(nn.Module):
 
 
 def tensors_in(state: Any) -> list[torch.Tensor]:
-    """All tensors of a state_dict."""
+    """Return all tensors of a state_dict."""
     parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return [state] if isinstance(state, torch.Tensor) else [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def backward(model: nn.Module, step: int) -> None:
-    """Of this replica's own sample of a step."""
+    """Compute the gradients of this replica's own sample of a step."""
     drawn = torch.Generator().manual_seed(100 * step + dist.get_rank())
     model(torch.randn(5, 3, generator=drawn, dtype=torch.float64)).square().mean().backward()
 
 
 def train(method: str, steps: int, choices: dict[str, Any], stop_after: int | None = None) -> list[torch.Tensor]:
-    """Returns this replica's parameters at the end. Stopped and resumed, from copies of everything, after a step."""
+    """Train, and return this replica's final parameters. After step `stop_after`, stop and resume from copies of everything."""
     model = Layered()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     updates = LocalUpdates(model, optimizer, method, **choices)
@@ -74,13 +74,13 @@ def train(method: str, steps: int, choices: dict[str, Any], stop_after: int | No
             assert updates.bytes_sent == sent
             loaded = [(tensor, tensor.clone()) for tensor in tensors_in(state)]
     updates.finish()
-    assert stop_after is None or all(torch.equal(*pair) for pair in loaded), "a state can be loaded a second time"
+    assert stop_after is None or all(torch.equal(*pair) for pair in loaded), "a loaded state must stay as it was"
     assert updates.is_synchronized
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def train_by_hand(steps: int) -> list[torch.Tensor]:
-    """DiLoCo as it is in the paper, after synchronous steps."""
+    """Train with DiLoCo as in the paper, after synchronous steps."""
     model = Layered()
     parameters = list(model.parameters())
     anchor: list[torch.Tensor] = []
@@ -111,7 +111,7 @@ def adamw_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def train_with_averaged_moments(steps: int, by_hand: bool) -> list[torch.Tensor]:
-    """DES-LOC with steps of AdamW: parameters after every second step, first moments as often, second ones half as often."""
+    """Train by DES-LOC with AdamW. Parameters and first moments are averaged after every second step, second moments half as often."""
     model = Layered()
     optimizer, updates = adamw_of(model), None
     if not by_hand:
@@ -141,7 +141,7 @@ def test_moments_of_an_optimizer_are_averaged(ranks: RankPool) -> None:
 
 
 def train_in_part(steps: int, unused: dict[int, int]) -> None:
-    """A replica never uses the parameter in its place of `unused`, so its optimizer has no moments there."""
+    """Train, where a rank in `unused` never uses the weight of the given layer, so that its optimizer has no moments there."""
     model = Layered()
     updates = LocalUpdates(
         model,
@@ -162,7 +162,7 @@ def train_in_part(steps: int, unused: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("unused", [{1: 0}, {0: 0, 1: 1}], ids=["one", "of-equal-size"])
 def test_moments_of_different_parameters_are_refused(ranks: RankPool, unused: dict[int, int]) -> None:
-    """Also if the block has as many values on each replica."""
+    """This holds even if the moments of the block have the same size on each replica."""
     with pytest.raises(Exception, match=r"replicas have first moments of different parameters of "):
         ranks.run(train_in_part, 4, unused, world_size=2)
 
@@ -205,10 +205,10 @@ KEYS = {
 
 @pytest.mark.parametrize("method", KEYS)
 def test_a_stopped_loop_continues_to_the_same_bits(ranks: RankPool, method: str) -> None:
-    """In the middle of a round, and with a message in flight."""
+    """The stop is in the middle of a round, and with a message in flight if the schedule has one then."""
     whole, resumed = (ranks.run(train, method, STEPS, KEYS[method], stop, world_size=2) for stop in (None, 7))
     for first, second, again in zip(*whole, resumed[0], strict=True):
-        assert torch.equal(first, second), "replicas are equal at the end"
+        assert torch.equal(first, second), "replicas must be equal at the end"
         assert torch.equal(first, again)
 
 
@@ -282,7 +282,7 @@ def test_replicas_that_start_apart_are_refused_on_all_ranks(ranks: RankPool) -> 
 
 
 def train_with_an_unused_layer(steps: int, by_hand: bool) -> list[torch.Tensor]:
-    """Synchronous steps in which the second replica does not use the last parameter, and none the first one."""
+    """Train in synchronous steps. The second replica does not use the last parameter, and no replica uses the first one."""
     model = Layered()
     parameters, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=LR)
     updates = None if by_hand else LocalUpdates(model, optimizer, "synchronous")
@@ -318,7 +318,7 @@ def shared_store() -> dist.Store:
 
 
 def train_wagma_twice(steps: int) -> list[int]:
-    """Two loops with one store, the second longer than the first: how many synchronizations each has."""
+    """Run two loops with one store, the second longer than the first. Return the number of synchronizations of each."""
     counts, store = [], shared_store()
     for length in (steps, 2 * steps):
         model = Layered()

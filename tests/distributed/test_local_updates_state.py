@@ -1,4 +1,5 @@
-"""`LocalUpdates` in loops of one's own: states that are loaded where they don't fit, and FSDP2's gathered parameters."""
+"""Tests of `LocalUpdates` in users' own loops: states that are loaded where they don't fit, FSDP2's gathered parameters, closures,
+and closing."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def load_into_a_running_loop() -> str:
 
 
 def test_a_state_is_not_loaded_while_groups_average(ranks: RankPool) -> None:
-    """Their threads are at a later iteration, and the replicas would wait for one another."""
+    """The threads of the groups are at a later iteration, and the replicas would wait for one another."""
     for message in ranks.run(load_into_a_running_loop, world_size=2):
         assert message.startswith("a state of wait-avoiding groups can be loaded before the first step only")
 
 
 def resume_with_a_shorter_warmup(method: str) -> list[int]:
-    """The steps after which replicas were synchronized, of a loop that had 10 synchronous steps and now has 2."""
+    """Resume a loop of 10 synchronous steps as one of 2. Return the steps after which replicas were synchronized."""
     synchronized, state, weights = [], None, Layered().state_dict()
     for warmup, until in ((10, 4), (2, 9)):
         model = Layered()
@@ -63,14 +64,16 @@ def resume_with_a_shorter_warmup(method: str) -> list[int]:
 
 @pytest.mark.parametrize("method", ["diloco", "wagma"])
 def test_the_first_round_begins_where_synchronous_steps_ended(ranks: RankPool, method: str) -> None:
-    """Even if the loop that continues has fewer of them: all parts of a method count rounds from the same step."""
+    """This holds even if the resumed loop has fewer synchronous steps: all parts of a method count rounds from the same step."""
     for steps in ranks.run(resume_with_a_shorter_warmup, method, world_size=2):
         assert steps == [1, 2, 3, 4, 9]
 
 
 def evaluate_around_the_loop(with_rest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of a sharded replica after the last synchronization, and that of a plain model with its parameters. The loop begins
-    and ends with an evaluation. Without a block for the rest, the root's parameters are those of a layer's block."""
+    """Return the output of a sharded replica after the last synchronization, and that of a plain model with its parameters.
+
+    The loop begins and ends with an evaluation. Without a block for the rest, the root's parameters are in a layer's block.
+    """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Layered()
     model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach().contiguous())
@@ -136,7 +139,7 @@ def test_a_closure_is_refused_where_gradients_are_averaged_before_it(ranks: Rank
 
 
 def close_before_a_forward() -> tuple[bool, bool]:
-    """Return whether the forward after `close` sent nothing, and whether what is closed is freed."""
+    """Return whether the forward after `close` sent nothing, and whether the closed replica is freed."""
     model = Layered()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     updates = LocalUpdates(model, optimizer, "edit", period=1, warmup_steps=0, schedule="layerwise")

@@ -1,4 +1,4 @@
-"""`LocalUpdates` in loops that it cannot synchronize: one line says why. And in those of several optimizers, which it can."""
+"""Tests of `LocalUpdates` in loops that it refuses with a one-line message, and in loops with several optimizers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train_with(parts: Callable[[Layered], list[torch.optim.SGD]]) -> list[torch.
             optimizer.zero_grad()
     for loop in loops:
         loop.finish()
-        loop.finish()  # does nothing
+        loop.finish()  # the second call does nothing
     return list(model.state_dict().values())
 
 
@@ -53,7 +53,7 @@ def in_parts(model: Layered) -> list[torch.optim.SGD]:
 
 
 def in_another_order(model: Layered) -> list[torch.optim.SGD]:
-    """Return an optimizer whose parameters have another order on the second rank, as those of a set may."""
+    """Return an optimizer whose parameters are in reverse order on the second rank, as those of a set may be."""
     return [torch.optim.SGD(list(model.parameters())[:: -1 if dist.get_rank() else 1], LR)]
 
 
@@ -67,7 +67,7 @@ def test_each_optimizer_has_a_loop_of_its_own_parameters(
 
 
 class Reversed(Layered):
-    """Model that uses its layers in another order."""
+    """Model whose forward pass runs the layers in reverse order."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(inputs)
@@ -140,7 +140,7 @@ def freeze() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Optimizer around another one, as Accelerate has."""
+    """Optimizer that wraps another one, like Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -242,7 +242,8 @@ def shard_over_replicas_too() -> None:
 
 
 def train_at_own_rates() -> None:
-    """With CO2's gap penalty, which divides a late mean by a ratio of learning rates."""
+    """Train with learning rates that differ between replicas from step 3 on, under CO2. Its gap penalty divides a late
+    mean by a ratio of learning rates."""
     model = Layered()
     optimizer = sgd(model)
     LocalUpdates(model, optimizer, "co2", period=2, warmup_steps=0)
@@ -319,7 +320,7 @@ def test_parameters_of_16_bits_are_warned_of() -> None:
 
 
 def warnings_at_a_rate(share: float, method: str) -> list[str]:
-    """Returns this rank's warnings in a loop whose schedule has a constant rate, and whose optimizer a share of that."""
+    """Return this rank's warnings in a loop whose optimizer has `share` of the schedule's constant learning rate."""
     model, rates = Layered(), LRSchedule.create(peak=LR, total_steps=8, kind="constant", warmup_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), share * LR)
     updates = LocalUpdates(
@@ -337,4 +338,4 @@ def test_a_schedule_that_the_optimizer_does_not_have_is_warned_of_once(ranks: Ra
     [first, other] = ranks.run(warnings_at_a_rate, 0.5, "qsr", world_size=2)
     assert [one[:57] for one in first] == ["step 3: the optimizer's learning rate is 0.025, but lr, w"] and other == []
     assert ranks.run(warnings_at_a_rate, 1.0, "qsr", world_size=2) == [[], []]
-    assert ranks.run(warnings_at_a_rate, 0.5, "diloco", world_size=2) == [[], []], "nothing follows it"
+    assert ranks.run(warnings_at_a_rate, 0.5, "diloco", world_size=2) == [[], []], "nothing in DiLoCo depends on lr"

@@ -1,4 +1,4 @@
-"""Messages on the way: when their second exchange starts, and when the norm of a mean is computed."""
+"""Tests of messages in flight: the start of their second exchange, waits for them, and norms of their means."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_weighed_message_is_sent_one_step_later() -> None:
 
 
 def test_all_that_is_in_flight_can_be_waited_for() -> None:
-    """The small exchange of a message that is not sent, or its means, and nothing else changes."""
+    """`wait` waits for the weighing of an unsent message or the means of a sent one, and changes nothing."""
     waited: list[str] = []
     for name in ("exchange", "mean"):
         message, pending = (

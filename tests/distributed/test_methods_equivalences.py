@@ -1,4 +1,4 @@
-"""What must come out equal whichever way it is computed, for the methods of test_methods_oracle.py."""
+"""Tests of equivalent settings, whose runs must be equal, for the methods of test_methods_oracle.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WITH_A_PERIOD = {
 def test_qsr_at_a_constant_learning_rate_is_a_fixed_period(
     method: str, changes: dict, replicas: int, shard: int
 ) -> None:
-    """(alpha / lr)^2 = 3.24 gives rounds of 3, in every run the same bits as a period of 3."""
+    """(alpha / lr)^2 = 3.24 gives rounds of 3 steps, and so the bits of a fixed period of 3 steps."""
     periods = {"kind": "steps", "every": 3}, {"kind": "qsr", "base": 1, "alpha": 1.8}
     fixed, following = (choices(method, **{"warmup_steps": 1, **changes, "period": period}) for period in periods)
     constant = LRScheduleSection(kind="constant")
@@ -66,7 +66,7 @@ def test_palsgd_without_a_pull_is_diloco(replicas: int, shard: int) -> None:
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_palsgd_layerwise_is_blocking(replicas: int, shard: int) -> None:
-    """An armed synchronization is carried out before a pull, too; with the seeds some replicas begin a round with one."""
+    """An armed synchronization also runs before a pull. With these seeds, some replicas begin a round with a pull."""
     for seed in range(3):
         syncs = [choices("palsgd", every=3, pull=PULL, warmup_steps=2, schedule=s) for s in ("layerwise", "blocking")]
         assert_same_bits(*both(*syncs, replicas, shard, seed=seed))
@@ -76,7 +76,7 @@ def test_palsgd_layerwise_is_blocking(replicas: int, shard: int) -> None:
 @pytest.mark.parametrize("schedule", ["layerwise", "blocking"])
 @pytest.mark.parametrize("steps", [14, 15, 17])
 def test_a_edit_on_equal_machines_is_edit(steps: int, schedule: str, replicas: int, shard: int) -> None:
-    """Where all steps take a second, a round of 3 seconds is one of 3 steps, and the last one ends with the run."""
+    """If every step takes one second, a round of 3 seconds has 3 steps, and the last round ends with the run."""
     penalty = {"z": 1.5, "temperature": 0.3, "clip": 0.5, "step_weight": 0.5}
     changes = {"warmup_steps": 2, "penalty": penalty, "schedule": schedule}
     seconds = edit(period={"kind": "seconds", "every": 3.0, "min_steps": 0}, every=None, **changes)
@@ -89,14 +89,14 @@ def test_a_edit_on_equal_machines_is_edit(steps: int, schedule: str, replicas: i
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("outer", [MOMENTUM, {**MOMENTUM, "normalize": "lr", "clip": 0.1}], ids=["plain", "lr-clip"])
 def test_co2_of_a_single_round_is_diloco(outer: dict, replicas: int, shard: int) -> None:
-    """The end of the run waits for the mean of its last round."""
+    """The end of the run waits for the mean of the last round, which is the only one here."""
     syncs = (choices(method, every=4, outer=outer) for method in ("co2", "diloco"))
     assert_same_bits(*both(*syncs, replicas, shard, steps=4))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_co2_at_a_constant_learning_rate_has_no_gap(replicas: int, shard: int) -> None:
-    """Nor in the last round, which is shorter."""
+    """The gap penalty changes nothing, not even in the last round, which is shorter."""
     syncs = (choices("co2", every=4, schedule={"kind": "delayed", "gap_penalty": gap}) for gap in (True, False))
     assert_same_bits(*both(*syncs, replicas, shard, steps=18, schedule=LRScheduleSection(kind="constant")))
 
@@ -119,7 +119,7 @@ NO_PART = {"z": None, "temperature": None, "clip": None}
     ids=["soon", "after-a-round", "delayed", "delayed-in-fragments"],
 )
 def test_a_penalty_without_parts_is_the_mean_that_is_as_late(schedule: dict, replicas: int, shard: int) -> None:
-    """It is sent one step later, but what is sent is of the same step, and it is used at the same one."""
+    """A weighted message is sent one step later than a plain one, but taken and applied at the same steps."""
     weighed, mean = (choices("streaming_diloco", 4, schedule=schedule, penalty=part) for part in (NO_PART, None))
     assert_same_bits(*both(weighed, mean, replicas, shard, steps=18))
 
@@ -127,7 +127,7 @@ def test_a_penalty_without_parts_is_the_mean_that_is_as_late(schedule: dict, rep
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("steps", [14, 15])
 def test_a_delayed_a_edit_on_equal_machines_is_a_delayed_edit(steps: int, replicas: int, shard: int) -> None:
-    """In rounds of 3 seconds weights are known and messages sent at once, in rounds of 3 steps one step later."""
+    """In rounds of 3 seconds, weights are known and messages sent at once; in rounds of 3 steps, one step later."""
     changes = {"warmup_steps": 2, "penalty": {"z": 0.5, "temperature": 0.3, "clip": 0.5, "step_weight": 0.5}}
     seconds = edit(period={"kind": "seconds", "every": 3.0, "min_steps": 0}, every=None, schedule="delayed", **changes)
     got, expected = both(seconds, edit(every=3, schedule="delayed", **changes), replicas, shard, steps=steps)
@@ -137,8 +137,8 @@ def test_a_delayed_a_edit_on_equal_machines_is_a_delayed_edit(steps: int, replic
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_fragment_of_co2_is_co2_that_begins_with_its_turn(part: int) -> None:
-    """Blocks of the fake engine do not see each other: fragment p of 3, whose turns are at steps 1, 2 and 3 of a round, is CO2
-    with a first round of p + 1 steps."""
+    """Blocks of the fake engine are independent. So fragment p of 3, which is synchronized at step p + 1 of every
+    round, is CO2 with a first round of p + 1 steps."""
     whole = choices("co2", every=3, schedule={"kind": "delayed", "fragments": 3, "gap_penalty": False})
     got, scenario, outer = simulate(Scenario(whole, 4, 1, steps=14)), Scenario(whole, 4, 1, steps=14), whole.outer
     for block in range(part, len(SHAPES), 3):
@@ -157,8 +157,7 @@ def test_a_fragment_of_co2_is_co2_that_begins_with_its_turn(part: int) -> None:
 
 @pytest.mark.parametrize("block", range(len(SHAPES)))
 def test_a_fragment_at_once_is_diloco_of_its_own(block: int) -> None:
-    """Blocks of the fake engine do not see each other: with a fragment for each, block p is DiLoCo whose rounds begin
-    p + 1 steps later."""
+    """With one fragment per block, each block is DiLoCo by itself. The first round of block p has p + 1 steps."""
     schedule = {"kind": "overlapped", "steps": 0, "fragments": 4, "alpha": 0.0}
     sync = choices("streaming_diloco", every=4, schedule=schedule, wire="fp32", outer={"kind": "sgd", "lr": 0.7})
     got = simulate(Scenario(sync, 4, 1, steps=14))
@@ -174,7 +173,7 @@ def test_a_fragment_at_once_is_diloco_of_its_own(block: int) -> None:
 
 @pytest.mark.parametrize(("method", "normalize"), [("slowmo", "lr"), ("slowmo", "lr_sum"), ("co2", "lr")])
 def test_units_do_not_matter_while_they_stay(method: str, normalize: str) -> None:
-    """At a constant learning rate and equal rounds only the momentum's scale differs."""
+    """With a constant learning rate and equal rounds, the unit changes only the scale of the momentum."""
     changes = {"schedule": {"kind": "delayed"}} if method == "co2" else {}
     syncs = [choices(method, every=3, outer={**MOMENTUM, "normalize": unit}, **changes) for unit in (normalize, "none")]
     assert_same_run(*both(*syncs, steps=15, schedule=LRScheduleSection(kind="constant")))
@@ -188,7 +187,7 @@ def test_units_do_not_matter_while_they_stay(method: str, normalize: str) -> Non
 def test_slowmo_without_slow_momentum_is_local_sgd(normalize: str, replicas: int, shard: int) -> None:
     outer = {"kind": "momentum", "lr": 1.0, "momentum": 0.0, "normalize": normalize}
     got, expected = both(choices("slowmo", every=3, outer=outer), choices("local_sgd", every=3), replicas, shard)
-    assert_same_run(got, replace(expected, squares=None))  # which has no anchor, so no pseudo-gradient to report
+    assert_same_run(got, replace(expected, squares=None))  # Local SGD has no pseudo-gradient to report
 
 
 def test_momentum_of_nothing_is_sgd() -> None:
@@ -198,7 +197,7 @@ def test_momentum_of_nothing_is_sgd() -> None:
 
 
 def test_pulls_of_no_strength_skip_steps() -> None:
-    """What a replica computes with stays the same over a skipped step."""
+    """The parameters of the next forward pass are unchanged after a skipped step."""
     sync = choices("palsgd", every=100, warmup_steps=0, pull={"probability": 0.5, "strength": 0.0})
     got = simulate(Scenario(sync, 4, 1, steps=20))
     moved = [(later[0] != earlier[0]).any(1) for earlier, later in zip(got.forwards, got.forwards[1:], strict=False)]
@@ -218,7 +217,7 @@ ALONE = {
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize(("sync", "late"), ALONE.values(), ids=ALONE.keys())
 def test_a_replica_alone_takes_outer_steps(sync: Any, late: int, shard: int) -> None:
-    """Lookahead, so to speak: three inner steps, then the outer one, with the displacement of `late` rounds before."""
+    """This is Lookahead: three inner steps, then an outer one with the displacement of `late` rounds before."""
     scenario = Scenario(sync, 1, shard, steps=12, schedule=FALLING)
     got, outer = simulate(scenario), sync.outer
     for block in range(len(SHAPES)):
@@ -275,8 +274,8 @@ def test_edit_with_qsr_layerwise_is_blocking(replicas: int, shard: int) -> None:
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7)])
 def test_rounding_moves_edit_by_less_than_its_bound(kind: str, levels: int, replicas: int, shard: int) -> None:
-    """One round. Messages w_n D_n are off by half a step of max |w_n D_n| / levels each, their sum by half a step of
-    its own; the outer step multiplies that by lr (1 + mu)."""
+    """The bound for one round: a message w_n D_n is off by at most half a quantization step, which is max |w_n D_n| /
+    levels. The sum is off by at most half a step of its own. The outer step multiplies the error by lr (1 + mu)."""
     outer = {"kind": "nesterov", "lr": 0.8, "momentum": 0.85}
     exact, rounded = (edit(every=4, outer=outer, penalty={"temperature": 0.3}, wire=wire) for wire in ("fp32", kind))
     expected, got = both(exact, rounded, replicas, shard, steps=4, schedule=LRScheduleSection(kind="constant"))
@@ -284,7 +283,7 @@ def test_rounding_moves_edit_by_less_than_its_bound(kind: str, levels: int, repl
     for block in range(len(SHAPES)):
         before = expected.forwards[3][block]
         moved = scenario.start(block) - (before + scenario.noise(4, block) - scenario.pull * before)
-        largest = np.abs(moved).max()  # weights sum to 1, so the messages' largest elements sum to no more
+        largest = np.abs(moved).max()  # weights sum to 1, so the messages' largest elements sum to at most this
         bound = outer["lr"] * (1 + outer["momentum"]) * (largest + largest * (1 + 0.5 / levels)) * 0.5 / levels
         difference = np.abs(got.final[block] - expected.final[block]).max()
         assert 0 < difference <= bound * (1 + 1e-6)
@@ -303,7 +302,7 @@ WIRES = ["bf16", "int8", "int4"]
 )
 @pytest.mark.parametrize("sync", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_rounded_runs_end_equal(sync: Any, error_feedback: bool, replicas: int, shard: int) -> None:
-    """To the last bit on all replicas; the finer the format, the nearer to the exact run."""
+    """All replicas end with the same bits, and runs with int8 end closer to the exact run than runs with int4."""
     run = {"steps": 16, "schedule": FALLING, "step_seconds": (0.5, 0.75, 1.0, 1.0)[:replicas]}
     rounded = [
         type(sync).model_validate({**sync.model_dump(), "wire": {"kind": kind, "error_feedback": error_feedback}})
@@ -335,9 +334,12 @@ FED_BACK = {
     ],
 )
 def test_feedback_loses_no_more_than_the_last_message_did(method: str, changes: dict) -> None:
-    """What a run has moved by is the sum of what replicas meant to send, but for what the last rounding left out. With
-    d the largest element of a message D_n / 4, e of an error: e <= 5 (d + e) / 14, its own half step and that of a sum of 4;
-    so all errors together are at most 8 (d + e) / 14 <= 8 d / 9. Without feedback, roundings of 40 rounds add up."""
+    """With feedback, a run moves by the sum of its unrounded messages D_n / 4, except for the last rounding errors.
+
+    Let d be the largest element of a message and e that of an error. An error is at most half a quantization step of
+    the replica's own message and half a step of the sum of 4, so e <= 5 (d + e) / 14. All errors together are at most
+    8 (d + e) / 14 <= 8 d / 9. Without feedback, the rounding errors of 40 rounds add up.
+    """
     wires = ({"kind": "int4", "error_feedback": error_feedback} for error_feedback in (True, False))
     fed, plain = (choices(method, every=1, outer={"kind": "average"}, wire=wire, **changes) for wire in wires)
     constant = LRScheduleSection(kind="constant")

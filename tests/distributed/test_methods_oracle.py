@@ -1,4 +1,4 @@
-"""SlowMo, CO2, Streaming DiLoCo, PALSGD, A-EDiT and mixes of their choices against the float64 oracle."""
+"""Tests of SlowMo, CO2, Streaming DiLoCo, PALSGD, A-EDiT and mixes of their choices against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESHES = [
     pytest.param(4, 1, id="4x1"),
 ]
 SHARDED = [MESHES[0], pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
-"""Meshes for methods that only sum, in which four replicas show no more than two."""
+"""Meshes for methods that only sum, for which four replicas test little more than two."""
 CONSTANT = LRScheduleSection(kind="constant")
 FALLING = LRScheduleSection(kind="cosine", warmup_steps=2, final_ratio=0.1)
 TO_ZERO = LRScheduleSection(kind="linear", final_ratio=0.0)
@@ -36,18 +36,18 @@ def matches_the_oracle(*scenarios: Scenario) -> list[Trace]:
             error.add_note(f"in {scenario}")
             raise
         if scenario.sync.period.kind != "seconds":
-            is_what_it_says(got)
+            assert_synchronized_as_reported(got)
     return runs
 
 
-def is_what_it_says(got: Trace) -> None:
-    """A method that says that all replicas are equal is right: the next step's forward shows it."""
+def assert_synchronized_as_reported(got: Trace) -> None:
+    """Check that replicas enter a forward pass with equal parameters if the method has called them synchronized."""
     for says, forward in zip(got.says_synchronized, got.forwards[1:], strict=False):
         assert not says or all((block == block[0]).all() for block in forward)
 
 
 def test_a_method_says_so_after_a_round_of_blocking_synchronization() -> None:
-    """Otherwise `is_what_it_says` would hold for one that never does."""
+    """Without this test, `assert_synchronized_as_reported` would pass for a method that never says so."""
     [got] = matches_the_oracle(Scenario(choices("slowmo", every=3), 2, 1, steps=7, schedule=FALLING))
     assert got.says_synchronized[:6] == [False, False, True] * 2
 
@@ -91,7 +91,7 @@ OUTER = {
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", OUTER.values(), ids=OUTER.keys())
 def test_outer_steps_and_their_units(sync: Any, replicas: int, shard: int) -> None:
-    """Rounds of 3 in a run of 17: the last one has 2 steps, and with TO_ZERO its last learning rate is 0."""
+    """With rounds of 3 steps, the last round of the 17 steps has 2, and with TO_ZERO its last learning rate is 0."""
     schedules = [CONSTANT, TO_ZERO, DROPS] if replicas == 4 else [FALLING]
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=17, schedule=each) for each in schedules))
 
@@ -113,7 +113,7 @@ DELAYED = {
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", DELAYED.values(), ids=DELAYED.keys())
 def test_delayed(sync: Any, replicas: int, shard: int) -> None:
-    """Runs that end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
+    """The runs end within a round, at a round's end, within the first round, at its end, and within the warm-up."""
     lengths = [17, 16, 15, 7, 5, 3, 2] if replicas == 4 else [17]
     runs = [Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths]
     if replicas == 2:
@@ -155,7 +155,7 @@ OVERLAPPED = {
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", OVERLAPPED.values(), ids=OVERLAPPED.keys())
 def test_overlapped(sync: Any, replicas: int, shard: int) -> None:
-    """Runs that end with messages under way, just after one was used or sent, and before any was sent."""
+    """The runs end with messages in flight, just after a message was used or sent, and before any was sent."""
     lengths = [16, 17, 18, 19, 20, 6, 3, 2] if replicas == 4 else [18]
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=steps, schedule=FALLING) for steps in lengths))
 
@@ -167,7 +167,8 @@ ENDS_WITHOUT_A_RATE = {
     "two-fragments": (overlapped(2, 2, 0.5, every=3, outer=nesterov(normalize="lr_sum")), 16, TO_ZERO),
     "delayed": (choices("co2", every=3, outer=momentum(normalize="lr")), 16, TO_ZERO),
 }
-"""The last synchronization follows a step whose rate is 0, or no step. A momentum in units of earlier rates must not be used then."""
+"""Runs whose last synchronization follows no step, or a step whose learning rate is 0. Its outer step must not use a
+momentum in units of earlier learning rates."""
 
 
 @pytest.mark.parametrize(("sync", "steps", "schedule"), ENDS_WITHOUT_A_RATE.values(), ids=ENDS_WITHOUT_A_RATE.keys())
@@ -176,7 +177,7 @@ def test_the_last_round_has_no_learning_rate(sync: Any, steps: int, schedule: LR
 
 
 def late(penalty: dict | None = None, **changes: Any) -> Any:
-    """CO2 with a penalty, or in fragments."""
+    """Return the `sync` section of CO2 with rounds of 4 steps, a penalty if one is given, and other changes."""
     return choices("co2", **{"every": 4, "penalty": penalty, **changes})
 
 
@@ -204,14 +205,14 @@ WEIGHED = {
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("sync", WEIGHED.values(), ids=WEIGHED.keys())
 def test_overlapped_with_a_penalty(sync: Any, replicas: int, shard: int) -> None:
-    """Runs that end before the weights are known, before the mean is used, and after it."""
+    """The runs end before the weights are known, before the mean is used, and after that."""
     lengths = [21, 22, 23, 24, 6, 3] if replicas == 4 else [22]
     runs = matches_the_oracle(*(Scenario(sync, replicas, shard, steps=n, schedule=FALLING) for n in lengths))
-    assert runs[0].counts[1] > 0, "nobody is left out: the case would not test what it is for"
+    assert runs[0].counts[1] > 0, "no replica was excluded, so nothing was tested"
 
 
 def test_what_mixing_leaves_is_no_anomaly_in_a_short_last_round() -> None:
-    """A displacement begins with alpha x the last one's difference from the mean, however few steps follow: here one."""
+    """A displacement begins with alpha x the last one's difference from the mean, even if only one step follows."""
     sync = overlapped(3, 1, 0.5, every=12, penalty={"min_rounds": 5, "temperature": None, "clip": None})
     [got] = matches_the_oracle(Scenario(sync, 2, 1, steps=6 * 12 + 1, pull=0.0, shapes=(((400, 5),),)))
     assert got.counts[1:] == (0, 0)
@@ -236,7 +237,7 @@ LATE = {
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", LATE.values(), ids=LATE.keys())
 def test_delayed_with_a_penalty_or_in_fragments(sync: Any, replicas: int, shard: int) -> None:
-    """Runs that end before weights are known, at a turn, and before the first one."""
+    """The runs end before weights are known, at a fragment's turn, and before the first turn."""
     lengths = [21, 22, 23, 24, 7, 5, 3, 2] if replicas == 4 else [22]
     matches_the_oracle(*(Scenario(sync, replicas, shard, steps=n, schedule=FALLING) for n in lengths))
 
@@ -260,7 +261,7 @@ WITH_SPIKES = {
 @pytest.mark.parametrize("sync", WITH_SPIKES.values(), ids=WITH_SPIKES.keys())
 @pytest.mark.parametrize("scales", SPIKES.values(), ids=SPIKES.keys())
 def test_an_excluded_replica_goes_on_from_the_anchor_alone(scales: dict, sync: Any, replicas: int, shard: int) -> None:
-    """Its NaN, or what is far away, is not mixed into anything; a block that nobody sends returns to its anchor."""
+    """Its NaN or far-away values are mixed into nothing. A block that no replica sends returns to its anchor."""
     scales = {place: scale for place, scale in scales.items() if place[1] < replicas}
     [got] = matches_the_oracle(Scenario(sync, replicas, shard, steps=27, scales=scales))
     assert got.counts[1] >= 2 and (got.counts[2] >= 2 or len(scales) == 3)
@@ -290,13 +291,13 @@ PALSGD = {
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", PALSGD.values(), ids=PALSGD.keys())
 def test_pull(sync: Any, replicas: int, shard: int) -> None:
-    """Several seeds: other steps are drawn, some of them the first of a round."""
+    """Each seed draws other steps for pulls, some of them the first of a round."""
     runs = [Scenario(sync, replicas, shard, steps=18, seed=seed, schedule=FALLING) for seed in range(3)]
     matches_the_oracle(*runs)
 
 
 def test_every_replica_draws_for_itself() -> None:
-    """In the first step of a run a pull moves nothing: in some runs some replicas have moved, and others have not."""
+    """A pull in the first step of a run moves nothing, so in some runs only some replicas move in that step."""
     runs = [Scenario(PALSGD["to-the-anchor"], 4, 1, steps=2, seed=seed) for seed in range(8)]
     moved = [(got.forwards[1][0] != got.forwards[0][0]).any(1) for got in matches_the_oracle(*runs)]
     assert any(some.any() and not some.all() for some in moved)
@@ -337,7 +338,7 @@ TIMED = {
 
 
 def of_different_speeds(sync: Any, replicas: int, shard: int) -> Scenario:
-    """One of the replicas also halts for a while, now and then."""
+    """Return a run whose replicas have different speeds, and in which the first and the last replica halt once."""
     speeds = {"step_seconds": SECONDS[:replicas], "delays": {(7, 0): 2.0, (12, replicas - 1): 4.5}}
     return Scenario(sync, replicas, shard, steps=24, schedule=FALLING, **speeds)
 
@@ -345,11 +346,11 @@ def of_different_speeds(sync: Any, replicas: int, shard: int) -> Scenario:
 @pytest.mark.parametrize(("replicas", "shard"), SHARDED)
 @pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
 def test_rounds_of_seconds(sync: Any, replicas: int, shard: int) -> None:
-    """Replicas of different speeds, and replicas that keep step."""
+    """The replicas have different speeds in one run and the same speed in the other."""
     even = Scenario(sync, replicas, shard, steps=16, schedule=FALLING)
     got, _ = matches_the_oracle(of_different_speeds(sync, replicas, shard), even)
     if sync.warmup_steps < 24 and sync.period.every > 0.5:
-        assert len({one[-1][0] for one in got.agreed}) > 1, "all replicas did as many steps: nothing was tested"
+        assert len({one[-1][0] for one in got.agreed}) > 1, "all replicas took as many steps: nothing was tested"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_three_replicas_and_one_in_rounds_of_seconds(replicas: int) -> None:
 
 
 def test_the_run_ends_on_its_steps() -> None:
-    """The last meetings come earlier, so that at most a step of each replica is too many; with `min_steps` too."""
+    """The last exchanges come earlier, so that replicas take less than one step too many on average."""
     for sync in (timed(every=10.0), timed(every=7.0, min_steps=60)):
         (got,) = matches_the_oracle(Scenario(sync, 4, 1, steps=40, step_seconds=SECONDS))
         done = sum(replica[-1][0] for replica in got.agreed)
@@ -376,7 +377,7 @@ def test_the_run_ends_on_its_steps() -> None:
 
 @pytest.mark.parametrize("every", [5.0, 10.0, 600.0])
 def test_the_run_ends_on_its_steps_whatever_the_pace_becomes(every: float) -> None:
-    """Replica 0 does four times as many steps a second from some time on, and replica 1 stops doing so."""
+    """Replica 0 becomes four times as fast at its step 12, and replica 1 ceases to be so at its step 40."""
     fast = {(step, 0): -0.75 for step in range(12, 200)} | {(step, 1): -0.75 for step in range(1, 40)}
     scenario = Scenario(timed(every=every), 2, 2, steps=40, step_seconds=(1.0, 1.0), delays=fast)
     (got,) = matches_the_oracle(scenario)
@@ -385,7 +386,8 @@ def test_the_run_ends_on_its_steps_whatever_the_pace_becomes(every: float) -> No
 
 
 def test_weights_by_steps() -> None:
-    """With r = 1 alone a replica that did twice the steps counts twice: 4, 2 and 1 steps, then the mean is theirs."""
+    """With `step_weight` 1, replicas count in proportion to their steps, here 4, 2 and 1. The global step is the mean
+    of these, rounded down."""
     sync = timed(every=4.0, warmup_steps=0, penalty={"step_weight": 1.0, "z": None, "clip": None}, outer="average")
     scenario = Scenario(sync, 3, 1, steps=100, step_seconds=(1.0, 2.0, 4.0))
     (got,) = matches_the_oracle(scenario)

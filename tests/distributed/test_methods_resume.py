@@ -1,4 +1,4 @@
-"""A run that was saved and resumed is the run left alone, to the last bit; one that was only saved is, too."""
+"""Tests of resuming: a run that was saved and resumed, or only saved, has the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ROUNDED = {
     "streaming-whole-round-int8-feedback": streaming(steps=4, wire=feedback("int8")),
 }
 FAST = ("diloco-int4-feedback", "edit-int8-feedback", "palsgd-int8-feedback", "streaming-weighed-int4-feedback")
-"""Those of the above with the most state: a method's own, and what rounding has left out."""
+"""Cases above that run outside `deep`. They have the most state: a method's own, and rounding errors."""
 MOMENTS = {
     "in-warm-up": 1,
     "after-warm-up": 2,
@@ -114,7 +114,10 @@ moments = pytest.mark.parametrize(
 
 
 def is_the_run_left_alone(sync: Any, replicas: int, shard: int, moments: Sequence[str], **run: Any) -> None:
-    """Whenever it is saved and resumed, or only saved; also if anchors are offloaded first from one moment on, then no longer."""
+    """Check that a run has the bits of an uninterrupted one if it is resumed at each of `moments`, or only saved.
+
+    At `offload-switched`, the first resume switches the offload of anchors, and the second switches it back.
+    """
     run = {"steps": STEPS, "schedule": FALLING, "copies": late, "adapts": sync.moments is not None, **run}
     alone = Scenario(sync, replicas, shard, **run)
     resumed = [replace(alone, resume_after=MOMENTS[moment]) for moment in moments]
@@ -143,7 +146,7 @@ def test_rounds_of_steps(sync: Any, moments: Sequence[str]) -> None:
     [pytest.param(sync, id=name, marks=[] if name in FAST else pytest.mark.deep) for name, sync in ROUNDED.items()],
 )
 def test_rounded_messages(sync: Any, moments: Sequence[str]) -> None:
-    """What rounding has left out so far is state, wherever it is: kept, or with a message under way."""
+    """Rounding errors are state, whether a replica keeps them or they belong to a message in flight."""
     is_the_run_left_alone(sync, 4, 1, moments)
 
 
@@ -163,12 +166,12 @@ TIMED = {
 @moments
 @pytest.mark.parametrize("sync", TIMED.values(), ids=TIMED.keys())
 def test_rounds_of_seconds(sync: Any, moments: Sequence[str]) -> None:
-    """A step of a replica's own: some resume at a meeting, others in a round, whose clocks go on where they stood."""
+    """Replicas resume at their own steps, at an exchange or within a round. Their clocks continue."""
     is_the_run_left_alone(sync, 2, 2, moments, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0})
 
 
 @moments
 def test_rounded_messages_of_seconds_that_are_under_way(moments: Sequence[str]) -> None:
-    """Saved where all ranks agree on the step, because saving starts the second exchange of such a message."""
+    """Ranks save at agreed steps only, because saving starts the second exchange of a message in flight."""
     sync = of("co2", None, period={**SECONDS, "every": 2.0}, wire=feedback("int8"), outer=BY_SUM)
     is_the_run_left_alone(sync, 2, 2, moments, step_seconds=(0.5, 1.25), delays={(7, 1): 2.0}, saves_when_agreed=True)

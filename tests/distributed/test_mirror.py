@@ -1,4 +1,4 @@
-"""A mirror as a run uses it: every rank hears of what goes wrong with it, and damage on the disk is made good from it."""
+"""Tests of a run's mirror: every rank gets its errors, and damaged checkpoints are fetched from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def opened_and_finished(recipe: Recipe, step: int | None) -> tuple[str, str | None]:
-    """(how the opening went on this rank, what it is told at the end), where a checkpoint of `step` is to be copied."""
+    """Open a mirror, copy the checkpoint of `step` to it if given, and return this rank's errors of both."""
     mesh = mesh_of(2, 1)
     mirror = Mirror(recipe, RunDirectory(recipe), lambda text: None, mesh.is_main)
     try:
@@ -69,7 +69,7 @@ def test_every_rank_hears_of_what_goes_wrong(ranks: RankPool, folder: Path) -> N
     unknown = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"mirror": "nosuch://a"})})
     first, second = ranks.run(opened_and_finished, unknown, None, world_size=2)
     assert first == second and first[0].startswith("checkpoint.mirror: nosuch://a/two: Protocol not known: nosuch; ")
-    first, second = ranks.run(opened_and_finished, recipe, 3, world_size=2)  # there is no such checkpoint
+    first, second = ranks.run(opened_and_finished, recipe, 3, world_size=2)  # step 3 has no checkpoint
     assert first == second and first[1].startswith(f"step 3 could not be copied to {folder / 'there'}/two: ")
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_was_asked_to_stop_only_says_what_is_not_copied(
     capsys.readouterr()
     assert run_training(recipe, ALONE) == DONE
     run = RunDirectory(recipe)
-    assert capsys.readouterr().out.strip() == run.completed_message(), "and nothing else"
+    assert capsys.readouterr().out.strip() == run.completed_message(), "nothing else is printed"
 
 
 def test_without_a_mirror_the_damage_of_the_disks_checkpoints_is_the_error(folder: Path) -> None:

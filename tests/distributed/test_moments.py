@@ -1,4 +1,4 @@
-"""DES-LOC: averages of the inner optimizer's moments, with every schedule, against the float64 oracle."""
+"""Tests of DES-LOC: averages of the inner optimizer's moments, under every schedule, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_oracle_finds_the_same(sync: Any, replicas: int, shard: int) -> None
 
 @pytest.mark.parametrize("second", [3, None])
 def test_what_a_replica_has_never_moved_has_no_first_moment_of_others(second: int | None) -> None:
-    """Leave a first moment at 0 while the second one is, as in the row of a token that a replica has not met."""
+    """A first moment stays 0 while the second one is 0, as in the row of a token that a replica has not read."""
     still = {(step, 1, block): 0.0 for step in range(1, 18) for block in (0, 2)}
     sync = choices("des_loc", every=2, moments={"first": 1, "second": second})
     run = scenario(sync, schedule=LRScheduleSection(kind="constant"), scales=still, pull=0.0)
@@ -65,7 +65,8 @@ def test_what_a_replica_has_never_moved_has_no_first_moment_of_others(second: in
 
 
 def test_averages_of_everything_after_every_step_are_synchronous_while_the_optimizer_is_linear() -> None:
-    """Second moments are not: the mean of squares is not the square of the mean. One replica has nothing to average."""
+    """An optimizer with second moments is not linear: the mean of squares is not the square of the mean. So only the
+    run of one replica, which has nothing to average, has moments."""
     sync = choices("des_loc", every=1, moments={"first": 1, "second": 1})
     for replicas, adapts in ((1, True), (4, False)):
         run = scenario(sync, replicas, 1, adapts=adapts)
@@ -75,19 +76,19 @@ def test_averages_of_everything_after_every_step_are_synchronous_while_the_optim
 
 
 def test_moments_are_sent_as_often_as_they_are_due() -> None:
-    """A replica sends 2 (N-1)/N of each of them: in 6 rounds, of first moments twice and of second ones once."""
+    """A replica sends 2 (N-1)/N of the moments per average: in 6 rounds, first ones twice and second ones once."""
     runs = [
         scenario(choices("des_loc", every=2, moments=each), 4, 1, steps=12)
         for each in (None, {"first": 3, "second": 6})
     ]
     plain, averaged = (simulate(run).bytes_sent for run in runs)
     values = sum(runs[0].size(block) for block in range(len(runs[0].shapes)))
-    compared = 2 * 2 * 4 * 3 * 8 * len(runs[0].shapes)  # which moments there are, in the two rounds
+    compared = 2 * 2 * 4 * 3 * 8 * len(runs[0].shapes)  # to compare which moments replicas have, in two rounds
     assert averaged - plain == 3 * 4 * 2 * 3 / 4 * 8 * values + compared
 
 
 def test_moments_of_an_engines_adamw_are_averaged(ranks: RankPool) -> None:
-    """With Muon, test_muon.py has such a case. Most tokens of the vocabulary do not occur."""
+    """test_muon.py has such a case with Muon. Most tokens of the vocabulary do not occur."""
     sync, optim = choices("des_loc", every=1, moments={"first": 2, "second": 3}), {"lr": 1e-2, "eps": 1e-5}
     case = Case(sync, 2, 2, GPT_NEO, {"precision": "fp64"}, optim)
     assert_is_reference([found for [found] in ranks.run(train, [case])], case)

@@ -1,4 +1,4 @@
-"""Muon as inner optimizer: against torch's, against a float64 oracle, and sharded against whole."""
+"""Tests of Muon as inner optimizer: against torch's, against a float64 oracle, and sharded against unsharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import GPT_NEO, TIED, Case, Outcome, Run, mesh_of, train
 
 SHAPES = [(5, 3), (8, 8), (1, 6), (7, 12), (8, 8), (2, 2), (12, 7)]
-"""Shapes with fewer rows than ranks, too, and with numbers of rows that no number of ranks divides."""
+"""Shapes, some with fewer rows than there are ranks, or a number of rows that no number of ranks divides."""
 STEPS, LR, DECAY = 4, 0.02, 0.1
 
 
@@ -33,14 +33,14 @@ def matrices_of(seed: int) -> list[torch.Tensor]:
 
 
 def whole_run(section: MuonSection, dtype: torch.dtype, absent: int | None = None) -> list[torch.Tensor]:
-    """The matrices after some steps on one rank."""
+    """Return the matrices after STEPS steps on one rank. Matrix number `absent` has no gradient."""
     matrices = [torch.nn.Parameter(matrix.to(dtype)) for matrix in matrices_of(0)]
     optimizer = Muon([ShardedMatrix(m, m.shape) for m in matrices], LR, DECAY, section, Comms(None))
     return stepped(optimizer, matrices, [slice(None)] * len(matrices), absent)
 
 
 def sharded_run(section: MuonSection, dtype: torch.dtype, absent: int | None = None) -> list[torch.Tensor]:
-    """This rank's rows of them."""
+    """Return this rank's rows of the matrices after the same steps, sharded over all ranks."""
     comms = Comms(dist.group.WORLD, axis="shard")
     rows = []
     for rows_of_all, _ in SHAPES:
@@ -103,7 +103,7 @@ def test_a_matrix_of_zeros_stays_zero() -> None:
 
 @pytest.mark.parametrize(("world", "precision"), [(2, "bf16"), (3, "fp32"), (4, "fp32")])
 def test_sharded_by_rows_it_is_the_same_to_the_last_bit(ranks: RankPool, world: int, precision: str) -> None:
-    """Also where a matrix has no gradient."""
+    """The same holds if a matrix has no gradient."""
     section, dtype = MuonSection(precision=precision), torch.float64 if world == 3 else torch.float32
     for absent in (None, 3):
         found = ranks.run(sharded_run, section, dtype, absent, world_size=world)
@@ -129,7 +129,8 @@ def test_rows_travel_in_bf16_to_the_rank_that_works_and_back(ranks: RankPool) ->
 
 EXACT = {"precision": "fp64"}
 OPTIM = {"kind": "muon", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
-"""With a larger epsilon, because AdamW enlarges what Llama's norms in fp32 change of small gradients."""
+"""Options of the inner optimizer. Epsilon is large, because AdamW amplifies the rounding errors that Llama's norms,
+which are in fp32, cause in small gradients."""
 CASES = {
     "synchronous": Case(replicas=2, shard=2, parallel=EXACT),
     "original lr": Case(
@@ -154,14 +155,15 @@ CASES = {name: replace(case, optim={**OPTIM, **case.optim}) for name, case in CA
     "name", [pytest.param(n, marks=pytest.mark.deep if n == "streaming_diloco" else ()) for n in CASES]
 )
 def test_training_is_that_of_the_oracle(ranks: RankPool, name: str) -> None:
-    """Up to the norms of Llama, which are in fp32 whatever the rest is."""
+    """Runs agree up to rounding errors of Llama's norms, which are in fp32 in every precision."""
     case = CASES[name]
     found: list[Outcome] = [of_rank for (of_rank,) in ranks.run(train, [case], world_size=case.replicas * case.shard)]
     assert_is_reference(found, case)
 
 
 def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float]:
-    """Return what this rank orthogonalizes in the steps of a case, the optimizer's state, and bytes between replicas."""
+    """Return (number of matrices by shape that this rank orthogonalizes in a case, shapes of the optimizer's state by
+    name, bytes that this rank sends to other replicas)."""
     shapes: Counter = Counter()
 
     def counted(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
@@ -181,7 +183,7 @@ def count_of_shapes(case: Case) -> tuple[Counter, dict[str, torch.Tensor], float
 
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.deep)])
 def test_every_matrix_of_a_layer_is_orthogonalized_once_per_step(ranks: RankPool, replicas: int, shard: int) -> None:
-    """Check that one rank of each replica does it, and that nothing of it travels between replicas."""
+    """One rank of each replica does so, and replicas send each other nothing more."""
     case = Case(replicas=replicas, shard=shard, steps=2, optim=OPTIM)
     found = ranks.run(count_of_shapes, case, world_size=replicas * shard)
     # 2 layers: queries, keys, values, outputs; gate and up; down.
@@ -198,7 +200,7 @@ def test_every_matrix_of_a_layer_is_orthogonalized_once_per_step(ranks: RankPool
 
 
 def continued(case: Case, shard: int) -> tuple[list[float], list[float]]:
-    """Losses of the last two of four steps: of one run, and of one that takes over its state in the middle."""
+    """Return the losses of the last two of four steps, without and with a reload of the state before them."""
     mesh = mesh_of(1, shard)
     alone = Run(replace(case, shard=shard), mesh)
     alone.train(2)

@@ -1,7 +1,7 @@
-"""Offloaded anchors change no bit, however late their copies are made; and a wait left out shows.
+"""Tests of offloaded anchors: they change no bit, however late their copies are made, and a missing wait is detected.
 
-A GPU's side stream is played here by `LateCopies`, the worst that a stream may do: nothing is copied before somebody
-waits for it.
+`LateCopies` takes the place of a GPU's side stream. It does the worst that a stream may do: it copies nothing before
+the caller waits for the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.distributed.trace import assert_same_bits
 
 
 class LateCopies:
-    """Until a copy is waited for, what was to come is NaN and what was taken back has not arrived."""
+    """Offload that copies only when it is waited for. Until then, prefetched copies are NaN, and host copies old."""
 
     def __init__(self, waits: bool = True):
         self.waits = waits
@@ -42,13 +42,13 @@ class LateCopies:
         self.asked.append(partial(host_copy.copy_, changed))
 
     def synchronize(self, last: Callable[[], object] | None = None) -> None:
-        """For all, or for what was asked up to `last`: in order, as a stream does it."""
+        """Make all requested copies, or those up to `last`, in the order of the requests, as a stream does."""
         while self.asked if last is None else last in self.asked:
             self.asked.pop(0)()
 
 
 class LateCopy:
-    """Soon gone when it is released."""
+    """Copy on the device, overwritten with NaN some time after its release."""
 
     def __init__(self, copies: LateCopies, copy: torch.Tensor, arrival: Callable[[], object]):
         self._copies, self._copy, self._arrival = copies, copy, arrival
@@ -60,7 +60,7 @@ class LateCopy:
 
     def release(self) -> None:
         self._copies.released += 1
-        self._copies.asked.append(partial(self._copy.fill_, torch.nan))  # by what comes next, after copies from it
+        self._copies.asked.append(partial(self._copy.fill_, torch.nan))  # the memory is reused after copies from it
 
 
 def late(device: torch.device) -> LateCopies:
@@ -74,7 +74,7 @@ def never_waited_for(device: torch.device) -> LateCopies:
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
 SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
-"""An anomalous replica, a broken one, and a block in which everybody is anomalous."""
+"""Factors on updates: an anomalous replica, one that is not finite, and a block in which all replicas are anomalous."""
 RUNS = {
     **{
         f"edit, prefetch {ahead}": (edit, {"penalty": PENALTY, "schedule": {"kind": "layerwise", "prefetch": ahead}})
@@ -97,7 +97,7 @@ def scenario_of(run: str, offload: bool, **changes: object) -> Scenario:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_late_copies_change_no_bit(run: str) -> None:
-    """Neither in training nor in what is saved in the middle of it."""
+    """They change none in training and none in the state that is saved in the middle of it."""
     common = {"resume_after": 7, "save_after": (3, 4)}
     kept = simulate(scenario_of(run, offload=False, **common))
     assert_same_bits(simulate(scenario_of(run, offload=True, copies=late, **common)), kept)
@@ -111,7 +111,7 @@ def test_a_wait_left_out_is_seen(run: str) -> None:
 
 
 def test_a_round_brings_each_anchor_twice_and_each_momentum_once() -> None:
-    """EDiT: for the norms that the penalty goes by, and for the rest."""
+    """EDiT needs an anchor for the norms that its penalty uses, and again for the outer step."""
     copies = LateCopies()
     sync = edit(every=2, penalty=PENALTY, offload=True, schedule={"kind": "layerwise", "prefetch": 0})
     scenario = Scenario(sync, 1, 1, steps=8, copies=lambda device: copies)

@@ -1,6 +1,10 @@
-"""Choices together, on real engines: the losses, gradient norms and weights of plain models, one replica after another in float64;
-replicas that end equal; and a run that goes on from a checkpoint as if it had never stopped. Outside `deep`, each level of each
-choice, and each engine with each level of what it computes by; every two choices meet in `deep`."""
+"""Tests of combined choices on real engines.
+
+Losses, gradient norms and weights are those of plain models, trained in float64, one replica after another. Replicas
+end equal. A run that continues from a checkpoint is the run that never stopped. Outside `deep`, there is a case for
+each level of each choice, and for each engine with each level of the choices that engines see. In `deep`, every two
+choices meet.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,15 @@ from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import Case, Outcome, zero_pool
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-3}
-"""Of losses, relative, by what is computed in."""
+"""Relative tolerances of losses, by precision."""
 SINGLE = 1e-8
-"""Llama's norms are computed in fp32 whatever the rest is, and AdamW enlarges what that changes of small gradients."""
+"""Least tolerance behind that of weights. Llama's norms are computed in fp32 in every precision, and AdamW amplifies
+the rounding errors that they cause in small gradients."""
 HALFWAY = 0.5
-"""Distance of the weights from the expected ones, as a share of their way from the initial ones: for coarse wires and bf16, the
-bound above is wider than that way."""
+"""Largest distance of final weights from the expected ones, as a share of the expected distance from the initial
+weights. For coarse wires and bf16, the tolerance of weights is wider than that distance."""
 ROUNDED = {"fp32": 0.0, "bf16": 2e-4, "int8": 2e-4, "int4": 2e-3}
-"""And by what messages travel in, once there have been some."""
+"""Tolerances that are added for the wire format, from the first rounded message on."""
 
 
 def row_id(row: Mapping[str, str]) -> str:
@@ -35,7 +40,8 @@ def row_id(row: Mapping[str, str]) -> str:
 
 
 def every_product() -> list[dict[str, str]]:
-    """Each method on each mesh by each engine, and on one mesh with all that a recipe says beside."""
+    """Return rows with every method on every mesh under every engine, and rows of EDiT with each other level of six
+    more choices under every engine."""
     plain = {name: levels[0] for name, levels in FACTORS.items()} | {"schedule": "layerwise"}
     own = {"synchronous": "blocking", "co2": "delayed", "streaming_diloco": "overlapped", "wagma": "wait_avoiding"}
     methods = ("method", "mesh", "engine")
@@ -57,7 +63,7 @@ PRODUCT = [row for row in every_product() if row not in ROWS]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """By size, of their own: DeepSpeed keeps much that is global, and counts parameters from one engine to the next."""
+    """Yield pools by size, for these tests alone: DeepSpeed has global state, such as a count of parameters."""
     pools = {size: (zero_pool if find_spec("deepspeed") else RankPool)(size) for size in (3, 4)}
     yield pools
     for pool in pools.values():
@@ -73,7 +79,7 @@ def test_a_run_is_that_of_plain_replicas_and_goes_on_from_a_checkpoint(
     pools: dict[int, RankPool], tmp_path: Path, row: dict[str, str]
 ) -> None:
     if is_refused(row):
-        pytest.skip("recipes that say so are refused")
+        pytest.skip("recipes with this combination are refused")
     if row["engine"] != "fsdp2" and find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     case = case_of(row)
@@ -84,7 +90,7 @@ def test_a_run_is_that_of_plain_replicas_and_goes_on_from_a_checkpoint(
     for whole, _ in ranks:
         assert whole.losses == ranks[0][0].losses
     assert_replicas_are_equal(case, [whole for whole, _ in ranks])
-    if row["schedule"] == "wait_avoiding" and case.replicas > 1:  # whose groups are a matter of time
+    if row["schedule"] == "wait_avoiding" and case.replicas > 1:  # its groups depend on when replicas arrive
         assert ranks[0][0].losses[-1] < ranks[0][0].losses[0]
         assert_replicas_are_equal(case, [resumed or whole for whole, resumed in ranks])
         return
@@ -107,10 +113,11 @@ def assert_same_bits(got: Outcome, expected: Outcome) -> None:
 
 
 def assert_is_that_of(expected: Reference, case: Case, row: Mapping[str, str], ranks: list[Outcome]) -> None:
-    """Up to rounding. Norms and weights are held to the bounds of their own, of engine against engine: 20 and 100 times as wide."""
+    """Check a run against the reference, up to rounding. The tolerances of norms and weights are 20 and 100 times as
+    wide as those of losses, as where test_zero.py compares engines."""
     exact = TOLERANCES[row["precision"]]
     loose = exact + (ROUNDED[row["wire"]] if case.replicas > 1 else 0.0)
-    before = 1 if row["method"] == "synchronous" else WARMUP + 1  # forward passes, before any rounded message counts
+    before = 1 if row["method"] == "synchronous" else WARMUP + 1  # forward passes before a rounded message is used
     np.testing.assert_allclose(ranks[0].losses[:before], expected.losses[:before], rtol=exact)
     np.testing.assert_allclose(ranks[0].losses, expected.losses, rtol=loose)
     for rank, outcome in enumerate(ranks):
@@ -122,5 +129,5 @@ def assert_is_that_of(expected: Reference, case: Case, row: Mapping[str, str], r
         distance = there - whole
         assert distance.abs().max() <= 100 * max(loose, SINGLE), name
         assert distance.norm() <= HALFWAY * expected.moved[name], (
-            f"{name}: the initial weights are not much farther away"
+            f"{name}: the initial weights are hardly farther from the expected ones"
         )

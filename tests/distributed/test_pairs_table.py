@@ -1,4 +1,4 @@
-"""The table of pairs is whole: all that a recipe may say together is there."""
+"""Tests of the table of pairs: every two levels that a recipe may combine are in a row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from tests.distributed.pairs import FACTORS, ROWS, is_refused
 
 PLAIN = {name: levels[0] for name, levels in FACTORS.items()}
 HALVES = (("method", "mesh", "schedule", "wire"), ("engine", "precision", "offload", "recomputed", "optimizer"))
-"""One rule is about choices of both halves, pulls under stage 3 of ZeRO, and it forbids no pair; none is about others."""
+"""Choices that rules of recipes concern, in halves that are checked one by one. Only the rule about pulls under stage 3
+of ZeRO concerns both halves, and it forbids no pair."""
 
 
 def is_covered_by_oracle(method: str, schedule: str) -> bool:
-    """Methods under the wait-avoiding schedule differ in their outer step and their period alone, but for pulls:
-    test_wagma.py compares all of these with the oracle. WAGMA under another schedule is Local SGD, which has rows."""
+    """Return whether a pair needs no row. Under the wait-avoiding schedule, methods without pulls differ only in their
+    outer step and their period, and test_wagma.py compares all of these with the oracle. WAGMA under another schedule
+    is Local SGD, which has rows."""
     return (schedule == "wait_avoiding") == (method not in ("wagma", "palsgd"))
 
 
@@ -24,7 +26,7 @@ def half_is_allowed(half: tuple[str, ...], levels: tuple[str, ...]) -> bool:
 
 
 def can_meet(chosen: dict[str, str]) -> bool:
-    """Whether a recipe may say all of that, whatever else it says."""
+    """Return whether any recipe may combine the chosen levels."""
     return all(
         any(
             half_is_allowed(half, levels)
@@ -51,7 +53,7 @@ def test_all_levels_that_go_together_meet() -> None:
 
 
 def test_some_levels_never_meet_and_no_row_can_be_left_out() -> None:
-    """Or the two above would pass of a table of anything."""
+    """Otherwise the two tests above would pass if nothing could meet, or with superfluous rows."""
     assert not can_meet({"method": "edit", "schedule": "wait_avoiding"}) and not can_meet(
         {"engine": "zero1", "precision": "fp64"}
     )

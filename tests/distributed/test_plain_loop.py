@@ -1,4 +1,4 @@
-"""The engine against the loop that everybody writes: torch's AdamW, a schedule of its learning rate, clipping."""
+"""Test of the engine against a plain loop: torch's AdamW, a schedule of its learning rate, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASE = Case(
 
 
 def plain_loop(case: Case) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """(losses, gradient norms, weights at the end)."""
+    """Train in a plain loop, and return (losses, gradient norms, final weights by name)."""
     model, losses, norms = Replicas(case).model, [], []
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -42,7 +42,7 @@ def plain_loop(case: Case) -> tuple[list[float], list[float], dict[str, torch.Te
 
 def test_learning_rates_and_clipping_are_those_of_a_plain_loop(ranks: RankPool) -> None:
     losses, norms, weights = plain_loop(CASE)
-    assert min(norms) < CASE.optim["clip_norm"] < max(norms), "clipping is not the same in every step"
+    assert min(norms) < CASE.optim["clip_norm"] < max(norms), "some gradients are clipped, and others are not"
     shards = [outcome for [outcome] in ranks.run(train, [CASE], world_size=2)]
     for outcome in shards:
         np.testing.assert_allclose(outcome.losses, losses, rtol=1e-9)

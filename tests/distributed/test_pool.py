@@ -1,4 +1,4 @@
-"""The pool of ranks itself: a test that fails on a rank must fail in pytest, name the rank, and never hang."""
+"""Tests of the pool of ranks itself: a test that fails on a rank must fail in pytest, name the rank, and never hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.mother import LARGEST_REQUEST, Mother, check_forkable
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two ranks of its own: these tests kill them."""
+    """Yield a pool of two ranks for these tests alone, which kill ranks."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -104,14 +104,14 @@ def test_a_rank_that_hangs_is_named_and_replaced(pool: RankPool) -> None:
 def test_a_collective_that_hangs_is_reported_with_its_traceback(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "GRACE_SECONDS", 0.1)  # for the rank that never answers
+    monkeypatch.setattr(pools, "GRACE_SECONDS", 0.1)  # how long the pool waits for the rank that never answers
     with pytest.raises(RankFailure, match=r"(?s)rank 0: Traceback.*skip_collective_on"):
         pool.run(skip_collective_on, 1, timeout=12)
     assert len(pool.run(ranks_and_pids)) == 2
 
 
 def test_an_interrupted_call_leaves_no_answer_to_the_next(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise an exception while the pool waits, as pytest-timeout does."""
+    """An exception interrupts the pool while it waits, as one of pytest-timeout would."""
     pool.run(ranks_and_pids)
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_mothers_own_environment_reaches_what_it_forks(monkeypatch: pytest.Mon
     mother = Mother({"OF_THE_MOTHER": "1", "OF_BOTH": "1"})
     monkeypatch.setattr(mother, "_connect", lambda: asking)
     with answering:
-        for sent in (os.getpid(), (0, 0.0)):  # who was forked, and that it has ended
+        for sent in (os.getpid(), (0, 0.0)):  # id of the forked process, then its end
             answering.send(pickle.dumps(sent))
         assert mother.fork(os.getpid, environment={"OF_BOTH": "2"}).wait() == 0
         request, descriptors, *_ = socket.recv_fds(answering, LARGEST_REQUEST, 3)

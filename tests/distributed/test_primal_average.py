@@ -1,4 +1,4 @@
-"""Primal averages on one replica: what they must equal, and where the run validates, steps back and ends."""
+"""Tests of primal averages: runs that they must equal, and the parameters at validation, rollback and end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def averaged(decay: float = 0.8, share: float = 0.6, **changes: Any) -> Any:
 
 
 def started(sync: Any, steps: int) -> tuple[FakeEngine, Method]:
-    """An engine and a method after some steps of one replica."""
+    """Return an engine and a method after `steps` steps of one replica."""
     scenario = Scenario(sync, 1, 1)
     engine = FakeEngine(scenario, 0, 0, torch.device("cpu"))
     method = build_method(sync, engine, Comms(None), Comms(None), scenario.rates, seed=0)
@@ -35,7 +35,7 @@ def started(sync: Any, steps: int) -> tuple[FakeEngine, Method]:
 
 @pytest.mark.parametrize("adapts", [False, True])
 def test_without_an_average_it_is_its_base_optimizer(adapts: bool) -> None:
-    """With a decay of 0 the average is the newest point, and so is what lies between them."""
+    """With a decay of 0, the average is the newest point, and so is every point between the two."""
     for share in (0.0, 0.6, 1.0):
         run = Scenario(averaged(decay=0.0, share=share), 1, 2, adapts=adapts)
         assert_same_run(
@@ -44,7 +44,7 @@ def test_without_an_average_it_is_its_base_optimizer(adapts: bool) -> None:
 
 
 def test_gradients_at_the_newest_point_alone_are_an_average_beside_the_run() -> None:
-    """With share 0 the path is the base optimizer's, and the run ends with the running average of its points."""
+    """With share 0, the path is the base optimizer's, and the run ends with the running average of its points."""
     base = simulate(Scenario(choices("local_sgd", every=1), 1, 1, steps=12))
     got = simulate(Scenario(averaged(share=0.0), 1, 1, steps=12))
     for ours, theirs in zip(got.forwards, base.forwards, strict=True):

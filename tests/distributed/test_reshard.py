@@ -1,4 +1,4 @@
-"""A run goes on on another mesh: the same replicas as if nothing had happened, other replicas by the stated rules."""
+"""Tests of runs that continue on another mesh: the same replicas unchanged, others by the rules of docs/resume.md."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ METHODS = {
     ),
 }
 STEP = {"edit-armed": 10, "streaming-weighed": 8}
-"""Where the checkpoint is, if not in a round: two synchronous steps come first, then rounds of four. After 8, one fragment's
-weights are being exchanged, and the other's mean is under way."""
+"""Steps of checkpoints that are not at step 9, within a round. Two synchronous steps come first, then rounds of four.
+After step 8, the weights of one fragment are being exchanged, and the mean of the other is in flight."""
 
 
 FAST = ["edit-armed", "streaming-weighed", "wagma"]
-"""Those that have something that the others have not: a penalty, what is not sent yet, means in flight, groups."""
+"""Methods with state that the others lack: a penalty, messages that are not sent yet, means in flight, groups."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a little real text: some of the standard library's source."""
+    """Provide a folder with a little real text, from the standard library's source."""
     folder = tmp_path_factory.mktemp("reshape")
     write_texts(folder)
     return folder
 
 
 def overrides(kind: str) -> tuple[str, ...]:
-    """`sync.period.every` and the rest of the tiny recipe stay as they are."""
+    """Return a method's overrides. `sync.period.every` and all other keys are those of the tiny recipe."""
     return (*METHODS[kind], "sync.warmup_steps=2")
 
 
 def run(ranks: RankPool, *parts: Part) -> list[list[Seen]]:
-    """[part][rank]; all on one mesh."""
+    """Run the parts, all on one mesh, and return what their ranks saw: [part][rank]."""
     size = parts[0].replicas * parts[0].shard
     return list(map(list, zip(*ranks.run(run_parts, list(parts), world_size=size, timeout=600), strict=True)))
 
@@ -72,7 +72,7 @@ def lines(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def said(seen: list[Seen]) -> str:
-    """Of the checkpoint that a part continued from."""
+    """Return the console's description of the checkpoint from which a part continued."""
     [line] = [note for note in seen[0].notes if note.startswith("continuing from")]
     return line.rpartition("/")[2]
 
@@ -97,7 +97,7 @@ TAGS = ("train/", "eval/", "sync/")
 def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
     ranks: RankPool, folder: Path, kind: str
 ) -> None:
-    """In float64, so that only the order of additions differs."""
+    """The runs are in float64, and differ only in the order of additions."""
     alone, moved = (
         recipe_of(folder, f"{name}-{kind}", *overrides(kind), "train.steps=14") for name in ("alone", "moved")
     )
@@ -110,12 +110,12 @@ def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
         assert ours["tokens"] == theirs["tokens"]
         numbers = {tag: value for tag, value in theirs.items() if tag.startswith(TAGS)}
         assert {tag: ours[tag] for tag in numbers} == pytest.approx(numbers, rel=1e-10, abs=1e-13)
-        if "comm/bytes_total" in ours:  # every rank of a replica takes part in meetings, which are small
+        if "comm/bytes_total" in ours:  # every rank of a replica also sends small messages
             assert ours["comm/bytes_total"] == pytest.approx(theirs["comm/bytes_total"], rel=0.01)
 
 
 IN_OTHERS = {"wagma": 4}
-"""How many replicas go on; three unless a butterfly has to be made of them."""
+"""Number of replicas that continue, if it is not three. WAGMA's groups need a power of two."""
 
 
 SHARED = {
@@ -123,7 +123,7 @@ SHARED = {
     "streaming-weighed": {"anchor", "momentum", "arriving"},
     "co2": {"anchor", "momentum", "arriving"},
 }
-"""Kinds of tensors that replicas share, where it is more or less than anchor and momentum."""
+"""Kinds of tensors that replicas share, if they are not just anchor and momentum."""
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,16 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
     assert ranks.run(rewrite, parts, world_size=replicas, timeout=600) == [[expected]] * replicas
     old, got = (read_checkpoint(newest(path)) for path in (checkpoints(folder, f"mean-{kind}"), rewritten))
     first, second = (replica["optimizer.causal_lm.lm_head.weight.exp_avg"] for replica in of_replicas(old))
-    assert np.abs(first - second).max() > 1e-6, "the replicas do not differ, so their mean shows nothing"
+    assert np.abs(first - second).max() > 1e-6, "the replicas do not differ, so their mean proves nothing"
     assert_follows_the_rules(got, old, rtol=1e-13)
     kept = [state["method"]["schedule"] for state in (old.state["ranks"][0], *got.state["ranks"])]
     if kind == "tokens":
         in_rounds = [_pop_tokens(state["method"]["schedule"]) for state in (*old.state["ranks"], *got.state["ranks"])]
         of_replica = (np.sum(in_rounds[:2], axis=0) + np.sum(in_rounds[2:4], axis=0)) / 2
         np.testing.assert_allclose(in_rounds[4:], [of_replica] * 3)
-        assert (of_replica > 0).sum() == 2, "tokens of the rounds of both fragments"
+        assert (of_replica > 0).sum() == 2, "the rounds of both fragments have tokens"
     pooled = [schedule.pop("penalty", None) for schedule in kept]
-    assert all(schedule == kept[0] for schedule in kept), "the round goes on where it was"
+    assert all(schedule == kept[0] for schedule in kept), "the round continues where it was"
     if pooled[0] is not None:
         before, after = (penalty["norms"] for penalty in pooled[:2])
         means = np.array(before["mean"])
@@ -162,8 +162,8 @@ def test_other_replicas_start_by_the_rules(ranks: RankPool, folder: Path, kind: 
 
 
 def _pop_tokens(schedule: dict[str, Any]) -> list[float]:
-    """Take the tokens out of a schedule's rounds, and return those of rounds that go on. Of a message that has been sent, they
-    mean nothing any longer."""
+    """Remove the tokens from a schedule's state, and return those of the rounds that continue. The tokens of a message
+    that has been sent have no effect any longer."""
     for sent in schedule["sent"]:
         (sent or {}).pop("tokens", None)
     return [since.pop("tokens") for since in schedule["local_steps"]]
@@ -177,7 +177,7 @@ def _pop_tokens(schedule: dict[str, Any]) -> list[float]:
     ],
 )
 def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path, least: int) -> None:
-    """Two replicas of which one is three times as slow, then three others: no sample twice, none left out."""
+    """Two replicas, one three times as slow, and then three others read no sample twice and leave none out."""
     name = f"timed-{least}"
     keys = ("sync.warmup_steps=2", f"sync.period.min_steps={least}", "train.steps=40")
     recipe = recipe_of(folder, name, *TIMED, *keys)
@@ -214,7 +214,7 @@ def test_rounds_of_seconds_go_on_at_the_mean_step(ranks: RankPool, folder: Path,
 def test_meshes_in_turn_read_every_sample_once_and_keep_the_validation_loss(
     ranks: RankPool, folder: Path, meshes: tuple[tuple[int, int], ...]
 ) -> None:
-    """On real text, in rounds and with a synchronization armed."""
+    """The mesh changes within rounds and with an armed synchronization. The text is real."""
     recipe = recipe_of(
         folder, f"chain-{meshes[0][1]}", *EDIT, "sync.warmup_steps=2", "train.sequence_length=256", "train.steps=18"
     )
@@ -228,15 +228,15 @@ def test_meshes_in_turn_read_every_sample_once_and_keep_the_validation_loss(
     samples = (52_049 - 1) // 256
     assert len(seen) == 18 * 12 > samples
     assert Counter(seen).keys() == set(range(samples)) and set(Counter(seen).values()) == {1, 2}
-    assert sum(count == 2 for count in Counter(seen).values()) == 18 * 12 - samples, "the second epoch is the rest"
+    assert sum(count == 2 for count in Counter(seen).values()) == 18 * 12 - samples, "the second epoch has the rest"
     for (_, before), (after, _) in pairwise(validation):
-        assert after == pytest.approx(before, rel=1e-9), "training goes on from the mean that was validated"
+        assert after == pytest.approx(before, rel=1e-9), "training continues from the mean that was validated"
     starts = [before for before, _ in validation]
     assert starts == sorted(starts, reverse=True) and validation[-1][1] < validation[0][0] - 0.3
 
 
 def test_replicas_that_join_bring_their_part_of_the_batch(ranks: RankPool, folder: Path) -> None:
-    """With averaged gradients, one replica with twice the batch trains as two replicas do. In float64."""
+    """With averaged gradients, two replicas train as one does with their whole batch. The runs are in float64."""
     small, large = (
         ("sync.method=local_sgd", "sync.warmup_steps=8", "train.steps=9", *batch)
         for batch in ((), ("train.global_batch=24",))

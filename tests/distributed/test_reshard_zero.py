@@ -1,4 +1,4 @@
-"""Another mesh and another engine at once: what FSDP2 or ZeRO wrote, the other takes over by the same rules."""
+"""Tests of another mesh and another engine at once: an engine loads the checkpoint of another one by the same rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAKES_OVER = [
 
 @pytest.fixture
 def zero_ranks() -> Iterator[RankPool]:
-    """Ranks of their own, and new ones: DeepSpeed counts parameters from one engine to the next."""
+    """Yield a new pool of ranks for each test, because DeepSpeed counts parameters across engines."""
     pool = RankPool(4)
     yield pool
     pool.close()
@@ -40,7 +40,7 @@ def engine(name: str) -> list[str]:
 def test_other_replicas_under_another_engine(
     zero_ranks: RankPool, tmp_path: Path, first: str, second: str, of: tuple[int, int], mesh: tuple[int, int]
 ) -> None:
-    """In a round of DiLoCo, with anchor, momentum, inner moments and rounding errors; then to its end."""
+    """The checkpoint, within a round of DiLoCo, has anchor, momentum, inner moments and rounding errors."""
     write_texts(tmp_path)
     method = ("sync.method=diloco", "sync.warmup_steps=2", "sync.wire={kind: int4, error_feedback: true}")
     keys = (*method, "parallel.precision=fp32", "train.steps=9")

@@ -1,5 +1,5 @@
-"""What a run goes on with after it has stopped: the generators of dropout, the steps at which something is due, and no word of an
-end that it has not come to."""
+"""Tests of runs that stop and continue: generators of dropout, requests to stop, steps at which something is due,
+summaries, and refusals to continue."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_dropout_goes_on_where_it_was(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def whole_trainer(recipe: Recipe, seconds: tuple[float, ...] = ()) -> Trainer:
-    """On this rank, of a run that nothing stops."""
+    """Return this rank's trainer of a run that no request stops."""
     trainer = trainer_of(Part(recipe, 2, 1, recipe.train.total_steps + 1, seconds), Seen())
     trainer.metrics.stop.requested, trainer.recipe = False, recipe
     trainer.checkpointer.section = recipe.checkpoint
@@ -63,7 +63,7 @@ def whole_trainer(recipe: Recipe, seconds: tuple[float, ...] = ()) -> Trainer:
 
 
 def stopped_on_one_rank(recipe: Recipe, step: int) -> tuple[str, int]:
-    """(how it ended, after which step), one rank having been asked to stop in `step`."""
+    """Ask one rank to stop in `step`, and return (how the run ended, after which step)."""
     trainer = whole_trainer(recipe)
     end_step = trainer.method.end_step
 
@@ -79,7 +79,7 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
     keys = ("sync.method=diloco", "sync.warmup_steps=2", "train.steps=9", "log.every=2", "eval.every=null")
     recipe = recipe_of(folder, "asked", *keys)
     [first, second] = ranks.run(stopped_on_one_rank, recipe, 3, world_size=2, timeout=40)
-    assert first == second == ("signal", 6), "the line of step 4 says so, which is read with the next one"
+    assert first == second == ("signal", 6), "the line of step 4 has the request; ranks read it at step 6"
     [(step, checkpoint)] = complete_checkpoints(folder / "runs/asked/checkpoints").items()
     assert step == 6
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -89,12 +89,12 @@ def test_all_ranks_stop_together_when_one_is_asked_to(ranks: RankPool, folder: P
 
 
 def fit_timed(recipe: Recipe, seconds: tuple[float, ...]) -> str:
-    """How it ended."""
+    """Train with the given seconds per step, by replica, and return how the run ended."""
     return fit(whole_trainer(recipe, seconds))
 
 
 def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder: Path) -> None:
-    """Rounds of seconds: all ranks know how far the run is after 2, 6, 10, 14 and 16 steps, and at no other."""
+    """In these rounds of seconds, all ranks know the global step at 2, 6, 10, 14 and 16, and at no other step."""
     method = ("sync.method=a_edit", "sync.warmup_steps=2", "sync.period={kind: seconds, every: 3, min_steps: 0}")
     keys = ("train.steps=16", "log.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
     recipe = recipe_of(folder, "passed", *method, *keys)
@@ -103,7 +103,7 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 6, 10, 14, 16]
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 6, 10, 14, 16]
     assert lines[1]["train/loss"] == pytest.approx(lines[0]["eval/loss"], rel=0.02), (
-        "both of a model that knows nothing yet"
+        "both are losses of the initial model"
     )
     assert list(complete_checkpoints(folder / "runs/passed/checkpoints")) == [6, 10, 16]
 
@@ -120,7 +120,7 @@ def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder:
 def test_a_resumed_run_writes_the_lines_of_one_that_nothing_stops(
     ranks: RankPool, folder: Path, method: tuple[str, ...]
 ) -> None:
-    """The checkpoint of step 6 comes between the lines of steps 4 and 8, and has one of its own."""
+    """The checkpoint of step 6 comes between the lines of steps 4 and 8, and has a line of its own."""
     run, keys = f"line-{len(method)}", ("sync.warmup_steps=2", "train.steps=8", "log.every=4")
     recipe = recipe_of(folder, run, *method, *keys, "checkpoint.every=3", "eval.every=null")
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_writes_the_lines_of_one_that_nothing_stops(
 
 
 def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> None:
-    """Or one that is then killed would be taken for what it was the time before."""
+    """Otherwise the old summary would describe a run that continues and is then killed."""
     directory = RunDirectory(recipe_of(folder, "killed"))
     directory.claim()
     directory.write_summary({"stopped": "signal", "steps": 3})
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(folder: Path) -> 
 
 
 def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
-    """It learns of the request in step 6, for the line of the checkpoint, after that of step 4."""
+    """The request comes in step 4, and the run learns of it in step 6, with the line of the checkpoint."""
     write_texts(tmp_path)
     keys = ("parallel.replicas=1", "parallel.shards=1", "train.steps=9", "log.every=4", "checkpoint.every=3")
     recipe = recipe_of(tmp_path, "counted", *keys)
@@ -173,7 +173,7 @@ def test_a_stopped_run_counts_its_tokens_up_to_the_stop(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_recipe_is_not_continued(
     tmp_path: Path, folder: Path, change: str, problem: str
 ) -> None:
-    """Though the run folder's recipe.yaml, which would say so, is gone."""
+    """The refusal does not depend on the run directory's recipe.yaml, which is deleted."""
     keys = ("train.steps=4", "sync.warmup_steps=2", "parallel.replicas=1", "parallel.shards=1", "train.micro_batch=12")
     keys += (f"run.out_dir={tmp_path}",)
     recipe, alone = recipe_of(folder, "a", *keys), World(0, 1, 0, 1)
@@ -248,18 +248,18 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
 
     def break_loading(trainer: Trainer) -> None:
         def load(path: Path) -> None:
-            raise RuntimeError("gloo: connection closed by peer")  # of a rank that is lost
+            raise RuntimeError("gloo: connection closed by peer")  # as after the loss of a rank
 
         trainer.load = load
 
     with pytest.raises(TrainingError, match="lost a peer in step 0"):
         run_training(longer, World(0, 1, 0, 1), break_loading)
-    assert {file: (run / file).read_text() for file in before} == before, "of no steps, as far as it knew"
+    assert {file: (run / file).read_text() for file in before} == before, "a start that fails changes nothing"
     assert run_training(longer, World(0, 1, 0, 1)) == DONE
 
 
 def stop_groups(recipe: Recipe) -> tuple[str, list[str]]:
-    """Return how a run with a thread per replica ended that was asked to stop, and the threads that it left."""
+    """Ask a run whose replicas have background threads to stop. Return how it ended, and the threads that are left."""
     before = set(threading.enumerate())
     trainer = trainer_of(Part(recipe, 2, 1, 6), Seen())
     ended = trainer.fit()

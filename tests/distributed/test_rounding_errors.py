@@ -1,4 +1,4 @@
-"""Rounded messages against the oracle, which rounds them, too; and what rounding leaves out, which the next message makes up for."""
+"""Tests of rounded messages against the oracle, which also rounds them, and of error feedback."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MESHES = [
     pytest.param(3, 1, id="3x1"),
 ]
 CHUNKS = (((40, 11),), ((300,), (7,)), ((129,),))
-"""Messages of several chunks, so that every rank also rounds some of a sum."""
+"""Shapes of messages with several chunks, so that every rank also rounds a part of the sum."""
 KINDS = ["bf16", "int8", "int4", pytest.param("2bit", marks=pytest.mark.deep)]
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
 SPIKES = {(4, 1, 0): math.nan, (9, 1, 1): 50.0, (10, 0, 2): math.inf, (13, 0, 1): 50.0}
-"""Replicas that do not count in a block, in four rounds of 2; one of them twice."""
+"""Factors on updates. Each excludes a replica from a block in one round, two of them from the same block."""
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -33,7 +33,7 @@ SPIKES = {(4, 1, 0): math.nan, (9, 1, 1): 50.0, (10, 0, 2): math.inf, (13, 0, 1)
 def test_local_sgd_rounds_what_replicas_have_moved_by(
     kind: str, error_feedback: bool, replicas: int, shard: int
 ) -> None:
-    """And not the parameters, which are larger."""
+    """It does not round the parameters, which are larger."""
     sync = choices("local_sgd", every=3, wire={"kind": kind, "error_feedback": error_feedback})
     scenario = Scenario(sync, replicas, shard, steps=11, shapes=CHUNKS)
     assert_same_run(simulate(scenario), replay(scenario))
@@ -43,24 +43,24 @@ def test_local_sgd_rounds_what_replicas_have_moved_by(
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replica_that_does_not_count_keeps_its_errors(kind: str, schedule: str, replicas: int, shard: int) -> None:
-    """It sends zeros, and what rounding has left out of its messages later, when it counts again."""
+    """It sends zeros. Its next message that counts again includes the rounding errors of the earlier ones."""
     sync = edit(penalty=PENALTY, schedule=schedule, wire={"kind": kind, "error_feedback": True})
     scenario = Scenario(sync, replicas, shard, steps=18, shapes=CHUNKS, scales=SPIKES)
     got = simulate(scenario)
-    assert got.counts[1] >= len(SPIKES), "the case would not test what it is for"
+    assert got.counts[1] >= len(SPIKES), "too few exclusions, so nothing was tested"
     assert_same_run(got, replay(scenario))
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replica_that_does_not_count_keeps_its_errors_in_flight(kind: str, replicas: int, shard: int) -> None:
-    """Fragments of one block each, whose messages are on the way for three steps."""
+    """Each block is a fragment, whose messages are in flight for three steps."""
     schedule = {"kind": "overlapped", "steps": 3, "fragments": 3, "alpha": 0.5}
     wire = {"kind": kind, "error_feedback": True}
     sync = choices("streaming_diloco", every=3, schedule=schedule, penalty={**PENALTY, "ema": 0.3}, wire=wire)
     scenario = Scenario(sync, replicas, shard, steps=20, shapes=CHUNKS, scales=SPIKES)
     got = simulate(scenario)
-    assert got.counts[1] >= len(SPIKES), "the case would not test what it is for"
+    assert got.counts[1] >= len(SPIKES), "too few exclusions, so nothing was tested"
     assert_same_run(got, replay(scenario))
 
 
@@ -86,7 +86,7 @@ def test_methods(sync: Any, replicas: int, shard: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_a_broken_replica_sent_does_not_come_back(broken: int, kind: str) -> None:
-    """Its NaN is in one mean, and in no error: after a return to the anchor the next mean is finite on all replicas."""
+    """Its NaN is in one mean and no rounding error. After a return to the anchor, the next mean is finite."""
     scenario = Scenario(choices("diloco", wire={"kind": kind, "error_feedback": True}), 2, 1)
     threads = Threads(2)
 

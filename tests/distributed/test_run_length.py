@@ -1,4 +1,4 @@
-"""Runs that are continued for more steps than they were begun with, by every method; and those that can't be."""
+"""Tests of runs that continue with another number of steps than they began with, by every method, and of refusals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.end_to_end.runs import exact
 
 ALONE = World(0, 1, 0, 1)
 FIRST, SECOND, CHECKPOINT = 7, 20, 14
-"""Steps of the run at first, and when it continues; a checkpoint of the second part. Step 7 is within a round, and the learning
-rate of 20 steps is above half of the peak until step 11."""
+"""Steps of the run at first and when it continues, and a checkpoint of the second part. Step 7 is within a round. With
+20 steps, the learning rate is above half of its peak until step 11."""
 PER_STEP = 12 * 32
 SETTINGS = ("log.every=2", "eval.every=5", f"checkpoint.every={CHECKPOINT}", "sync.warmup_steps=2")
 OLD_PERIOD = {"post_local_sgd": 4}
-"""Synchronous steps by the learning rate of the run's first length; all others have two."""
+"""Synchronous steps that follow from the learning rate of the run's first length. Other methods have two."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def replicas_are_equal(checkpoint: Path) -> bool:
 
 
 FAST = ("streaming_diloco", "wagma", "a_edit")
-"""Methods with a rule of their own where a run becomes longer."""
+"""Methods with a rule of their own for runs that become longer."""
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_a_finished_run_continues_for_longer(ranks: RankPool, folder: Path, meth
     lines, rates = [line for line in lines_of(directory.path) if "train/loss" in line], [*map(LRSchedule.of, recipes)]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)) and steps[-1] >= SECOND and FIRST in steps
-    if method != "palsgd":  # whose pulls read no data
+    if method != "palsgd":  # PALSGD's pulls read no data
         assert [line["tokens"] // PER_STEP for line in lines] == steps
-    if method != "a_edit":  # whose replicas have steps of their own
+    if method != "a_edit":  # A-EDiT's replicas have steps of their own
         assert steps[-1] == SECOND
         for line in lines:
             assert line["train/lr"] == rates[line["step"] > FIRST].at(line["step"])
@@ -89,12 +89,13 @@ def test_a_finished_run_continues_for_longer(ranks: RankPool, folder: Path, meth
         before = [exact(line) for line in lines_of(directory.path)]
         shutil.rmtree(final)
         assert ranks.run(train, recipes[1], (2, 1), None, world_size=2) == ["done", "done"]
-        assert [exact(line) for line in lines_of(directory.path)] == before, "as bits, once it has its new length"
+        assert [exact(line) for line in lines_of(directory.path)] == before, "with its new length, it resumes exactly"
 
 
 @pytest.mark.parametrize("method", ["post_local_sgd", "wagma"])
 def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPool, folder: Path, method: str) -> None:
-    """By the rate of 40 steps they begin after step 21; by that of 13, after step 7, and step 10 is done."""
+    """By the learning rate of 40 steps, local steps begin after step 21. By that of 13 steps, they would have begun
+    after step 7, so they begin where the run continues, after step 10."""
     keys = (f"sync.method={method}", *KEYS[method], *SETTINGS, "sync.warmup_until_lr=0.5")
     recipes = [recipe_of(folder, f"cut-{method}", *keys, f"train.steps={steps}") for steps in (40, 13)]
     assert ranks.run(train, recipes[0], (2, 1), 8, world_size=2) == ["signal", "signal"]
@@ -106,7 +107,8 @@ def test_local_steps_begin_where_a_run_that_is_cut_short_continues(ranks: RankPo
 
 
 def test_local_steps_begin_where_a_run_continues_with_another_batch_and_rate(ranks: RankPool, folder: Path) -> None:
-    """Two schedules: by the first, local steps begin after step 21; by the second, after step 8, and step 10 is done."""
+    """By the first schedule, local steps begin after step 21. By the second, they would have begun after step 8, so
+    they begin where the run continues, after step 10."""
     keys = (
         "sync.method=post_local_sgd",
         *KEYS["post_local_sgd"],
@@ -143,14 +145,14 @@ def test_a_finished_run_says_how_it_is_continued(folder: Path, capsys: pytest.Ca
     warned = [
         len(check_here(alone(folder, "asked", *keys), per_node=1).warnings) for keys in (("train.steps=6",), more)
     ]
-    assert warned[1] == warned[0] + 1, "recipe check says that the learning rate jumps"
+    assert warned[1] == warned[0] + 1, "recipe check warns that the learning rate jumps"
     assert run_training(alone(folder, "asked", *more), ALONE) == DONE
     said = capsys.readouterr().out
     assert f"continuing from {at}/checkpoints/step-00000006, for 10 steps instead of 6\n" in said
     assert said.count("warning: learning rate: from 0.0003 in step 6 to ") == 1
     assert RunDirectory(alone(folder, "asked", *more)).summary()["steps"] == 10
     evaluated = [line["step"] for line in lines_of(at) if "eval/loss" in line]
-    assert evaluated == [0, 5, 6, 10], "nothing of the first part is lost"
+    assert evaluated == [0, 5, 6, 10], "the lines of the first part are kept"
     with pytest.raises(RecipeError, match=rf"train.tokens is {8 * PER_STEP} \(8 steps\), but .* has trained 10 steps"):
         run_training(alone(folder, "asked", "train.steps=null", f"train.tokens={8 * PER_STEP}"), ALONE)
 
@@ -187,7 +189,7 @@ def test_a_stopped_run_may_become_shorter_but_not_end_within_its_round(
 def test_with_wsd_a_run_may_decay_at_any_step_and_jumps_only_after_that(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is stopped after step 2, ends with a decay over three of five steps, and goes on from there."""
+    """The run is stopped after step 2, ends with a decay over three of five steps, and then continues from there."""
     keys = ("log.every=1", "sync.warmup_steps=1", "schedule={kind: wsd, warmup_steps: 1, decay_fraction: 0.6}")
 
     def stop_at_once(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Hosts that have prepared other tokens than the others are named before training."""
+"""Tests of the check, before training, that all hosts have prepared the same tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def section(folder: Path, texts: list[str]) -> DataSection:
 
 
 def checked(sections: list[DataSection]) -> str:
-    """What this rank is told, each rank having the section of its number."""
+    """Prepare `sections[rank]`, and return the error that this rank gets, or an empty string."""
     world = World(dist.get_rank(), 2, dist.get_rank(), 2)
     mesh = build_mesh(
         world, torch.device("cpu"), replicas=2, shards=1, replica_backend="auto", timeout=timedelta(seconds=60)
@@ -72,7 +72,7 @@ def test_the_remedy_is_one_for_the_source(source: str, remedy: str) -> None:
 
 
 def checked_with_a_bad_disk(section: DataSection) -> str:
-    """What this rank is told when rank 1 can't read what it has prepared."""
+    """Return the error that this rank gets if rank 1 can't read the tokens that it has prepared."""
     prepare(section, 3000, 300)
     bad = mock.Mock(side_effect=OSError(5, "Input/output error"))
     with mock.patch("llmtrain.data.dataset.open_shard", bad) if dist.get_rank() == 1 else nullcontext():

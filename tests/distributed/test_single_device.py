@@ -1,4 +1,4 @@
-"""The engine for replicas of one device, against FSDP2 with one rank per replica: the same numbers, to the last bit."""
+"""Tests of the engine for replicas of one device: its bits are those of FSDP2 with one rank per replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16 = {"precision": "bf16"}
 
 
 def of_both_engines(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
-    """(by the engine for one device, by FSDP2) of each case."""
+    """Return (outcome under the engine for one device, outcome under FSDP2) of each case."""
     ours = train(cases)
     with FSDP2:
         return list(zip(ours, train(cases), strict=True))
@@ -47,7 +47,7 @@ CASES = {
 
 
 SAME_WAY = ("pulled parameters", "plain average", "from between anchor and replicas")
-"""Parameters change as in another case."""
+"""Cases in which parameters change in the same way as in another case."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_numbers_are_those_of_fsdp2_with_one_rank(ranks: RankPool, name: str) ->
 
 
 def continue_as(first: str, second: str, parallel: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses of two steps by one engine and two by another that takes over its state, and those of one alone."""
+    """Return the losses of two steps per engine, the second from the first one's state, and those of one engine."""
     case, mesh = Case(steps=4, parallel=parallel), mesh_of(1, 1)
     alone = Run(case, mesh)
     alone.train(4)

@@ -1,4 +1,4 @@
-"""Runs whose replicas have texts of their own, and mixtures, by the real trainer: validated by text, stopped and resumed."""
+"""Tests of runs whose replicas have their own texts, and of mixtures: validation by text, and resuming."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.end_to_end.runs import exact
 TEXTS = {"a": ("this", "bisect", "heapq", "textwrap"), "b": ("queue", "shlex", "sched", "stat")}
 ENTRIES = "data.{key}=[{{source: {folder}/a, weight: 3}}, {{source: {folder}/b}}]"
 FAST = ("edit", "a_edit")
-"""Methods whose replicas meet at rounds, and at any time."""
+"""A method with rounds of steps, and one with rounds of seconds."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of two sites, of which b has less for validation, and a tokenizer."""
+    """Provide a folder with the texts of two sites, of which b has less for validation, and a tokenizer."""
     folder = tmp_path_factory.mktemp("sites")
     for site, modules in TEXTS.items():
         (folder / site).mkdir()
@@ -113,7 +113,7 @@ def test_a_mixture_is_validated_by_weight(ranks: RankPool, folder: Path) -> None
 
 
 class Counting:
-    """Stands for an engine: the loss of a token is its number, and forward passes are counted."""
+    """Stand-in for an engine. The loss of a token is its id, and forward passes are counted."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -147,7 +147,8 @@ def open_texts(recipe: Recipe, replicas: int, shards: int) -> tuple[RunTexts, in
 
 
 def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, list[str], dict]:
-    """(loss of each part, forward passes, own texts, summaries of what was read after one step) of this rank."""
+    """Validate, read one step, and return this rank's (parts with their losses, forward passes of the validation, names
+    of its texts, summaries of what it has read)."""
     texts, _ = open_texts(recipe, replicas, shards)
     (own,), engine = texts.validation_sets(), Counting()
     found = validate(engine, texts.mesh, [part.batches for part in own.parts])
@@ -164,7 +165,7 @@ def validated(recipe: Recipe, replicas: int, shards: int) -> tuple[list, int, li
 
 
 def expected_of(recipe: Recipe, site: str) -> tuple[float, int]:
-    """(mean token, number of tokens) of a site's validation text."""
+    """Return (mean token id, number of tokens) of a site's validation text."""
     prepared = prepare_texts(recipe, show_progress=False)[site].tokens("validation")
     length = recipe.train.sequence_length
     windows = min(recipe.eval.tokens // length, (len(prepared) - 1) // length)
@@ -185,9 +186,9 @@ def test_every_site_is_validated_by_its_own_ranks(
     size = len(entries) * shards
     found = ranks.run(validated, one, len(entries), shards, world_size=size)
     parts, passes, _, summaries = found[0]
-    assert all(one[0] == parts for one in found), "on every rank"
+    assert all(one[0] == parts for one in found), "every rank has all parts"
     assert {one[1] for one in found} == {passes}, "equally many forward passes on every rank"
-    assert [one[2] for one in found] == [[site] for site in entries for _ in range(shards)], "own text alone"
+    assert [one[2] for one in found] == [[site] for site in entries for _ in range(shards)], "only its own text"
     for name, share, loss, tokens in parts:
         assert (loss, tokens) == (
             pytest.approx(expected_of(one, name)[0]),
@@ -199,11 +200,11 @@ def test_every_site_is_validated_by_its_own_ranks(
     assert summaries["a"]["eval_loss"] == 4.0 and summaries["b"]["eval_loss"] is None
     assert summaries["lines"][0].startswith(f"sites: a {100 * summaries['a']['sequences'] / 24:.3g}% (")
     scans = [sum(one[3]["scan"] for one in found if one[2] == [site]) for site in "ab"]
-    assert scans == [2, 2], "each shard of each site is read once on this node"
+    assert scans == [2, 2], "each token shard of each site is scanned once on this node"
 
 
 def opened(recipe: Recipe, spoil: str) -> str:
-    """What this rank is told if rank 1 has `spoil`."""
+    """Open the texts and return this rank's error. `spoil` is wrong on rank 1: `tokenizer`, `text` or nothing."""
     with mock.patch(
         "llmtrain.train.text_kinds.tokenizer_digest",
         lambda text: f"digest{dist.get_rank() if spoil == 'tokenizer' else ''}",
@@ -236,7 +237,7 @@ def test_what_one_site_lacks_is_an_error_at_all(ranks: RankPool, folder: Path) -
 
 @pytest.mark.parametrize(("rank", "is_shared"), [(2, False), (3, True)])
 def test_the_fault_of_a_sites_text_is_told_by_its_first_rank(tmp_path: Path, rank: int, is_shared: bool) -> None:
-    """The first rank of the host, of another site, does not know of it."""
+    """The first rank of the host belongs to another site, and does not know of the fault."""
     (tmp_path / "there.txt").write_text("text")
     entries = f"data.per_replica=[{{source: {tmp_path}/there.txt}}, {{source: {tmp_path}/missing.txt}}]"
     texts = ("data.source=null", "data.validation=null", entries, f"data.tokenizer={tmp_path}/tokenizer.json")

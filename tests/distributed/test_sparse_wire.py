@@ -1,4 +1,4 @@
-"""The wire of the largest values: what is sent, its bytes, what comes out of them, and methods that use it."""
+"""Tests of the wire format of the largest values: the values sent, their bytes and sums, and methods with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sent(values: torch.Tensor, keep: int, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["2bit", "fp32"])
 @pytest.mark.parametrize("keep", [1, 63, 64, 4096])
 def test_the_largest_values_of_each_chunk_are_sent(keep: int, kind: str) -> None:
-    """Check also that a shorter last chunk sends its share."""
+    """A shorter last chunk sends its share."""
     for size in SIZES:
         values = values_of(size)
         np.testing.assert_allclose(sent(values, keep, kind), largest(values.numpy(), keep, kind), rtol=1e-6)
@@ -50,7 +50,7 @@ def test_all_values_unrounded_are_the_message() -> None:
 
 
 def test_bytes_are_those_that_are_published_and_two_magnitudes_per_chunk() -> None:
-    """64 times 12 and 2 bits, and 8 bytes."""
+    """A chunk takes 64 x (12 + 2) bits and 8 bytes."""
     wire = SparseFormat(64, "2bit")
     assert wire.size(CHUNK) == 64 * (12 + 2) // 8 + 8
     assert wire.size(10 * CHUNK + 2048) == 10 * 120 + 32 * 14 // 8 + 8
@@ -84,7 +84,7 @@ def test_zeros_stay_zeros_and_a_broken_chunk_is_broken() -> None:
 
 
 def summed_with_errors(comms: Comms, wire: SparseFormat) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The sum of the ranks' messages, what this rank's left out, and the bytes that it sent."""
+    """Return (sum of the ranks' messages, values that this rank's message left out, bytes that this rank sent)."""
     pending = comms.start_all_reduce(values_of(4200) * (comms.rank + 1), "sparse", wire)
     pending.start_second_phase()
     return pending.wait().clone(), pending.quantization_error(), comms.traffic.bytes
@@ -114,7 +114,7 @@ MESHES = [
     pytest.param(3, 1, id="3x1"),
 ]
 SHAPES = (((40, 11),), ((5000,), (7,)), ((129,),))
-"""Also of more than a chunk."""
+"""Shapes of blocks, one of which has more than one chunk."""
 WIRE = {"kind": "topk", "keep": 600, "error_feedback": True, "feedback_decay": 0.9}
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5, "ema": 0.3}
 SPIKES = {(4, 1, 0): math.nan, (9, 1, 1): 50.0, (10, 0, 2): math.inf, (13, 0, 1): 50.0}
@@ -141,7 +141,7 @@ def test_a_replica_that_does_not_count_keeps_what_it_has_not_sent(replicas: int,
     sync = edit(penalty=PENALTY, wire=WIRE)
     scenario = Scenario(sync, replicas, shard, steps=18, shapes=SHAPES, scales=SPIKES)
     got = simulate(scenario)
-    assert got.counts[1] >= len(SPIKES), "the case would not test what it is for"
+    assert got.counts[1] >= len(SPIKES), "too few exclusions, so nothing was tested"
     assert_same_run(got, replay(scenario))
 
 

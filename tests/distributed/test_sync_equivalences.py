@@ -1,4 +1,4 @@
-"""What must come out equal whichever way it is computed: methods, schedules and placements against each other."""
+"""Tests of equivalent settings, whose runs must be equal: methods, schedules and meshes against each other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.distributed.trace import Trace, assert_close, assert_same_bits, asser
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
 SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
-"""An anomalous replica, a broken one, and a block in which everybody is anomalous."""
+"""Factors on updates: an anomalous replica, one that is not finite, and a block in which all replicas are anomalous."""
 
 
 @cache
 def scheduled(method: str, replicas: int, shard: int, prefetch: int | None) -> Trace:
-    """A run that is blocking, or layer-wise with so many reductions under way."""
+    """Return a run that is layer-wise with a `prefetch`, or blocking if `prefetch` is None."""
     schedule = "blocking" if prefetch is None else {"kind": "layerwise", "prefetch": prefetch}
     changes = {"warmup_steps": 1, "schedule": schedule}
     penalty = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
@@ -38,7 +38,7 @@ def scheduled(method: str, replicas: int, shard: int, prefetch: int | None) -> T
 @pytest.mark.parametrize("prefetch", [0, 2, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, len(SHAPES) + 1))])
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
 def test_layerwise_is_blocking(method: str, prefetch: int, replicas: int, shard: int) -> None:
-    """Every forward computes with the same bits, however many blocks' reductions are under way."""
+    """Every forward pass computes with the same bits, however many reductions are in flight."""
     blocking = scheduled(method, replicas, shard, None)
     assert_same_bits(scheduled(method, replicas, shard, prefetch), blocking)
     if method == "edit":
@@ -47,7 +47,7 @@ def test_layerwise_is_blocking(method: str, prefetch: int, replicas: int, shard:
 
 
 def test_the_counters_of_the_log_change_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outer steps depend on the number of the round, also after a resume. What the log has of it is written, and never read."""
+    """Outer steps depend on the number of the round, but the count for the log is only written, never read."""
     outer = {"kind": "nesterov", "rounds": {"lr_warmup": 2, "momentum_warmup": 4}}
     scenario = Scenario(choices("diloco", every=2, outer=outer), steps=11, resume_after=7)
     expected, end_step = simulate(replace(scenario, resume_after=None)), Method.end_step
@@ -62,8 +62,8 @@ def test_the_counters_of_the_log_change_no_parameter(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, len(SHAPES) + 1])
 def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing happens at the step's end; then each block follows just before its own forward, and by then the
-    reductions of `prefetch` more have started."""
+    """Nothing happens at the end of the step. Each block follows just before its own forward pass. By then, the
+    reductions of `prefetch` more blocks have started."""
     one = Comms(None)
     sync = edit(every=1, schedule={"kind": "layerwise", "prefetch": prefetch})
     scenario = Scenario(sync, 1, 1)
@@ -86,24 +86,24 @@ def test_layerwise_runs_inside_the_forward(prefetch: int, monkeypatch: pytest.Mo
 
 
 class Counted(PendingCollective):
-    """A reduction that notes how many are under way when it is waited for, itself among them."""
+    """Reduction that records how many are in flight when it is waited for, itself included."""
 
-    under_way: ClassVar[list[int]] = []
-    """[those begun, those waited for]"""
+    counts: ClassVar[list[int]] = []
+    """Numbers of reductions: [begun, waited for]."""
     seen: ClassVar[list[int]] = []
 
     def wait(self) -> torch.Tensor:
-        begun, waited_for = self.under_way
+        begun, waited_for = self.counts
         self.seen.append(begun - waited_for)
-        self.under_way[1] += 1
+        self.counts[1] += 1
         return super().wait()
 
 
 class Counting(Comms):
-    """One replica whose reductions are counted."""
+    """Comms of a single replica, whose reductions are counted."""
 
     def start_all_reduce(self, tensor: torch.Tensor, *args: Any) -> Counted:
-        Counted.under_way[0] += 1
+        Counted.counts[0] += 1
         return Counted(self, "", None, tensor)
 
 
@@ -115,17 +115,17 @@ AT_ONCE = {"kind": "overlapped", "steps": 0, "fragments": 1, "alpha": 0.5}
     [
         (edit(every=1, schedule="blocking"), 2),
         *((edit(every=1, schedule={"kind": "layerwise", "prefetch": ahead}), ahead) for ahead in (0, 1, 5)),
-        (choices("streaming_diloco", every=100, wire="fp32", schedule=AT_ONCE), 2),  # in `finish` alone
+        (choices("streaming_diloco", every=100, wire="fp32", schedule=AT_ONCE), 2),  # synchronizes only in `finish`
     ],
     ids=["blocking", "layerwise-0", "layerwise-1", "layerwise-5", "together"],
 )
 def test_no_more_reductions_are_under_way_than_said(sync: Any, prefetch: int) -> None:
-    """Nor fewer: each takes memory, and hides the latency of the ones before it."""
-    Counted.under_way[:], Counted.seen[:] = [0, 0], []
+    """There are no fewer either. Each takes memory, and hides the latency of the ones before it."""
+    Counted.counts[:], Counted.seen[:] = [0, 0], []
     scenario = Scenario(sync, 1, 1, steps=1, shapes=(((3,),),) * 7)
     train(scenario, Counting(None), Comms(None))
     assert Counted.seen == [min(prefetch + 1, 7 - index) for index in range(7)]
-    assert Counted.under_way == [7, 7]
+    assert Counted.counts == [7, 7]
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -148,7 +148,7 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd(outer: dict, replicas: int,
     diloco = choices("diloco", every=3, outer=outer)
     local_sgd = choices("local_sgd", every=3)
     got, expected = (simulate(Scenario(sync, replicas, shard, steps=10)) for sync in (diloco, local_sgd))
-    assert_same_run(got, replace(expected, squares=None))  # which has no anchor, so no pseudo-gradient to report
+    assert_same_run(got, replace(expected, squares=None))  # Local SGD has no pseudo-gradient to report
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
@@ -161,7 +161,7 @@ def test_averaging_after_every_sgd_step_is_synchronous(replicas: int, shard: int
 
 @pytest.mark.parametrize(("method", "lr", "momentum"), [("diloco", 0.7, 0.9), ("edit", 0.8, 0.85)])
 def test_first_nesterov_displacement(method: str, lr: float, momentum: float) -> None:
-    """(1 + mu) lr D after the first round, and mu lr (1 + mu) D more after a second one in which nothing moved."""
+    """It is (1 + mu) lr D after the first round, and mu^2 lr D more after a second round in which no replica moved."""
     changes = {"outer": {"kind": "nesterov", "lr": lr, "momentum": momentum}, "penalty": None, "warmup_steps": 0}
     still = {(step, replica, block): 0.0 for step in (3, 4) for replica in range(2) for block in range(len(SHAPES))}
     run = {"steps": 4, "scales": still, "pull": 0.0}
@@ -178,7 +178,7 @@ def test_first_nesterov_displacement(method: str, lr: float, momentum: float) ->
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 2), (4, 1), (1, 4)], ids=["2x2", "4x1", "1x4"])
 def test_every_element_of_every_parameter_is_averaged(seed: int, replicas: int, shard: int) -> None:
-    """Whatever the sizes: some shards are empty on some ranks, and single elements are not skipped."""
+    """This holds for all sizes: some shards are empty on some ranks, and single elements are not skipped."""
     draw = np.random.default_rng(seed)
     shapes = tuple(
         tuple(tuple(draw.integers(1, 8, draw.integers(1, 4)).tolist()) for _ in range(draw.integers(1, 5)))
@@ -196,7 +196,7 @@ def test_every_element_of_every_parameter_is_averaged(seed: int, replicas: int, 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "edit"])
 def test_bytes_are_those_of_the_rings(method: str, replicas: int, shard: int) -> None:
-    """Per round and rank 2 (N-1)/N of its shards' bytes, plus a few scalars that the replicas gather."""
+    """Per round, a rank sends 2 (N-1)/N of its shards' bytes, plus a few scalars that the replicas gather."""
     sync = choices(method, every=2, warmup_steps=2)
     scenario = Scenario(sync, replicas, shard, steps=8)
     values = sum(scenario.size(block) for block in range(len(SHAPES)))
@@ -215,7 +215,7 @@ def test_offload_changes_no_bit(replicas: int, shard: int) -> None:
 
 
 def test_qsr_synchronizes_more_rarely_as_the_learning_rate_falls() -> None:
-    """Half the learning rate, four times the round; the last one is cut by the run's end."""
+    """With half the learning rate, a round is four times as long. The last round is cut by the end of the run."""
     sync = choices("qsr", period={"kind": "qsr", "base": 1, "alpha": 1.0})
     falling = LRScheduleSection(kind="linear", final_ratio=0.0)  # 1, 15/16, 14/16, ... of the peak in 16 steps
     got = simulate(Scenario(sync, 4, 1, steps=16, schedule=falling))

@@ -1,4 +1,4 @@
-"""Synchronization against the float64 oracle: every step of a run, and what it counted."""
+"""Tests of synchronization against the float64 oracle: the parameters in every step, and the counts."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ PENALTIES = {
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES.keys())
 def test_penalty_parts(penalty: dict, replicas: int, shard: int) -> None:
-    """Enough rounds for the running statistics to matter: the oracle flags ordinary norms now and then."""
+    """The rounds suffice for running statistics to matter: the oracle also excludes some ordinary norms."""
     scenario = Scenario(edit(penalty=penalty), replicas, shard, steps=26)
     expected = replay(scenario)
     if penalty.get("z") in (1.0, 1.5):
-        assert expected.counts[1] > 3, "the case would not test what it is for"
+        assert expected.counts[1] > 3, "too few exclusions, so nothing was tested"
     assert_same_run(simulate(scenario), expected)
 
 
@@ -79,13 +79,14 @@ def test_penalty_parts(penalty: dict, replicas: int, shard: int) -> None:
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_an_anomalous_replica(replicas: int, shard: int, schedule: str, statistics: str) -> None:
-    """A spike before `min_rounds` counts, one after it is left out, and leaves little or no trace in the statistics."""
+    """A spike before `min_rounds` counts. A later one is excluded, and changes the statistics little."""
     scales = {(3, 1, 0): 30.0, (9, 1, 1): 30.0, (11, 1, 1): 4.0, (13, 0, 2): 30.0, (13, 1, 3): 30.0}
     rule = {"z": 4.0, "min_rounds": 3, "ema": 0.1, "statistics": statistics}
     sync = edit(penalty={**ALL_PARTS, **rule}, schedule=schedule)
     scenario = Scenario(sync, replicas, shard, steps=16, scales=scales)
     expected = replay(scenario)
-    assert expected.counts[1] >= (4 if statistics == "paper" else 3)  # with 4 times a spike soon after another passes
+    # The adaptive statistics let the spike of 4 pass, because it comes soon after another one.
+    assert expected.counts[1] >= (4 if statistics == "paper" else 3)
     assert expected.counts[2] == 0
     assert_same_run(simulate(scenario), expected)
 
@@ -97,7 +98,7 @@ def test_an_anomalous_replica(replicas: int, shard: int, schedule: str, statisti
 def test_a_non_finite_replica(
     replicas: int, shard: int, z: float | None, temperature: float | None, value: float
 ) -> None:
-    """It is left out from the first round on, in that block alone, and follows the others again afterwards."""
+    """It is excluded even in the first round, from that block alone, and follows the others again afterwards."""
     sync = edit(penalty={"z": z, "min_rounds": 10, "temperature": temperature, "clip": 1.0})
     scenario = Scenario(sync, replicas, shard, steps=8, scales={(2, 1, 1): value, (6, 0, 0): value})
     got = simulate(scenario)
@@ -110,7 +111,7 @@ def test_a_non_finite_replica(
 @pytest.mark.parametrize("schedule", ["blocking", "layerwise"])
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_all_anomalous_is_a_rollback(replicas: int, shard: int, schedule: str, offender: float) -> None:
-    """The block returns to its anchor; anchor and momentum stay, which the rounds after it show."""
+    """The block returns to its anchor. Anchor and momentum do not change, as the later rounds show."""
     scales = {(9, replica, block): offender for replica in range(replicas) for block in (1, 3)}
     sync = edit(penalty={**ALL_PARTS, "z": 6.0, "min_rounds": 3}, schedule=schedule)
     scenario = Scenario(sync, replicas, shard, steps=14, scales=scales)
@@ -121,7 +122,7 @@ def test_all_anomalous_is_a_rollback(replicas: int, shard: int, schedule: str, o
 
 
 def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
-    """Zeros and not NaN: these weights are also reported."""
+    """The weights are 0 and not NaN, because they are also reported."""
     norms = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], dtype=torch.float64)
     for temperature in (None, 1.0):
         section = EditPenaltySection(temperature=temperature)
@@ -133,7 +134,7 @@ def test_nobody_has_a_weight_where_all_are_anomalous() -> None:
 
 @pytest.mark.parametrize(("statistics", "counts"), [("paper", (4, 8, 4)), ("adaptive", (4, 0, 0))])
 def test_a_mean_without_spread(statistics: str, counts: tuple[int, int, int]) -> None:
-    """Norms that have always been 0 have no deviation. To the paper's rule anything above 0 is infinitely far."""
+    """Norms that have always been 0 have no deviation. By the paper's rule, any norm above 0 is infinitely far away."""
     scales = {(step, replica, block): 0.0 for step in range(1, 7) for replica in range(2) for block in range(4)}
     sync = edit(penalty={"z": 5.0, "statistics": statistics})
     scenario = Scenario(sync, 2, 2, steps=8, scales=scales, pull=0.0)
@@ -143,7 +144,7 @@ def test_a_mean_without_spread(statistics: str, counts: tuple[int, int, int]) ->
 
 
 RISES = {(step, replica, block): 8.0 for step in range(41, 81) for replica in range(4) for block in range(4)}
-"""All updates are eight times as large from step 41 on."""
+"""Factors that make all updates eight times as large from step 41 on."""
 
 
 @pytest.mark.parametrize("schedule", ["blocking", pytest.param("layerwise", marks=pytest.mark.deep)])
@@ -165,7 +166,7 @@ def test_a_lasting_rise_locks_the_papers_rule_in() -> None:
 
 
 def test_a_block_that_is_always_left_out_ends_the_run() -> None:
-    """On every rank, in the same round, with the names of replica and block."""
+    """It ends on every rank in the same round, with an error that names replica and block."""
     scales = {(step, 1, 2): math.nan for step in range(1, 20)}
     sync = edit(penalty={"max_exclusions": 7})
     with pytest.raises(TrainingError, match=r"^replica 1: block 2 excluded from the mean 7 rounds in a row"):

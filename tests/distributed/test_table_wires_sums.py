@@ -1,4 +1,4 @@
-"""Sums of messages in formats whose levels come from a table."""
+"""Tests of sums of messages in wire formats whose levels come from a table."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def test_sums_losses_and_bytes_are_the_references(kind: str, world: int) -> None
         result, lost = rounded_sum(messages, kind)
         assert_equal_bits([outcome.result for outcome in outcomes])
         for rank, outcome in enumerate(outcomes):
-            if not case.heavy_tails:  # the order of adding does not show
+            if not case.heavy_tails:  # the order of additions does not matter
                 np.testing.assert_allclose(outcome.result, result, rtol=1e-12, atol=1e-12, err_msg=str(case))
                 np.testing.assert_allclose(outcome.lost, lost[rank], rtol=1e-12, atol=1e-12, err_msg=str(case))
         missing = np.abs(messages.sum(0) - outcomes[0].result - sum(outcome.lost for outcome in outcomes))
-        assert missing.max() <= 1e-12 * np.abs(messages).max(), "what arrived and what was lost make the true sum"
+        assert missing.max() <= 1e-12 * np.abs(messages).max(), "result and rounding errors add up to the exact sum"
         assert {outcome.counted for outcome in outcomes} == {bytes_of(case, world)}
         assert {outcome.sent for outcome in outcomes} == {outcomes[0].counted}

@@ -1,4 +1,4 @@
-"""Ranks on threads are to what they carry out what gloo is: the same bits, bytes and errors. And they show what gloo hides."""
+"""Tests of ranks on threads: they give the same bits, bytes and errors as gloo, and show mistakes that gloo hides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def message(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What every kind of message brings, many of them under way at once, and the bytes of each."""
+    """Run every kind of collective, many in flight at once, and return their results and bytes by name."""
     pending, sent, results = {}, {}, {}
 
     def begin(name: str, start: Callable[[], Any]) -> None:
@@ -64,14 +64,15 @@ def use_all(comms: Comms) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
 
 def on_gloo(fn: Callable[..., Any], *args: Any) -> Any:
-    """The same with gloo's collectives, for the ranks of a pool."""
+    """Call `fn` with comms over gloo, on a rank of a pool."""
     return fn(Comms(dist.group.WORLD), *args)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gloo_brings_the_same(ranks: RankPool, world: int) -> None:
-    """To the last bit, but for a sum of three or more floats: gloo does not add in rank order. Each order is off by at most
-    (n - 1) u / (1 - (n - 1) u) of the sum of magnitudes, u = eps / 2 (Higham, Accuracy and Stability, 4.2)."""
+    """Bits are the same except in sums of three or more floats, which gloo does not add in rank order. In any order, a
+    sum is off by at most (n - 1) u / (1 - (n - 1) u) of the sum of magnitudes, with u = eps / 2 (Higham, Accuracy and
+    Stability, 4.2)."""
     both = zip(on_each(world, use_all), ranks.run(on_gloo, use_all, world_size=world), strict=True)
     for (ours, our_bytes), (theirs, their_bytes) in both:
         assert our_bytes == their_bytes
@@ -100,8 +101,9 @@ def test_a_run_of_two_replicas_has_the_bits_of_gloos(ranks: RankPool) -> None:
 
 
 def without_peer(comms: Comms, exchanges: int) -> tuple[str, bool]:
-    """Rank 1 takes part in so many of the two exchanges of a rounded sum, then leaves. What the other ends with, and whether
-    the backend's error behind it, which a real engine's own collectives end with, is taken for a lost peer."""
+    """Let rank 1 leave after `exchanges` of the two exchanges of a rounded sum. Return the other rank's (error, whether
+    the backend's error that caused it counts as a lost peer). The collectives of a real engine end with the backend's
+    error itself."""
     if comms.rank == 1:
         if exchanges:
             sent = WireFormat("int8").encode(torch.ones(2, 256))
@@ -127,7 +129,8 @@ def test_a_peer_that_leaves_is_an_error_that_names_the_message(ranks: RankPool, 
 
 
 def in_halves(comms: Comms, size: int) -> tuple[int, torch.Tensor]:
-    """Ranks 0 and 2, and ranks 1 and 3, as with two shards: this one's place among its own, and their sum on int8."""
+    """Make groups of ranks 0 and 2 and of ranks 1 and 3, as with two shards. Return this rank's place in its group, and
+    the group's sum with an int8 wire."""
     mine = comms.among([[0, 2], [1, 3]], comms.rank, "half", 20)
     return mine.rank, mine.all_reduce(message(comms.rank, size, torch.float64), "test", WireFormat("int8"))
 
@@ -142,7 +145,7 @@ def test_a_group_of_some_ranks_sums_its_own(ranks: RankPool) -> None:
 
 
 def test_a_result_is_written_when_it_is_waited_for() -> None:
-    """Until then there is nothing that could be taken for one, also where all ranks have sent."""
+    """Until then, its place holds NaN, even if all ranks have sent."""
 
     def look(comms: Comms) -> list[torch.Tensor]:
         first = comms.start_all_reduce(torch.ones(3), "first")
@@ -245,7 +248,7 @@ def test_free_ranks_end_when_one_has_raised() -> None:
 
 
 def test_a_run_is_the_same_every_time() -> None:
-    """Ranks take their turns in an order of their own, so what fails once fails again."""
+    """Ranks take turns in a fixed order, so a test that fails once fails again."""
 
     def order() -> list[int]:
         seen: list[int] = []

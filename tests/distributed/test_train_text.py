@@ -1,4 +1,4 @@
-"""Runs that tokenize while they train: several hosts, one that waits for its text, one that continues in the middle."""
+"""Tests of runs that tokenize while they train: on several hosts, with waits for the text, and resumed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def section(folder: Path, texts: list[str]) -> DataSection:
 
 @contextmanager
 def on_two_hosts(data: DataSection, store: dist.Store, tokenizer: object) -> Iterator[TrainText]:
-    """The text of a rank that is alone on its host, with another `tokenizer` than the background one."""
+    """Yield the text of this rank, which is alone on its host. `tokenizer` replaces the background tokenizer."""
     mesh = build_mesh(
         World(dist.get_rank(), 2, 0, 1),
         torch.device("cpu"),
@@ -77,8 +77,8 @@ def on_two_hosts(data: DataSection, store: dist.Store, tokenizer: object) -> Ite
 
 
 def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
-    """The tokens that this rank, alone on its host, has waited for, or its error. The second host tokenizes once the first
-    one waits for it, or fails with `error` then."""
+    """Return the tokens for which this rank, alone on its host, has waited, or its error. The second host starts to
+    tokenize when the first one waits for it, or then fails with `error`."""
     rank = dist.get_rank()
     store, data = meeting_store(), sections[rank]
     tokenized, first_waits = threading.Event(), store.clone()
@@ -109,7 +109,7 @@ def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
         try:
             text.tokens.wait_for(FIRST + 1)
             if rank == 0:
-                tokenized.wait(60)  # nothing of its own is missing
+                tokenized.wait(60)  # the rest of its own text is tokenized
                 threading.Thread(
                     target=lambda: (
                         wait_until(lambda: text.tokens.is_waiting(0.0), "does not wait"),
@@ -125,7 +125,7 @@ def read_on_two_hosts(sections: list[DataSection], error: str | None) -> object:
 
 
 def started_on_two_hosts(data: DataSection) -> tuple[int, list[str]]:
-    """The number of tokenizers that this rank has started, and what the choice has left in the folder."""
+    """Return how many tokenizers this rank has started, and which files the choice of the host has left."""
     tokenizer = mock.MagicMock()
     with on_two_hosts(data, meeting_store(), tokenizer):
         dist.barrier()
@@ -178,7 +178,7 @@ def streamed(folder: Path, name: str, *keys: str) -> Recipe:
 def test_a_run_that_waits_for_its_text_trains_as_one_that_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if it stops in the middle of the text, and continues once all of it is there."""
+    """This also holds if it stops in the middle of the text and continues when all of the text exists."""
     gate = folder / "gate"
     program = f"while [ ! -e {gate} ]; do sleep 0.02; done; exec {sys.executable} -m llmtrain.data.background"
     monkeypatch.setattr(background, "COMMAND", ("bash", "-c", program))

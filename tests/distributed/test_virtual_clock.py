@@ -1,4 +1,4 @@
-"""Virtual clocks of replicas in one process: who is ahead of whom, and by how much."""
+"""Tests of virtual clocks of replicas in one process, and of WAGMA's averages by these clocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEED = 7
 
 
 def in_process(section: VirtualClockSection, work: Callable[[Mesh], Any]) -> list:
-    """The results of `work` by replica, all of which run in this process with a virtual clock each."""
+    """Call `work` for each replica, all in this process with a virtual clock each, and return the results."""
     count = len(section.step_seconds)
     process = InProcess(count, 20.0, clocks=[VirtualClock(section, SEED, replica) for replica in range(count)])
 
@@ -51,7 +51,7 @@ def times(section: VirtualClockSection, replica: int, steps: int) -> list[float]
 
 
 def test_a_clock_counts_each_step_once_and_exactly() -> None:
-    """Thirty steps of a tenth of a second are never less than three seconds, which would be a round of one more step."""
+    """Thirty steps of 0.1 s take at least 3 s. Otherwise a round of 3 s would have one more step."""
     clock = VirtualClock(VirtualClockSection(step_seconds=(0.1, 2.0)), SEED, 0)
     for step in range(1, 31):
         clock.complete_step(step)
@@ -68,7 +68,7 @@ def test_one_replica_is_late_in_every_step() -> None:
     section = VirtualClockSection(step_seconds=(1.0, 1.0, 1.0), random_delay=0.5)
     steps = np.diff([times(section, replica, 60) for replica in range(3)], prepend=0)
     assert set(steps.sum(0)) == {3.5}
-    assert all((steps == 1.5).sum(1) >= 10), "always the same one"
+    assert all((steps == 1.5).sum(1) >= 10), "some replica is hardly ever late"
 
 
 def meet(mesh: Mesh) -> tuple[float, float]:
@@ -84,8 +84,8 @@ def meet(mesh: Mesh) -> tuple[float, float]:
 
 
 def test_a_message_arrives_when_the_last_replica_has_sent_it() -> None:
-    """The first one, which trains on until 4.5, waits until 5; the second one's wait costs nothing. Messages that are not part of
-    training take no time."""
+    """The first replica trains on until 4.5, and then waits until 5. The second one's wait costs nothing. Messages that
+    are not part of training take no time."""
     assert in_process(VirtualClockSection(step_seconds=(1.0, 1.0)), meet) == [(3.0, 5.0), (5.0, 6.5)]
 
 
@@ -108,7 +108,7 @@ def test_averages_are_in_pinned_memory_if_messages_are(monkeypatch: pytest.Monke
 
 
 def lateness(section: VirtualClockSection, scenario: Scenario) -> Lateness:
-    """Who contributes how old a message, by events in the order of their time."""
+    """Return how old a message each replica contributes, from a simulation of events in the order of their time."""
     clock, replicas, warmup = VirtualClock(section, SEED, 0), scenario.replicas, scenario.sync.warmup_steps
     ends, local = set(ends_of_rounds(scenario)), scenario.steps - warmup
     newest, late, started = [-1] * replicas, {}, set()
@@ -138,7 +138,7 @@ def lateness(section: VirtualClockSection, scenario: Scenario) -> Lateness:
 
 
 def run(case: Case, section: VirtualClockSection) -> tuple[History, list[Answer]]:
-    """The run in one process; what all replicas held, and what each saw."""
+    """Run a case in one process, and return the history of all replicas and each replica's answer."""
     scenario = case.scenario
     parts = [scenario.steps] if scenario.resume_after is None else [scenario.resume_after, scenario.steps]
 
@@ -208,7 +208,7 @@ def test_a_run_that_is_continued_at_a_rounds_end_is_the_run_left_alone(resume_af
 
 
 def test_within_a_round_all_replicas_continue_at_the_same_time() -> None:
-    """The checkpoint has their newest messages, not older ones."""
+    """The checkpoint has only their newest messages, so a late replica contributes a newer one than otherwise."""
     case = case_of(CLOCKS["half"], steps=12)
     behind = case.late[3, 3]
     assert behind == 2

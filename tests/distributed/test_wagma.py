@@ -1,4 +1,4 @@
-"""WAGMA against its oracle, with lateness that is planned, without any clock; test_wagma_freely.py has the real thing."""
+"""Tests of WAGMA against its oracle, with planned lateness. In test_wagma_freely.py, replicas are really late."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PLANS = {
     "several-at-once": {(2, 1): 1, (2, 2): 1, (2, 3): 1, (7, 0): 1, (7, 2): 1, (11, 1): 1, (11, 3): 1},
     "a-whole-group": {(2, 2): 1, (2, 3): 1, (6, 0): 1, (6, 1): 1, (7, 1): 2, (7, 3): 1},
 }
-"""With rounds of 5: iterations 4 and 9 are global, and 10 and 11 a last, shorter round."""
+"""Lateness of replicas in rounds of 5: iterations 4 and 9 are global, and 10 and 11 are a last, shorter round."""
 
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_every_step(plan: dict, replicas: int, shard: int) -> None:
-    if replicas == 2:  # one of them has to be on time
+    if replicas == 2:  # one of the two has to be on time
         plan = {(i, replica): behind for (i, replica), behind in plan.items() if replica == 1}
     check(Case(Scenario(wagma(), replicas, shard, steps=12), plan))
 
@@ -54,7 +54,7 @@ def test_outer_steps_of_other_methods(outer: dict, replicas: int, shard: int) ->
 
 @pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (4, 2)])
 def test_any_plan(size: int, seed: int) -> None:
-    """Random lateness; replica `seed` is always on time."""
+    """Lateness is random, except that replica `seed` is always on time."""
     draw, late, versions = np.random.default_rng(seed), {}, [-1] * 4
     for iteration in range(22):
         for replica in range(4):
@@ -69,7 +69,7 @@ def test_any_plan(size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("behind", [1, 2])
 def test_late_in_the_very_first_step(behind: int) -> None:
-    """Nobody waits there either: the common model that replicas start from stands in."""
+    """No replica waits there either. A late replica contributes the common initial model."""
     late = {(iteration, 1): iteration + 1 for iteration in range(behind)}
     check(Case(Scenario(wagma(), 4, 1, steps=7), late))
 
@@ -77,24 +77,24 @@ def test_late_in_the_very_first_step(behind: int) -> None:
 @pytest.mark.parametrize("plan", ["again-and-again", "iterations-behind"])
 @pytest.mark.parametrize("second_rank", ["ahead", "behind"])
 def test_both_ranks_of_a_replica_contribute_the_same_version(plan: str, second_rank: str) -> None:
-    """What the first one has finished decides, also where the second has finished more, or not yet as much."""
+    """The version that the first rank has finished decides, even if the second has a newer one, or not yet this one."""
     check(Case(Scenario(wagma(), 2, 2, steps=12), PLANS[plan], second_rank))
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (5, 0), (6, 0), (3, 3), (7, 3), (8, 3)])
 def test_finish(steps: int, warmup: int) -> None:
-    """Wherever in a round the run ends."""
+    """A run may end anywhere in a round."""
     check(Case(Scenario(wagma(warmup_steps=warmup), 4, 1, steps=steps), {(1, 1): 1} if steps - warmup > 1 else {}))
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_short_rounds(every: int) -> None:
-    """With rounds of one step there is nothing for the thread to do."""
+    """With rounds of one step, the thread has nothing to do."""
     check(Case(Scenario(wagma(every), 4, 1, steps=5)))
 
 
 def test_rounds_that_grow() -> None:
-    """QSR's: some of one step, and the last one cut by the run's end."""
+    """Of QSR's rounds, some have one step, and the last one is cut by the end of the run."""
     sync = wagma(None, period={"kind": "qsr", "base": 1, "alpha": 1.0})
     falling = LRScheduleSection(kind="linear", final_ratio=0.1)
     case = Case(Scenario(sync, 4, 1, steps=20, schedule=falling), {(13, 2): 1, (14, 2): 2, (17, 0): 1})
@@ -109,7 +109,7 @@ def test_rounds_that_grow() -> None:
     ("replicas", "shard", "resume_after"), [(4, 1, 1), (4, 1, 5), (4, 1, 8), (2, 2, 3), (2, 2, 12)]
 )
 def test_a_resumed_run_is_the_run_left_alone(resume_after: int, replicas: int, shard: int) -> None:
-    """To the last bit, also right after a step that was late (3, 8) or ended a round (5); nothing waits for the start."""
+    """Bits are the same, also right after a late step (3, 8) or a round (5), and right before a late step (1)."""
     alone = Case(Scenario(wagma(), replicas, shard, steps=12), {(1, 1): 1, (2, 1): 1, (5, 1): 1, (7, 1): 1, (8, 1): 1})
     resumed = replace(alone, scenario=replace(alone.scenario, resume_after=resume_after))
     check(resumed)[0].assert_close(check(alone)[0], tolerance=0)
@@ -141,7 +141,7 @@ def test_one_replica_is_training_alone() -> None:
     ("kind", "unit", "replicas", "shard"), [("bf16", 2**-9, 4, 1), ("int8", 1 / 254, 4, 1), ("int8", 1 / 254, 2, 2)]
 )
 def test_rounded_on_the_wire(kind: str, unit: float, replicas: int, shard: int) -> None:
-    """Groups agree to the last bit; and each average adds at most two roundings, of what is sent and of the sum."""
+    """Groups agree to the last bit. An average adds at most two rounding errors: of a message and of the sum."""
     late = {(2, 1): 1, (6, 1): 1, (7, 1): 2}
     case = Case(Scenario(wagma(wire=kind), replicas, shard, steps=12), late)
     got, _ = run(case)
@@ -155,7 +155,7 @@ def test_rounded_on_the_wire(kind: str, unit: float, replicas: int, shard: int) 
 
 @pytest.mark.parametrize(("replicas", "shard", "size"), [(4, 1, 2), (4, 1, 4), (2, 2, 2)])
 def test_bytes_are_those_of_the_rings(replicas: int, shard: int, size: int) -> None:
-    """Two rounds of five and two steps more: 10 averages in groups, 3 of all; a late replica sends as much."""
+    """There are 10 group averages and 3 of all replicas. A late replica sends as much as others."""
     scenario = Scenario(wagma(size=size), replicas, shard, steps=12)
     values = sum(scenario.size(block) for block in range(len(SHAPES)))
     rings = 10 * 2 * (size - 1) / size + 3 * 2 * (replicas - 1) / replicas
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_the_rings(replicas: int, shard: int, size: int) -> N
 
 @pytest.mark.parametrize(("replicas", "shard"), MESHES)
 def test_what_is_over_is_forgotten(replicas: int, shard: int) -> None:
-    """By the first rank at each global average; so the store does not grow with the run."""
+    """The first rank deletes the keys of past iterations at each global average, so the store does not grow."""
     case = Case(Scenario(wagma(), replicas, shard, steps=23))
     first, *others = check(case)[1]
     assert first.forgotten == [i for i in range(19) if i % 5 != 4]

@@ -1,4 +1,4 @@
-"""Methods that are synchronous until the learning rate has fallen, against the float64 oracle."""
+"""Tests of methods that are synchronous until the learning rate has fallen, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARMUPS = {
 def test_synchronous_until_the_learning_rate_falls(
     schedule: LRScheduleSection, changes: dict, last: int, replicas: int, shard: int
 ) -> None:
-    """A low learning rate in its own warm-up does not count."""
+    """A low learning rate in the schedule's own warm-up does not count as fallen."""
     syncs = [choices("post_local_sgd", every=3, **changes), choices("co2", every=3, **changes)]
     for got in matches_the_oracle(*(Scenario(sync, replicas, shard, steps=20, schedule=schedule) for sync in syncs)):
         assert got.synchronous_steps == list(range(1, last + 1))

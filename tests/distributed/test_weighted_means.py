@@ -1,4 +1,4 @@
-"""Reductions that weigh replicas by tokens or by norms, with every schedule that they go with, against the float64 oracle."""
+"""Tests of reductions that weight replicas by tokens or norms, with every schedule, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scenario(kind: str, schedule: str, replicas: int = 2, shard: int = 2, **run:
 
 
 OFTEN = {(4, 1): ("layerwise", "delayed", "of-seconds", "rounded"), (4, 2): ("blocking", "overlapped")}
-"""Schedules that are tested on a mesh outside `deep`."""
+"""Schedules that are tested outside `deep`, by mesh."""
 PLACES = [
     pytest.param(kind, name, *mesh, marks=() if name in OFTEN.get(mesh, ()) else pytest.mark.deep)
     for kind in KINDS
@@ -68,7 +68,7 @@ def test_the_oracle_finds_the_same(kind: str, schedule: str, replicas: int, shar
     assert_same_run(got, replay(run))
     plain = simulate(scenario("mean", schedule, replicas, shard))
     distance = max(np.abs(one - other).max() for one, other in zip(got.final, plain.final, strict=True))
-    assert distance > 1e-4, "the plain mean ends at the same parameters: nothing was tested"
+    assert distance > 1e-4, "the plain mean ends at the same parameters, so nothing was tested"
 
 
 @pytest.mark.parametrize("schedule", ["blocking", "overlapped"])
@@ -98,7 +98,7 @@ def test_steps_that_were_taken_back_count_no_tokens(schedule: str) -> None:
         )
     parts = len(seen[0])
     assert seen == [[tokens] * parts for tokens in (0, 0, 5, 5)], (
-        "two synchronous steps, one local, and one after the way back"
+        "two synchronous steps, a local one, and one that was rolled back"
     )
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO against FSDP2: what is its own, and states that either engine takes from the other. That it trains as plain models
-do, under every method, is test_pairs' matter."""
+"""Tests of DeepSpeed ZeRO against FSDP2: behavior of ZeRO alone, and states that either engine loads from the other.
+test_pairs.py compares training under ZeRO with plain models, under every method."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = [
 ]
 STAGES = (1, 2, 3)
 ONE_STAGE = (*(pytest.param(stage, marks=pytest.mark.deep) for stage in STAGES[:-1]), STAGES[-1])
-"""The third, which does the most; the others in `deep`."""
+"""Stage 3, which does the most. The other stages are tested in `deep`."""
 FEW_STEPS = 3
-"""After so many, each parameter differs by less than 1e-5 in relative terms, as docs/resume.md says; later, differences grow."""
+"""Steps after which parameters still agree to 1e-5, in relative terms (docs/resume.md). Later, differences grow."""
 THREADS_PER_GROUP = 3
 ALL_VALUES = {"kind": "topk", "keep": 4096, "values": "fp32", "error_feedback": True, "feedback_decay": 0.9}
-"""Wire that sends every value. Which ones a sparser wire sends depends on how an engine divides a block among ranks."""
+"""Wire that sends every value. What a sparser wire sends depends on how an engine divides a block among ranks."""
 PENALTY = {"z": 1.0, "temperature": 0.3, "clip": 0.5}
 
 
@@ -44,26 +44,26 @@ def zero_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:
-    """Two, since it also counts the parameters that a rank has had, and all ranks must have had as many."""
+    """Yield a pool of two. Ranks that have had different numbers of parameters can't share a DeepSpeed engine."""
     pool = RankPool(2)
     yield pool
     pool.close()
 
 
 def on(case: Case, engine: str, **keys: Any) -> Case:
-    """The case under another engine: `fsdp2`, `zero1`, `zero2` or `zero3`."""
+    """Return the case under another engine: `fsdp2`, `zero1`, `zero2` or `zero3`."""
     stage = {"zero_stage": int(engine[-1])} if engine.startswith("zero") else {}
     kind = "zero" if stage else engine
     return replace(case, parallel={**case.parallel, "engine": kind, **stage, **keys})
 
 
 def outcomes(ranks: RankPool, cases: list[Case]) -> list[list[Outcome]]:
-    """[case][rank]."""
+    """Train the cases on all ranks, and return the outcomes: [case][rank]."""
     return list(map(list, zip(*ranks.run(train, cases, timeout=200), strict=True)))
 
 
 def compare(ranks: RankPool, case: Case, stages: tuple[int, ...] = STAGES, rtol: float = 1e-5, **keys: Any) -> None:
-    """Losses, gradient norms, rounds and final weights of ZeRO are FSDP2's, on every rank."""
+    """Check that losses, gradient norms, rounds and final weights under ZeRO are those of FSDP2, on every rank."""
     expected, *others = outcomes(ranks, [on(case, "fsdp2"), *(on(case, f"zero{stage}", **keys) for stage in stages)])
     for stage, got in zip(stages, others, strict=True):
         for ours, theirs in zip(got, expected, strict=True):
@@ -75,7 +75,7 @@ def threads() -> int:
 
 
 def test_engines_leave_their_groups(zero_ranks: RankPool) -> None:
-    """Each group has threads, and they would slow down all tests that come after. DTensor keeps one group of each mesh."""
+    """Each group has threads, which would slow down all later tests. DTensor keeps one group per mesh."""
     case = on(Case(sync=choices("diloco"), replicas=2, shard=2, steps=1), "zero3")
     zero_ranks.run(train, [case])
     before = zero_ranks.run(threads)
@@ -122,7 +122,7 @@ def test_gradients_in_small_buckets_are_the_same_gradients(zero_ranks: RankPool,
 
 
 def train_around_validations(case: Case, validates: bool) -> list[list[float]]:
-    """Return the sums of losses and tokens of each step. With `validates`, the mean is validated in the middle of rounds."""
+    """Return each step's sums of losses and tokens. With `validates`, the mean is validated within rounds."""
     run = Run(case, mesh_of(case.replicas, case.shard))
     for step in range(1, case.steps + 1):
         run.train(step)
@@ -158,7 +158,7 @@ def test_averaged_moments_are_the_same_moments(zero_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("prefetch", [9, pytest.param(0, marks=pytest.mark.deep)])
 def test_layerwise_is_blocking_to_the_last_bit(zero_ranks: RankPool, prefetch: int) -> None:
-    """A block that were gathered before its turn would be computed with as it was before."""
+    """A block that is gathered too early would compute with its parameters from before the synchronization."""
     schedules = ["blocking", {"kind": "layerwise", "prefetch": prefetch}]
     cases = [on(Case(edit(2, penalty=PENALTY, schedule=kind), 2, 2, steps=4), "zero3") for kind in schedules]
     blocking, layerwise = outcomes(zero_ranks, cases)
@@ -167,8 +167,8 @@ def test_layerwise_is_blocking_to_the_last_bit(zero_ranks: RankPool, prefetch: i
 
 
 def continue_with(first: str, second: str) -> tuple[list[float], list[float]]:
-    """Losses of two steps by one engine and two by another that takes over its state, and those of one alone. With
-    what `to_dtensors` makes of an anchor, the other must make its own layout of it."""
+    """Return the losses of two steps under one engine and two under another that loads its state, and those of one
+    engine alone. The second engine must also convert the first one's `to_dtensors` of an anchor to its own layout."""
     case, mesh = Case(replicas=1, shard=2, steps=4), mesh_of(1, 2)
     alone = Run(case, mesh)
     alone.train(4)
@@ -176,7 +176,7 @@ def continue_with(first: str, second: str) -> tuple[list[float], list[float]]:
     before.train(2)
     giving, taking = before.engine, after.engine
     state = giving.state_dict()
-    assert taking.state_dict().keys() == state.keys()  # what a checkpoint is asked for
+    assert taking.state_dict().keys() == state.keys()  # the names that are read from a checkpoint
     taking.load_state_dict(state)
     for ours, theirs in zip(taking.blocks, giving.blocks, strict=True):
         named = giving.to_dtensors(theirs, flatten(theirs))
@@ -210,8 +210,9 @@ ODD = GPT_NEO.model_copy(
 
 
 def squared_norms(stage: int) -> tuple[float, float]:
-    """Of this rank's masters, and of the whole weights where this rank has them; after two steps, in memory full of NaN."""
-    torch.use_deterministic_algorithms(True)  # which fills memory that nobody has written to
+    """Return the squared norms of this rank's master weights and of the full weights that this rank has, after two
+    steps in memory that was filled with NaN."""
+    torch.use_deterministic_algorithms(True)  # this also fills uninitialized memory
     try:
         run = Run(on(Case(model=ODD, replicas=1, shard=2, steps=2), f"zero{stage}"), mesh_of(1, 2))
         run.train(2)

@@ -1,8 +1,8 @@
-"""The ranks of a mesh as threads of this process: where it is their arithmetic that counts, and not what carries messages.
+"""Ranks of a mesh as threads of this process, for tests of the ranks' arithmetic and not of a communication backend.
 
-What a collective brings is written when it is waited for, not before, and until then its place holds NaN: a wait left out is
-seen every time. Sums are taken in rank order. Ranks that begin different collectives, or of which none can go on, end at
-once, and so do the others when one has raised.
+The result of a collective is written when the caller waits for it. Until then, its place holds NaN, so a missing wait
+is always detected. Sums are taken in rank order. All ranks end at once if they begin different collectives, if none of
+them can continue, or if one of them has raised.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from tests.distributed.fake_engine import Scenario
 from tests.distributed.trace import Trace
 
 PATIENCE = 20.0
-"""Seconds."""
+"""Longest wait of a rank of `FreeThreads`, in seconds."""
 
 
 class Threads:
-    """Ranks that run side by side once: which of them wait for what, and why they stopped, if they did.
+    """Ranks of one run, with the conditions that they wait for and the reason why they stopped, if they did.
 
-    One rank runs at a time, until it has to wait: then another takes its turn whose wait is over. So a run is the same every
-    time, threads do not contend for the interpreter, and that no rank can go on is known at once.
+    One rank runs at a time, until it has to wait. Then a rank whose wait is over takes its turn. So a run is the same
+    every time, threads do not contend for the interpreter, and a deadlock is known at once.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.stopped: str | None = None
         self._errors: list[BaseException] = []
-        self._turns = [threading.Lock() for _ in range(size)]  # held, but by a rank whose turn it is
+        self._turns = [threading.Lock() for _ in range(size)]  # released for the rank that gets the turn
         for turn in self._turns:
             turn.acquire()
         self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {r: ("its start", lambda: True) for r in range(size)}
         self._groups: dict[tuple[str, int, tuple[int, ...]], Group] = {}
         self.changing: AbstractContextManager = nullcontext()
-        """Held while what waits look at is changed."""
+        """Lock that is held while the state that waits depend on changes."""
 
     def run(self, fn: Callable[[int], Any]) -> list:
-        """Call `fn(rank)` on each rank's thread; the results, by rank. Raises the first error of any rank."""
+        """Call `fn(rank)` on each rank's thread, and return the results by rank. Raises the first error of any rank."""
         results: list[Any] = [None] * self.size
 
         def run_rank(rank: int) -> None:
             self.begin(rank)
             try:
                 results[rank] = fn(rank)
-            except BaseException as error:  # also SystemExit: whatever happens in a rank is the test's to see
+            except BaseException as error:  # also SystemExit: the test must see every error of a rank
                 error.add_note(f"on rank {rank}")
                 self._errors.append(error)
                 self.stop(f"rank {rank} raised {type(error).__name__}: {error}")
@@ -70,11 +70,11 @@ class Threads:
         return results
 
     def stop(self, why: str) -> None:
-        """End all waits, now and later. The first reason stays."""
+        """End all waits, now and later. `stopped` keeps the first reason."""
         self.stopped = self.stopped or why
 
     def wait_for(self, rank: int, is_met: Callable[[], bool], what: str) -> None:
-        """Let others run until the condition is met. Raises RuntimeError, as gloo does, if that will not be."""
+        """Let other ranks run until the condition is met. Raises RuntimeError, as gloo does, if ranks stop first."""
         if is_met():
             return
         self._waiting[rank] = (what, is_met)
@@ -88,7 +88,7 @@ class Threads:
         self._turns[rank].acquire()
 
     def end(self) -> None:
-        """Give the turn to a rank that need not wait any more: this one has to, or has ended."""
+        """Give the turn to a rank whose wait is over, because this rank has to wait or has ended."""
         if not self._waiting:
             return
         able = [rank for rank, (_, is_met) in self._waiting.items() if self.stopped or is_met()]
@@ -101,23 +101,23 @@ class Threads:
         self._turns[able[0]].release()
 
     def arrived(self) -> None:
-        """Note that somebody's wait may be over."""
+        """Note that a rank's wait may be over."""
 
     def axes(self, rank: int, replicas: int, shard: int) -> tuple[ThreadComms, ThreadComms]:
-        """A rank's axes of a mesh of all ranks: (replica, shard)."""
+        """Return a rank's comms along the axes of a mesh of all ranks: (replica, shard)."""
         mine = divmod(rank, shard)
         along_replicas = [replica * shard + mine[1] for replica in range(replicas)]
         along_shards = [mine[0] * shard + other for other in range(shard)]
         return ThreadComms(self, along_replicas, rank, "replica"), ThreadComms(self, along_shards, rank, "shard")
 
     def group(self, axis: str, number: int, ranks: Sequence[int]) -> Group:
-        """The same object for all of its ranks: the `number`-th group that they have made along this axis."""
+        """Return the `number`-th group that these ranks have made along this axis: one object for all of them."""
         with self.changing:
             return self._groups.setdefault((axis, number, tuple(ranks)), Group(self, ranks))
 
 
 class FreeThreads(Threads):
-    """Ranks that all run at once: for those that start threads of their own, and wait for these. No wait is longer than
+    """Ranks that all run at once, for methods that start threads of their own and wait for them. No wait is longer than
     PATIENCE."""
 
     def __init__(self, size: int):
@@ -125,10 +125,10 @@ class FreeThreads(Threads):
         self.changing = self._changed = threading.Condition()
 
     def begin(self, rank: int) -> None:
-        """Nobody has to be waited for."""
+        """Do nothing, because ranks take no turns."""
 
     def end(self) -> None:
-        """Nobody waits for a turn."""
+        """Do nothing, because no rank waits for a turn."""
 
     def stop(self, why: str) -> None:
         with self._changed:
@@ -146,14 +146,14 @@ class FreeThreads(Threads):
 
 
 class Group:
-    """Some ranks, and the collectives that they have begun but not all have the result of."""
+    """Group of ranks, with the collectives that some but not all of them have begun."""
 
     def __init__(self, threads: Threads, ranks: Sequence[int]):
         self.threads, self.ranks = threads, list(ranks)
         self._calls: dict[int, Call] = {}
 
     def begin(self, number: int, place: int, signature: tuple, sent: torch.Tensor) -> Call:
-        """Join the group's `number`-th collective. Raises AssertionError if this is not the one that others have begun."""
+        """Join the group's `number`-th collective. Raises AssertionError if other ranks have begun another one."""
         with self.threads.changing:
             if self.threads.stopped:
                 raise RuntimeError(self.threads.stopped)
@@ -171,7 +171,7 @@ class Group:
 
 
 class Call:
-    """One collective: what each rank has sent, by its place in the group."""
+    """One collective, with the tensor that each rank has sent, by its place in the group."""
 
     def __init__(self, group: Group, signature: tuple):
         self.group, self.signature = group, signature
@@ -182,7 +182,7 @@ class Call:
         return len(self.parts) == len(self.group.ranks)
 
     def wait(self, place: int) -> list[torch.Tensor]:
-        """What was sent, in rank order, for the rank in this place."""
+        """Wait on behalf of the rank in this place, and return the tensors that were sent, in rank order."""
         self.group.threads.wait_for(self.group.ranks[place], lambda: self.is_complete, str(self))
         return [self.parts[place] for place in range(len(self.group.ranks))]
 
@@ -192,7 +192,7 @@ class Call:
 
 
 class Work:
-    """What torch.distributed returns of a collective under way."""
+    """Handle of a collective in flight, like torch.distributed's `Work`."""
 
     def __init__(self, call: Call, place: int, receive: Callable[[list[torch.Tensor]], None]):
         self._call, self._place, self._receive = call, place, receive
@@ -207,7 +207,7 @@ class Work:
 
 
 class ThreadComms(Comms):
-    """One rank's end of an axis."""
+    """Comms of one rank along an axis."""
 
     def __init__(self, threads: Threads, ranks: Sequence[int], rank: int, axis: str = "replica", number: int = 0):
         super().__init__(None, axis=axis)
@@ -243,7 +243,7 @@ class ThreadComms(Comms):
 
 
 Receiving = tuple[torch.Tensor, Sequence[torch.Tensor], Callable[[list[torch.Tensor]], None]]
-"""What a rank sends, where it receives, and how it does so from all that was sent."""
+"""Tensor that a rank sends, tensors in which it receives, and function that fills these from all sent tensors."""
 
 
 def _all_reduce(rank: int, size: int, tensor: torch.Tensor) -> Receiving:
@@ -273,13 +273,13 @@ INTO = {dist.all_reduce: _all_reduce, ALL_GATHER: _all_gather, dist.all_to_all_s
 
 
 def on_each(world: int, fn: Callable[..., Any], *args: Any, comms: type[ThreadComms] = ThreadComms) -> list:
-    """`fn(its comms, *args)` on so many ranks; the results, by rank."""
+    """Call `fn(comms, *args)` on each of `world` ranks, with comms over all of them, and return the results by rank."""
     threads = Threads(world)
     return threads.run(lambda rank: fn(comms(threads, range(world), rank), *args))
 
 
 def simulate(scenario: Scenario) -> Trace:
-    """The run by `llmtrain.sync`, on as many threads as the scenario's mesh has ranks."""
+    """Run a scenario with `llmtrain.sync`, on one thread per rank of its mesh, and return the trace."""
     threads = Threads(scenario.replicas * scenario.shard)
     answers = threads.run(
         lambda rank: fake_engine.train(scenario, *threads.axes(rank, scenario.replicas, scenario.shard))

@@ -1,4 +1,4 @@
-"""What a run did, on all replicas, and how two runs are compared."""
+"""Traces of runs on all replicas, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy as np
 
 @dataclass
 class Trace:
-    """Parameters as [block] -> [replicas, elements]."""
+    """Record of a run. Parameters are lists by block: [replicas, elements]."""
 
     forwards: list[list[np.ndarray]]
-    """What the forward of each step computed with; NaN where a replica has done fewer steps than another."""
+    """Parameters in the forward pass of each step; NaN where a replica has taken fewer steps than another."""
     final: list[np.ndarray]
-    """The parameters after `finish`."""
+    """Parameters after `finish`."""
     synchronous_steps: list[int]
     counts: tuple[int, int, int]
-    """Synchronizations, anomalies, rollbacks."""
+    """Numbers of synchronizations, anomalies and rollbacks."""
     agreed: list[list[tuple[int, int]]]
-    """By replica: (its step, the run's step), each time that all know how far the run is."""
+    """By replica: (its step, the global step), each time that all ranks know the global step."""
     says_synchronized: list[bool] = field(default_factory=list)
-    """After each step, and at the end: the method says that all replicas are equal."""
+    """Whether the method reports that all replicas are equal, after each step and at the end."""
     bytes_sent: float = 0.0
-    """Over the replica axis, by all ranks."""
+    """Bytes that all ranks have sent over the replica axis."""
     squares: tuple[float, float] | None = None
-    """Of the last round, in all blocks: replicas x ||D||^2, if they keep an anchor, and the sum of ||D_n - D||^2. None where
-    they are not reported."""
+    """Sums over all blocks in the last round: replicas x ||D||^2, if replicas keep an anchor, and the sum over replicas
+    of ||D_n - D||^2. None if they are not reported."""
 
 
 def assert_close(got: Trace, expected: Trace) -> None:
-    """Parameters equal up to rounding in every step: a block's largest error is below 1e-12 of its largest value. NumPy's own
-    assertion, which is slow, is asked only where there is something to say or a NaN."""
+    """Check that parameters are equal up to rounding in every step: a block's largest error is at most 1e-12 of its
+    largest value. NumPy's own assertion, which is slow, runs only for blocks that differ or have a NaN."""
     for step, (ours, theirs) in enumerate(_pairs(got, expected), start=1):
         for block, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
@@ -41,7 +41,7 @@ def assert_close(got: Trace, expected: Trace) -> None:
 
 
 def assert_same_run(got: Trace, expected: Trace) -> None:
-    """Equal parameters up to rounding, equal decisions, and replicas that end equal to the last bit."""
+    """Check that parameters are equal up to rounding, decisions equal, and the final replicas of `got` identical."""
     assert got.synchronous_steps == expected.synchronous_steps
     assert got.agreed == expected.agreed
     assert_close(got, expected)
@@ -53,7 +53,7 @@ def assert_same_run(got: Trace, expected: Trace) -> None:
 
 
 def assert_same_bits(got: Trace, expected: Trace) -> None:
-    """Equal decisions, and not one bit of any parameter differs in any step."""
+    """Check that all parameters have the same bits in every step, and that events have the same counts."""
     for step, (ours, theirs) in enumerate(_pairs(got, expected), start=1):
         for block, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if not np.array_equal(a, b):
@@ -62,5 +62,5 @@ def assert_same_bits(got: Trace, expected: Trace) -> None:
 
 
 def _pairs(got: Trace, expected: Trace) -> zip:
-    """(ours, theirs) of every forward, then of the end."""
+    """Pair the parameters of both runs in every forward pass, then at the end."""
     return zip([*got.forwards, got.final], [*expected.forwards, expected.final], strict=True)

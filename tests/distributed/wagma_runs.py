@@ -1,4 +1,4 @@
-"""Runs of WAGMA: ranks on threads, with lateness as it is planned, or on gloo, as it happens; and what is held to the oracle."""
+"""Runs of WAGMA on threads with planned lateness or on gloo with real lateness, and checks against the oracle."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def wagma(every: int | None = 5, size: int | str = 2, **changes: Any) -> SyncSec
 
 
 class Fault(Exception):
-    """What a rank of a test raises."""
+    """Error that a test raises on a rank."""
 
 
 @dataclass
 class Answer:
-    """What one rank saw."""
+    """Record of a run on one rank."""
 
     states: list[Shards] = field(default_factory=list)
-    """After every step."""
+    """Parameters after every step."""
     final: Shards = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
-    """After every step: how many iterations old its message in the last group average was."""
+    """Age in iterations of the replica's message in the last group average, after every step."""
     contributed: dict[int, int] = field(default_factory=dict)
-    """Iteration -> whose message its thread handed to the group's sum, by the message itself."""
+    """Iteration -> iteration of the message that the rank's thread contributed, found by comparing messages."""
     late: int = 0
     count: int = 0
     bytes_sent: float = 0.0
@@ -54,14 +54,14 @@ Waking = Callable[[dist.Store], WakeSignal]
 
 
 class Planned:
-    """In place of WakeSignal: an iteration starts when all that are on time have arrived at it, and not before the
-    late ones have finished what they are to contribute.
+    """Stand-in for WakeSignal, by a plan. An iteration starts when all replicas that are on time have arrived at it,
+    and the late ones have finished the models that they contribute.
 
-    Replica 1 is late in iteration 2, for example, and contributes its model of 1:
+    For example, replica 1 is late in iteration 2, and contributes its model of iteration 1:
 
-        replica 0    step 2, announce(2)              continues when the sum of 2 is there
+        replica 0    step 2, announce(2)              continues when the sum of 2 exists
         replica 1    step 2, hold(2) ............... end of step 2, which merges that sum
-        threads      wait(2) returns when all that are on time have arrived, then sum
+        threads      wait(2) returns when all replicas on time have arrived, then they sum
 
     `Case.second_rank` says what the second rank of a replica has posted by then.
     """
@@ -73,7 +73,7 @@ class Planned:
         self.forgotten: list[int] = []
 
     def announce(self, iteration: int) -> None:
-        assert (iteration, self.replica) not in self.case.late, "it woke the others for what is over"
+        assert (iteration, self.replica) not in self.case.late, "a late replica announced an iteration that is over"
         self.store.add(f"arrived {iteration}", 1)
 
     def wait(self, iteration: int) -> bool:
@@ -101,7 +101,7 @@ class Planned:
         return arrived == self.case.on_time(iteration) and self.worker.latest()[0] >= needed
 
     def hold(self, iteration: int) -> None:
-        """Before the end of a step: a late replica is still computing."""
+        """Hold a late replica before the end of a step until the iterations that miss its model are over."""
         if self.rank == 1 and self.case.second_rank == "ahead":
             return
         last = self.case.answered_before(iteration, self.replica)
@@ -126,7 +126,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 class Watched:
-    """A group's Comms that tells what is handed to it."""
+    """Comms of a group that passes copies of its messages to `tell`."""
 
     def __init__(self, comms: Comms, tell: Callable[[torch.Tensor], None]):
         self._comms, self._tell = comms, tell
@@ -137,7 +137,7 @@ class Watched:
 
 
 def watch(worker: GroupAverager, contributed: dict[int, int]) -> None:
-    """Find out for every iteration whose message is contributed to it: the newest of those posted that has the same bits."""
+    """Record which message `worker` contributes to each iteration: the newest posted one with the same bits."""
     posted: dict[int, Payloads] = {}
     sent: dict[int, Payloads] = {}
     start, post, carry_out, group_of = worker.start, worker.publish, worker._run_iteration, worker.group_of
@@ -168,7 +168,7 @@ def watch(worker: GroupAverager, contributed: dict[int, int]) -> None:
 
 
 def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, waking: Waking = WakeSignal) -> Answer:
-    """One rank's run."""
+    """Run a case on one rank, with a resume if the case has one, and return the rank's answer."""
     total, cut = case.scenario.steps, case.scenario.resume_after
     answer = Answer()
     with _built(case, replica, shard, store, waking, answer) as (engine, method):
@@ -188,8 +188,8 @@ def train(case: Case, replica: Comms, shard: Comms, store: dist.Store | None, wa
 
 
 def _meet(case: Case, store: dist.Store | None) -> None:
-    """Wait until all ranks have closed their methods. Without this, a rank that is already resumed can start an iteration
-    that the old thread of another rank still waits for."""
+    """Wait until all ranks have closed their methods. Without this, a rank that is already resumed can start an
+    iteration that the old thread of another rank still waits for."""
     if store is not None:
         store.add("closed", 1)
         until(lambda: store.add("closed", 0) == case.scenario.replicas * case.scenario.shard, "all ranks have closed")
@@ -243,7 +243,7 @@ def _finish(engine: FakeEngine, method: Method, answer: Answer) -> None:
 
 
 def run(case: Case) -> tuple[History, list[Answer]]:
-    """The run on threads, its lateness planned; what all ranks held, and what each saw."""
+    """Run a case on threads with planned lateness, and return the history of all replicas and each rank's answer."""
     scenario, before = case.scenario, set(threading.enumerate())
     threads, store = FreeThreads(scenario.replicas * scenario.shard), dist.HashStore()
 
@@ -259,7 +259,7 @@ def run(case: Case) -> tuple[History, list[Answer]]:
 
 
 def history(case: Case, answers: list[Answer]) -> History:
-    """What all ranks held."""
+    """Assemble the history of all replicas from the answers of all ranks."""
     scenario = case.scenario
     assert len({answer.count for answer in answers}) == 1
     states = [assemble(scenario, shards) for shards in zip(*(answer.states for answer in answers), strict=True)]
@@ -268,15 +268,15 @@ def history(case: Case, answers: list[Answer]) -> History:
 
 
 def check(case: Case) -> tuple[History, list[Answer]]:
-    """The run on threads, which is to be the oracle's."""
+    """Run a case on threads, check that the run is the oracle's, and return what `run` does."""
     got, answers = run(case)
     is_the_oracles(case, got, answers)
     return got, answers
 
 
 def is_the_oracles(case: Case, got: History, answers: list[Answer]) -> None:
-    """Every replica's model after every step, and who counted itself late by how much. Without a plan, the oracle goes by the
-    messages that the replicas' first ranks have contributed."""
+    """Check every replica's model after every step, and the lateness that every rank has counted. Without a plan, the
+    oracle follows the messages that the replicas' first ranks have contributed."""
     if case.late is None:
         case = replace(case, late=_lateness(case, answers))
     got.assert_close(replay(case)[0])
@@ -296,7 +296,7 @@ def _lateness(case: Case, answers: list[Answer]) -> Lateness:
 
 
 def assert_groups_agree(case: Case, got: History) -> None:
-    """To the last bit: all replicas after a round, and within a group those that were on time."""
+    """Check that replicas have equal bits: all of them after a round, otherwise those of a group on time."""
     replicas, ends = case.scenario.replicas, ends_of_rounds(case.scenario)
     for iteration, state in enumerate(got.states[case.warmup :]):
         groups = exchanges(iteration, case.scenario.sync.schedule.group_size, replicas)

@@ -1,15 +1,16 @@
-"""CUDA for machines without a GPU: tensors that torch takes for a GPU's, in this machine's memory.
+"""Emulation of CUDA for machines without a GPU: tensors that torch takes for a GPU's, in this machine's memory.
 
-What runs on CUDA, and nowhere else, is so run by tests: branches on the device, streams and events, offloading, process
-groups for tensors of two kinds. Results must be those of the CPU to the last bit, since kernels are the CPU's own.
+With it, tests run code that otherwise runs only on CUDA: branches on the device, streams and events, offloading, and process
+groups for tensors of both devices. Results must be those of the CPU to the last bit, because the kernels are the CPU's own.
 
-- `hooks.cpp`    lets torch believe that there are GPUs
-- `device.cpp`   memory and operations of tensors on them. A tensor of the CPU among an operation's is an error, as it is there
-- `groups.cpp`   NCCL and gloo as they are with GPUs: the one takes nothing of the CPU's, the other little of a GPU's
-- `as_cuda.py`   the names of `torch.cuda`
-- `streams.py`   its streams and events, which order nothing, but know when they would be done and can be listened to
-- `build.py`     compiles all that
-- `path/`        put in front of PYTHONPATH, it makes any Python process one with GPUs
+- `hooks.cpp`    makes torch believe that there are GPUs
+- `device.cpp`   memory and operations of tensors on GPUs. A CPU tensor among an operation's tensors is an error, as on a GPU
+- `groups.cpp`   NCCL and gloo as they are with GPUs: NCCL takes no CPU tensors, and gloo has few collectives for GPU tensors
+- `as_cuda.py`   the names in `torch.cuda`
+- `streams.py`   streams and events. They order nothing, but know when they would be done, and report to listeners
+- `races.py`     torch's search for data races, as a listener of the streams
+- `build.py`     compiles the emulation
+- `path/`        gives GPUs to every Python process that has it first in PYTHONPATH
 
-What it can't show: speed, memory that is really scarce, kernels of CUDA and Triton, NCCL's own failures.
+The emulation cannot show speed, memory that is really scarce, kernels of CUDA and Triton, and NCCL's own failures.
 """

@@ -1,4 +1,4 @@
-"""The names of `torch.cuda` over the emulation, for a process that has imported nothing of torch yet."""
+"""Emulated names of `torch.cuda`, for a process that has not imported torch yet."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.emulated_gpu.streams import HostClock, names_of_streams
 ROOT = HERE.parents[1]
 GIB = 2**30
 FOLDER, COUNT = "EMULATED_GPU", "EMULATED_GPU_COUNT"
-"""Environment variables: the folder of the libraries, and the number of GPUs, which otherwise is that of ranks."""
+"""Environment variables: the folder of the libraries, and the number of GPUs, by default that of local ranks."""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What makes any Python process one with GPUs."""
+    """Return the environment variables that give a Python process GPUs."""
     return {FOLDER: str(folder), "PYTHONPATH": f"{HERE / 'path'}{os.pathsep}{ROOT}"}
 
 
 def install() -> None:
-    """From here on this process has GPUs."""
+    """Give this process GPUs from here on."""
     folder = Path(os.environ[FOLDER])
     ctypes.CDLL(str(folder / HOOKS), ctypes.RTLD_GLOBAL)
     import torch
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def loaded() -> Any:
-    """The compiled module, in a process with GPUs."""
+    """Return the compiled module, in a process with GPUs."""
     return sys.modules["emulated"]
 
 
@@ -87,7 +87,7 @@ def _name_devices(torch: Any, emulated: Any) -> None:
         empty_cache=_nothing(),
         is_bf16_supported=lambda including_emulation=True: True,
         get_rng_state=lambda device="cuda": torch.get_rng_state(),
-        set_rng_state=lambda state, device="cuda": None,  # the CPU's, which is set as such
+        set_rng_state=lambda state, device="cuda": None,  # the state is the CPU's, which callers set as such
         manual_seed=_nothing(),
         manual_seed_all=_nothing(),
         set_sync_debug_mode=_nothing(),
@@ -102,7 +102,7 @@ def _name_devices(torch: Any, emulated: Any) -> None:
         device_count=lambda: torch.cuda.device_count(),
         current_device_index=lambda: emulated.current_device(),
     )
-    # What compiles for GPUs needs one.
+    # The default backend compiles for GPUs, and needs one.
     compile_module, compile_function = torch.nn.Module.compile, torch.compile
     torch.nn.Module.compile = lambda self, **options: compile_module(self, **{**options, "backend": "aot_eager"})
     torch.compile = lambda *given, **options: compile_function(*given, **{**options, "backend": "aot_eager"})
@@ -122,7 +122,7 @@ def _name_streams(torch: Any, emulated: Any) -> None:
     torch.Tensor.record_stream = _nothing()
 
 
-# ---- storages, whose methods do not pass through operations
+# ---- storages, whose methods are no operations of the dispatcher
 
 
 def _name_storage(torch: Any, emulated: Any) -> None:
@@ -181,5 +181,5 @@ def _take_over(where: Any, **names: Any) -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """What has no effect here. A function for each name, by which torch.compile tells them apart."""
+    """Return a new function without effect, because torch.compile tells names apart by their functions."""
     return lambda *_, **__: None

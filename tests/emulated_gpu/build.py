@@ -1,4 +1,4 @@
-"""Compiles the emulation, once for each state of its sources and each torch."""
+"""Compilation of the emulation, once per state of its sources and per version of Python and torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-DUSE_DISTRIBUTED", "-DTORCH_
 
 
 def why_not() -> str | None:
-    """Why it can't be built here, if so."""
+    """Return the reason why the emulation can't be built here, or None."""
     if shutil.which("g++") is None:
         return "there is no g++"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -30,7 +30,7 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """The folder with both libraries. Takes a minute when it is not there yet."""
+    """Return the folder with both libraries. Takes a minute if it does not exist yet."""
     sources = b"".join(path.read_bytes() for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h"), Path(__file__)]))
     which = hashlib.sha256(sources + f"{sys.version} {version('torch')}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"emulated-gpu-{which}"
@@ -55,11 +55,11 @@ def build() -> Path:
     compiled(MODULE, *objects, *libraries)
     try:
         building.rename(folder)
-    except OSError:  # somebody else was faster
+    except OSError:  # another process was faster
         shutil.rmtree(building)
     return folder
 
 
 def _torch() -> Path:
-    """Where it is installed. It is not imported: who asks may be about to make a process one with GPUs."""
+    """Return the folder of torch without importing torch, because the caller may be about to give the process GPUs."""
     return Path(find_spec("torch").origin).parent

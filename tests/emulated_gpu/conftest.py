@@ -1,4 +1,4 @@
-"""Ranks and runs with GPUs."""
+"""Fixtures of ranks and runs with emulated GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.end_to_end.runs import Runs
 
 @pytest.fixture(scope="session")
 def emulation() -> dict[str, str]:
-    """The environment of a process with GPUs."""
+    """Provide the environment of a process with GPUs."""
     if reason := why_not():
         pytest.skip(f"GPUs can't be emulated: {reason}")
     return environment(build())
@@ -22,7 +22,7 @@ def emulation() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def gpu_ranks(emulation: dict[str, str]) -> Iterator[RankPool]:
-    """Four ranks, with a GPU each."""
+    """Yield a pool of four ranks with a GPU each."""
     pool = RankPool(4, emulation)
     yield pool
     pool.close()
@@ -30,7 +30,7 @@ def gpu_ranks(emulation: dict[str, str]) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def cpu_ranks() -> Iterator[RankPool]:
-    """Four without, of their own: DeepSpeed keeps much that is global."""
+    """Yield a pool of four ranks without GPUs, for one module alone, because DeepSpeed has much global state."""
     pool = RankPool(4)
     yield pool
     pool.close()
@@ -38,5 +38,5 @@ def cpu_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def gpu_runs(emulation: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs from the command line that find GPUs."""
+    """Provide runs from the command line that find GPUs."""
     return Runs(tmp_path_factory.mktemp("gpu"), emulation)

@@ -1,7 +1,7 @@
-"""torch's own search for data races between streams (CSAN), listening to emulated ones.
+"""torch's own search for data races between streams (CSAN), as a listener of emulated streams.
 
-It knows a tensor by its address: what only meets in parts of one memory is not seen. Collectives count as done in the stream
-that they were started from.
+It identifies tensors by their addresses, and misses races between tensors that overlap only in part. Collectives count
+as work of the stream that has started them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.emulated_gpu import as_cuda, streams
 
 @contextmanager
 def looked_for() -> Iterator[None]:
-    """Raises torch's CUDASanitizerErrors, in the operation that is one side of a race, and prints the races, as on a GPU."""
+    """Raise torch's CUDASanitizerErrors in an operation on one side of a race, and print the races, as on a GPU."""
     import torch
     from torch.cuda._sanitizer import CUDASanitizerDispatchMode
 

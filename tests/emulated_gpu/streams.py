@@ -1,6 +1,6 @@
-"""Streams and events that run nothing, but know when their work would be done, and can be listened to.
+"""Emulated streams and events. They run nothing, but know when their work would be done, and report to listeners.
 
-What a stream does takes no time, except for `occupy`. A stream that waits for an event is not done before it.
+The work of a stream takes no time, except for `occupy`. A stream that waits for an event is not done before the event.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 Listener = Callable[..., None]
 listeners: list[Listener] = []
-"""Called with what happens and the ids that it is about: `stream made`, `event made`, `recorded` (event, stream), `waits`
-(stream, event), `host waits` (for a stream, or None for all of them)."""
+"""Functions that are called with what happens and the ids concerned: `stream made`, `event made`, `recorded` (event,
+stream), `waits` (stream, event), `host waits` (for a stream, or None for all of them)."""
 CYCLES_PER_SECOND = 2e9
 _ids = itertools.count(1)
 
@@ -25,7 +25,7 @@ def _tell(what: str, *ids: int | None) -> None:
 
 
 class HostClock:
-    """The host's time in seconds. Waiting for a stream takes none of the machine's: the clock is put forward."""
+    """Clock of the host, in seconds. A wait for a stream takes no real time, because it puts the clock forward."""
 
     def __init__(self, machine: Callable[[], float] = time.perf_counter):
         self._machine, self._ahead = machine, 0.0
@@ -34,16 +34,16 @@ class HostClock:
         return self._machine() + self._ahead
 
     def advance(self, seconds: float) -> None:
-        """Let the host do something else for so long."""
+        """Let the host do something else for `seconds`."""
         self._ahead += seconds
 
     def wait_until(self, moment: float) -> None:
-        """Let the host wait."""
+        """Let the host wait until `moment`, unless it has passed."""
         self.advance(max(0.0, moment - self()))
 
 
 def names_of_streams(device: Callable[[], Any], clock: HostClock) -> dict[str, Any]:
-    """Return what `torch.cuda` calls its streams and events, by name. `device` is the current one."""
+    """Return emulations of `torch.cuda`'s streams and events by name. `device` returns the current device."""
     of_thread = threading.local()
     streams: list[Stream] = []
 

@@ -1,4 +1,4 @@
-"""`LocalUpdates` on GPUs: in groups of one's own, and in the examples."""
+"""Tests of `LocalUpdates` on GPUs: with process groups of the caller, and in the examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.deep
 
 
 def train_over_gloo_and_nccl(steps: int) -> list[torch.Tensor]:
-    """DES-LOC with averaged moments. gloo joins two replicas, and NCCL alone the two shards of each."""
+    """Train with DES-LOC, where gloo joins two replicas, and NCCL alone joins the two shards of each. Return this
+    rank's parameters and averaged first moments."""
     limit = timedelta(seconds=60)
     pairs = {
         name: [dist.new_group(list(ranks), backend=name, timeout=limit) for ranks in both]
@@ -59,7 +60,7 @@ def test_shards_that_only_nccl_joins(gpu_ranks: RankPool) -> None:
 
 
 def train_example(main: Callable[[], nn.Module], seen: dict[str, str]) -> tuple[list[str], list[torch.Tensor]]:
-    """The devices of the parameters at the end, and the parameters. `seen` says how many GPUs this process has."""
+    """Run an example, and return (devices of its parameters, the parameters). `seen` may set the number of GPUs."""
     with mock.patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank()), **seen}):
         model = main()
     parameters = parameters_of(model)

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs, from the command line."""
+"""Tests of complete runs on GPUs, from the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = ("parallel.replicas=2", "parallel.shards=2", "train.steps=40", "eval.ever
 
 
 def finished(runs: Runs, name: str, *overrides: str) -> str:
-    """The output of a run that ends well."""
+    """Run a recipe, check that the run ends well, and return its output."""
     code, output = runs.run(name, *overrides)
     assert code == DONE, output
     return output
@@ -28,7 +28,7 @@ def finished(runs: Runs, name: str, *overrides: str) -> str:
 
 @pytest.fixture(scope="module")
 def offloaded(gpu_runs: Runs) -> Runs:
-    """The runs, with one of them there."""
+    """Provide runs, of which `offloaded` has ended."""
     output = finished(gpu_runs, "offloaded", *LONG)
     assert "mesh: 2 replicas x 2 shards on cuda (as the recipe says)" in output
     return gpu_runs
@@ -44,7 +44,7 @@ def test_it_trains_and_shows_what_a_gpu_does(offloaded: Runs) -> None:
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(offloaded: Runs) -> None:
-    """With checkpoints that are written while training stands still; an anchor in them never is on the GPU whole."""
+    """Training stands still while checkpoints are written. No anchor in them is ever on the GPU as a whole."""
     process = offloaded.start_held("interrupted", 7, *LONG, "checkpoint.background=false")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -88,7 +88,7 @@ def test_commands_that_take_a_gpu_if_there_is_one(offloaded: Runs, command: tupl
 
 
 def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Over gloo, though the backend is left open; without the user's word it is refused."""
+    """They use gloo, though the recipe leaves the backend open. Without the user's permission, the run is refused."""
     for shared in ("0", "1"):
         runs = Runs(tmp_path_factory.mktemp("one_gpu"), {**emulation, COUNT: "1", SHARE_GPU: shared})
         code, output = runs.run("shared", "parallel.replicas=2", "parallel.shards=1", "sync.offload=true")
@@ -105,7 +105,7 @@ def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: 
         (
             (
                 "tests/distributed/test_offload.py",
-                "tests/distributed/test_layerwise_long.py::test_a_wait_left_out_is_seen",  # of it, what takes no minutes
+                "tests/distributed/test_layerwise_long.py::test_a_wait_left_out_is_seen",  # the rest of the file takes minutes
             ),
             "11 passed",
         ),
@@ -115,7 +115,7 @@ def test_replicas_that_share_a_gpu(emulation: dict[str, str], tmp_path_factory: 
 )
 def test_what_needs_a_real_gpu_passes_here_too(emulation: dict[str, str], tests: tuple[str, ...], outcome: str) -> None:
     environment = {**os.environ, **emulation}
-    environment.pop(mother.ADDRESS, None)  # ours has no GPUs
+    environment.pop(mother.ADDRESS, None)  # this session's mother process has no GPUs
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--gpu", *tests],
         cwd=ROOT,

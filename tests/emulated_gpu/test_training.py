@@ -1,4 +1,4 @@
-"""On GPUs a run is what it is on a CPU, no stream overtakes another, and the host waits for nothing."""
+"""Tests of training on GPUs: runs have the bits of a CPU, no stream overtakes another, and the host seldom waits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES = {
 
 
 def train_unfused(cases: list[Case]) -> list[Outcome]:
-    """With the attention that both devices have."""
+    """Train with the attention kernel that both devices have."""
     with sdpa_kernel(SDPBackend.MATH):
         return train(cases)
 
@@ -168,7 +168,7 @@ def test_nccl_connects_before_training_and_counts_nothing(gpu_ranks: RankPool) -
 
 
 def reads_by_step(case: Case) -> list[int]:
-    """How often the host waits for the GPU in each step."""
+    """Return how often the host waits for the GPU in each step."""
     emulated, waits = as_cuda.loaded(), []
     engine, method = build_case(case, mesh_of(case.replicas, case.shard, case.device, case.network), clock=lambda: step)
     reads = []
@@ -200,20 +200,20 @@ def reads_by_step(case: Case) -> list[int]:
 def test_the_host_waits_for_the_gpu_only_where_replicas_wait_for_each_other(
     gpu_ranks: RankPool, sync: SyncSection, reading: set[int]
 ) -> None:
-    """Or when the first anchor is taken, in step 2. GPA has one replica, which waits for no other."""
+    """The host also waits when the first anchor is taken, in step 2. GPA has one replica, which waits for no other."""
     replicas = 1 if sync.method == "gpa" else 2
     for reads in gpu_ranks.run(reads_by_step, gpu(sync, replicas), world_size=2 * replicas):
         assert {step for step, count in enumerate(reads, start=1) if count and step != 2} == reading
 
 
 def test_the_host_waits_once_for_a_message_of_wagma(gpu_ranks: RankPool) -> None:
-    """In steps with a group average: for all blocks together. Step 4 ends a round; step 1 takes the anchor and a first message."""
+    """The host waits once for all blocks in a group average. Step 4 ends a round, and step 1 takes the anchor."""
     for reads in gpu_ranks.run(reads_by_step, gpu(choices("wagma", 4, schedule=WAIT_AVOIDING), 2, 1), world_size=2):
         assert [reads[step - 1] for step in (2, 3, 5, 6, 7)] == [1] * 5
 
 
 def host_reads_of(kinds: dict[str, bool]) -> dict[str, int]:
-    """Count the waits of the host while a tensor comes to the GPU, by whether it is told not to."""
+    """Count the host's waits while a tensor is copied to the GPU, by kind. `kinds` says which are non-blocking."""
     emulated, reads = as_cuda.loaded(), {}
     for kind, non_blocking in kinds.items():
         before = emulated.host_reads()
@@ -231,7 +231,7 @@ def test_the_host_waits_for_a_blocking_copy_to_a_gpu(gpu_ranks: RankPool) -> Non
 
 
 def timed(case: Case) -> tuple[int, float, float]:
-    """Return how often the host's clock timed what the GPU does, and the seconds that synchronizations and gradients took."""
+    """Return how often the host's clock timed the GPU, and the exposed seconds of synchronizations and gradients."""
     calls = mock.Mock(side_effect=time.monotonic)
     with mock.patch("llmtrain.parallel.device_time.time", SimpleNamespace(monotonic=calls)):
         engine, method = build_case(
@@ -258,8 +258,8 @@ def test_the_gpu_is_timed_and_not_the_host(gpu_ranks: RankPool, name: str) -> No
 
 
 def checkpointed(case: Case, folder: Path, background: bool) -> tuple[int, int, int]:
-    """Bytes that a checkpoint needs on the GPU, those of what rests in CPU memory, and how often the host waits for the GPU
-    before training goes on."""
+    """Return (bytes that a checkpoint needs on the GPU, bytes of the offloaded tensors, number of times that the host
+    waits for the GPU before training continues)."""
     emulated = as_cuda.loaded()
     device = f"cuda:{torch.cuda.current_device()}"
     engine, method = build_case(case, mesh_of(case.replicas, case.shard, device, case.network), clock=lambda: 0.0)

@@ -1,6 +1,6 @@
-"""`llmtrain launch` whose first rank writes which modules it had when it began and after its first step.
+"""`llmtrain launch` with a rank 0 that writes which modules it had imported at its start and after its first step.
 
-As a program it is one rank: FILE RECIPE KEY=VALUE...
+Run as a program, this file is one rank: FILE RECIPE KEY=VALUE...
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from llmtrain import cli, startup
 
 
 def launch(file: str, *words: str) -> None:
-    """`llmtrain launch WORDS`; the first rank writes to `file`."""
+    """Run `llmtrain launch WORDS` with a rank 0 that writes to `file`."""
     original = startup.import_transformers
 
     def import_then_replace_ranks() -> None:
         original()
-        from llmtrain.launch import rank_server  # only now, as in a command that nobody observes
+        from llmtrain.launch import rank_server  # no earlier than a normal launch imports it
 
         rank_server.FORKED = (*rank_server.FORKED[:-1], __file__, file)
 
@@ -28,7 +28,7 @@ def launch(file: str, *words: str) -> None:
 
 
 def train(file: str, recipe: str, *overrides: str) -> None:
-    """Train as one rank that writes its modules."""
+    """Train as one rank. Rank 0 writes its modules to `file`."""
     from llmtrain.launch.forked_rank import World, become_a_program, load_recipe, run_training
     from llmtrain.train.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""`llmtrain train` whose evaluations are forked from the session's mother."""
+"""`llmtrain train` with background evaluations that are forked from the session's mother."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.mother import Process, run_llmtrain, session
 
 
 def train(*arguments: str) -> None:
-    """`llmtrain train ARGUMENTS`, to be forked."""
+    """Run `llmtrain train ARGUMENTS` in this process, a fork of the mother."""
     background_eval.subprocess = SimpleNamespace(Popen=_popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
     run_llmtrain("train", *arguments)
 
@@ -25,7 +25,7 @@ def _popen(command: Sequence[str], env: Mapping[str, str], stdout: IO[str], **ot
 
 
 def evaluate(output: int, *words: str) -> None:
-    """`llmtrain WORDS`, its output to a descriptor."""
+    """Run `llmtrain WORDS` in this process, a fork of the mother, and write its output to the descriptor `output`."""
     for stream in (1, 2):
         os.dup2(output, stream)
     run_llmtrain(*words)

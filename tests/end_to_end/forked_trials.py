@@ -1,6 +1,6 @@
-"""`llmtrain compare` on loopback whose torchruns are forked from the session's mother, and their ranks from a server.
+"""`llmtrain compare` on loopback, with torchruns forked from the session's mother, and ranks forked from a rank server.
 
-As a program it is one rank: FAULTS RECIPE KEY=VALUE...
+Run as a program, this file is one rank: FAULTS RECIPE KEY=VALUE...
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.mother import Process, run_llmtrain, session
 
 
 def compare(*arguments: str) -> None:
-    """`llmtrain compare ARGUMENTS`, to be forked."""
+    """Run `llmtrain compare ARGUMENTS` in this process, a fork of the mother."""
     Host.popen = _popen
     run_llmtrain("compare", *arguments)
 
@@ -32,7 +32,7 @@ def _popen(host: Host, command: Sequence[str], env: Mapping[str, str], stdout: I
 
 
 def torchrun(output: int, words: Sequence[str]) -> None:
-    """torchrun with forked ranks, its output to a descriptor."""
+    """Run torchrun with forked ranks, and write its output to the descriptor `output`."""
     from torch.distributed.run import main
 
     for stream in (1, 2):

@@ -1,7 +1,7 @@
-"""`llmtrain launch` whose rank 1 waits after a chosen step for a signal, so that a test interrupts the run at that step and not
-wherever a fast or a busy machine has come to.
+"""`llmtrain launch` with a rank 1 that waits for a signal after a given step, so that a test interrupts the run at this
+step, however fast or busy the machine is.
 
-As a program it is one rank: STEP FILE RECIPE KEY=VALUE...
+Run as a program, this file is one rank: STEP FILE RECIPE KEY=VALUE...
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llmtrain.errors import exit_with_status
 from tests.mother import run_llmtrain
 
 SECONDS = 120.0
-"""Most that the rank waits. A run that no test interrupts fails."""
+"""Maximum seconds that the rank waits. A run that no test interrupts fails."""
 
 
 def launch(step: int, file: str, *words: str) -> None:
-    """Run `llmtrain launch WORDS`. Its rank 1 makes `file` after `step` and waits for a signal, or to be killed. Where the file
-    exists, as for a rank that is started again, it does not wait."""
-    from llmtrain.launch import rank_server  # imports much that no test needs when it is collected
+    """Run `llmtrain launch WORDS`. After `step`, rank 1 creates `file` and waits for a signal, or to be killed. If the
+    file exists already, as for a restarted rank, rank 1 does not wait."""
+    from llmtrain.launch import rank_server  # here, because its many imports would slow down the collection of tests
 
     program = (str(step), file)
     rank_server.FORKED = (*rank_server.FORKED[:-1], __file__, *program)
@@ -51,10 +51,10 @@ def main(step: str, file: str, recipe: str, *overrides: str) -> int:
 
 
 def wait_for_signal(file: Path) -> None:
-    """Make `file`, and wait until this process has received a signal that it handles. Raises AssertionError."""
+    """Create `file`, and wait until this process has handled a signal. Raises AssertionError after SECONDS."""
     ours, of_signals = socket.socketpair()
     of_signals.setblocking(False)
-    before = signal.set_wakeup_fd(of_signals.fileno())  # no signal that is sent once the file exists is missed
+    before = signal.set_wakeup_fd(of_signals.fileno())  # before the file exists, so that no later signal is missed
     try:
         file.touch()
         assert select.select([ours], [], [], SECONDS)[0], f"no signal within {SECONDS:g} s"
@@ -65,7 +65,7 @@ def wait_for_signal(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    if multiprocessing.parent_process() is not None:  # else torchrun has started a program
+    if multiprocessing.parent_process() is not None:  # forked; otherwise torchrun has spawned this program
         from llmtrain.launch.forked_rank import become_a_program
 
         become_a_program()

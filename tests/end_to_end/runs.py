@@ -37,7 +37,8 @@ SHORT = [
     *("train.steps=12", "train.micro_batch=4", "checkpoint.every=3", "log.every=1", "log.tensorboard=false"),
     *("eval.every=null", "eval.tokens=320", "eval.sample_prompt=null"),
 ]
-"""Two synchronous steps, two rounds of four and a short one; validation before and after only."""
+"""Overrides for two synchronous steps, two rounds of four steps and a round of two, with validation only before and
+after training."""
 TOKENS_A_STEP = 16 * 32
 EXACT = (
     "step",
@@ -51,12 +52,12 @@ EXACT = (
 )
 TEXT_CHARACTERS = 40_000
 RUN_SECONDS = 200
-"""Most that a run may take, on a busy machine."""
+"""Timeout of a run on a busy machine."""
 
 
 class Runs:
-    """Starts runs of a tiny recipe in one scratch folder, which pytest's tmp_path_factory has made, with `changes` to the
-    environment. The text, its tokens and runs to compare with are shared by all tests of the session."""
+    """Runs of a tiny recipe in one scratch folder from pytest's tmp_path_factory, with `changes` to the environment.
+    All tests of the session share the text, its tokens and the reference runs."""
 
     def __init__(self, folder: Path, changes: Mapping[str, str] | None = None, shared: Path | None = None):
         self.folder, self.environment = folder, environment() | dict(changes or {})
@@ -72,7 +73,7 @@ class Runs:
         return ["bash", "launch/train.sh", RECIPE, *TINY, *SHORT, *keys, *overrides]
 
     def start(self, command: list[str], fresh: bool = False) -> Process | subprocess.Popen:
-        """Start a command in a session of its own; `fresh`: by a shell and a new interpreter instead of a fork."""
+        """Start a command in its own session. With `fresh`, use a new interpreter instead of a fork of the mother."""
         self._started.append(start(command, self.environment, fresh, self._mother))
         return self._started[-1]
 
@@ -92,22 +93,22 @@ class Runs:
         return self.folder / f"{name}-waits"
 
     def wait_until_held(self, name: str, launcher: Process) -> None:
-        """Wait until rank 1 of a run waits. Fail if its launcher ends before."""
+        """Wait until rank 1 of a run waits. Fail if the launcher ends first."""
         file = self.hold_file(name)
-        wait_until(lambda: file.exists() or launcher.poll() is not None, f"rank 1 of {name} has not come to its step")
+        wait_until(lambda: file.exists() or launcher.poll() is not None, f"rank 1 of {name} has not reached its step")
         assert file.exists(), launcher.communicate(timeout=RUN_SECONDS)[0]
 
     def run(self, name: str, *overrides: str, fresh: bool = False) -> tuple[int, str]:
-        """(exit code, output)."""
+        """Run launch/train.sh, and return the exit code and the output."""
         return self.end(self.start(self.command(name, *overrides), fresh))
 
     def train(self, name: str, *overrides: str) -> tuple[int, str]:
-        """(exit code, output) of `llmtrain train` in one process, without a launcher."""
+        """Run `llmtrain train` in one process, without a launcher, and return the exit code and the output."""
         alone = ("parallel.replicas=1", "parallel.shards=1", *overrides)
         return self.end(self.start([sys.executable, "-m", "llmtrain", "train", *self.command(name, *alone)[2:]]))
 
     def end(self, process: Process | subprocess.Popen) -> tuple[int, str]:
-        """Wait for it; (exit code, output)."""
+        """Wait for a process, and return its exit code and its output."""
         output, _ = process.communicate(timeout=RUN_SECONDS)
         return process.returncode, output
 
@@ -118,11 +119,11 @@ class Runs:
         return lines_of(self.path(name))
 
     def exact(self, name: str) -> list[dict]:
-        """Return what must not differ by one bit from the lines of another run."""
+        """Return the parts of a run's metrics lines that must equal those of another run to the last bit."""
         return [exact(line) for line in self.lines(name)]
 
     def reference(self, replicas: int = 2, shard: int = 2, *overrides: str) -> Path:
-        """Return the folder of a run on such a mesh that nobody disturbs, trained once in the session. Only to be read."""
+        """Return the folder of an undisturbed run on this mesh. It is trained once per session, and must only be read."""
         keys = (f"parallel.replicas={replicas}", f"parallel.shards={shard}", *overrides)
         name = f"{replicas}x{shard}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
         references = Runs(self.shared / "references", shared=self.shared)
@@ -134,15 +135,15 @@ class Runs:
         return references.path(name)
 
     def wait_for(self, name: str, step: int) -> None:
-        """Wait until the checkpoint of `step` or a later one is complete. A run deletes old ones."""
+        """Wait for a complete checkpoint of `step`, or of a later step, because a run deletes old checkpoints."""
         folder = self.path(name) / "checkpoints"
         wait_until(lambda: max(complete_checkpoints(folder), default=-1) >= step, f"no checkpoint of step {step}")
 
     def kill(self) -> None:
-        """Kill what was started here and still runs, with all processes below it."""
+        """Kill the processes that were started here and still run, with all their descendants."""
         for launcher in self._started:
             if launcher.poll() is None:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                     for process in family_of(launcher):
                         with contextlib.suppress(psutil.NoSuchProcess):
                             process.kill()
@@ -153,7 +154,7 @@ class Runs:
 def start(
     command: list[str], environment: Mapping[str, str], fresh: bool = False, mother: Mother | None = None
 ) -> Process | subprocess.Popen:
-    """Start a command in the repository; forked from the mother where it is llmtrain's, unless it is to be `fresh`."""
+    """Start a command in the repository. A command of llmtrain is forked from the mother, unless `fresh` is set."""
     arguments = None if fresh else llmtrain_arguments(command)
     if arguments is not None:
         return (mother or session()).fork(run_llmtrain, *arguments, environment=environment, capture=True)
@@ -169,7 +170,7 @@ def start(
 
 
 def llmtrain_arguments(command: Sequence[str]) -> list[str] | None:
-    """Return what the program `llmtrain` gets from a command that starts it; None for other commands."""
+    """Return the arguments that a command passes to `llmtrain`; None if it starts another program."""
     for prefix, arguments in (
         (["bash", "launch/train.sh"], ["launch"]),
         ([sys.executable, "-m", "llmtrain"], []),
@@ -180,14 +181,14 @@ def llmtrain_arguments(command: Sequence[str]) -> list[str] | None:
 
 
 def environment() -> dict[str, str]:
-    """This machine's, with the interpreter of the tests in front."""
+    """Return this process's environment, with the tests' interpreter first in PATH and one OpenMP thread."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
 
 
 def write_text(folder: Path) -> Path:
-    """Return a file of 40 KB of the standard library's Python, written once in the session. It has so many documents that some are
-    held out whatever their text."""
+    """Return a file of 40 KB of the standard library's Python code, written once per session. It has enough documents
+    that some are held out for validation, whatever their text."""
     path = folder / "text.txt"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,14 +198,14 @@ def write_text(folder: Path) -> Path:
         )
         partial = folder / f"text-{os.getpid()}"
         partial.write_text(sources[:TEXT_CHARACTERS].replace("\n\n", "\n<|endoftext|>\n\n"))
-        with contextlib.suppress(FileExistsError):  # the other worker was first
+        with contextlib.suppress(FileExistsError):  # another worker was first
             os.link(partial, path)
         partial.unlink()
     return path
 
 
 def forget_after(path: Path, step: int) -> None:
-    """As if the run had been killed after its checkpoint of `step`."""
+    """Make a run look as if it had been killed after its checkpoint of `step`."""
     for checkpoint in (path / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
@@ -218,12 +219,12 @@ def lines_of(run: Path) -> list[dict]:
 
 
 def exact(line: dict) -> dict:
-    """What must not differ by one bit between two runs."""
+    """Return the part of a metrics line that must equal that of another run to the last bit."""
     return {key: line[key] for key in EXACT if key in line}
 
 
 def exact_lines(run: Path) -> list[dict]:
-    """Return what must not differ by one bit between two runs, of all lines."""
+    """Return the parts of a run's metrics lines that must equal those of another run to the last bit."""
     return [exact(line) for line in lines_of(run)]
 
 
@@ -233,12 +234,12 @@ def losses(run: Path) -> list[float]:
 
 
 def summary(run: Path) -> dict:
-    """Return what a run says of itself at its end."""
+    """Return the contents of a run's summary.json."""
     return json.loads((run / "summary.json").read_text())
 
 
 def ranks_of(launcher: Process | subprocess.Popen) -> list[psutil.Process]:
-    """Return the ranks that a launcher has forked by its server and that live, by number."""
+    """Return the living ranks that a launcher's rank server has forked, in the order of their numbers."""
     try:
         below = psutil.Process(launcher.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -253,20 +254,20 @@ def ranks_of(launcher: Process | subprocess.Popen) -> list[psutil.Process]:
 
 
 def family_of(launcher: Process | subprocess.Popen) -> list[psutil.Process]:
-    """Return a launcher and all processes below it."""
+    """Return a launcher and all its descendants."""
     process = psutil.Process(launcher.pid)
     return [process, *process.children(recursive=True)]
 
 
 def is_gone(process: psutil.Process) -> bool:
-    """Ended, whether or not whoever adopted it has looked."""
+    """Return whether a process has ended. A zombie counts as ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
 
 
 def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = 120.0) -> None:
-    """Wait for a condition; fail with `otherwise` if it does not hold within `seconds`."""
+    """Wait for a condition. Fail with the message `otherwise` if it does not hold within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s"

@@ -1,4 +1,4 @@
-"""`llmtrain compare`: runs on virtual hosts, continues, survives a run that fails, reports; and on loopback."""
+"""Tests of `llmtrain compare` on loopback and on virtual hosts: reports, evaluations, interruptions and failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def comparison(folder: Path, runs: Runs, *compared: str, steps: int = 8, conditions: str) -> Path:
-    """Write a comparison file; the first of the runs is the baseline."""
+    """Write a comparison file, with the first run as the baseline, and return its path."""
     file = folder / "small.yaml"
     common = [f'"{key}"' for key in runs.command("")[3:] if not key.startswith(("sync.", "run.name=", "run.out_dir="))]
     file.write_text(
@@ -63,7 +63,7 @@ def comparison(folder: Path, runs: Runs, *compared: str, steps: int = 8, conditi
 
 
 def compare(*arguments: str | Path) -> tuple[int, str]:
-    """(exit code, output) of a comparison on loopback, or of a report."""
+    """Run a comparison on loopback, or a report, and return the exit code and the output."""
     words = map(str, arguments)
     process = session().fork(forked_trials.compare, *words, environment={ADDRESS: session().address}, capture=True)
     output, _ = process.communicate(timeout=300)
@@ -84,7 +84,7 @@ SLEEPY = "  plain: {delays: {host: 0, seconds: 0.1}}"
 
 @pytest.fixture(scope="module")
 def on_loopback(tmp_path_factory: pytest.TempPathFactory, runs: Runs) -> tuple[Path, Path, str]:
-    """(folder, file, output) of a comparison of two runs."""
+    """Compare two runs, and return the folder, the comparison file and the output."""
     folder = tmp_path_factory.mktemp("loopback")
     file = comparison(folder, runs, SYNCHRONOUS, DILOCO, conditions=SLEEPY)
     code, output = compare(file, "--no-shaping")
@@ -144,12 +144,12 @@ def test_a_run_goes_on_with_more_replicas(tmp_path: Path, runs: Runs) -> None:
 @needs_hosts
 @pytest.mark.deep
 def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, runs: Runs) -> None:
-    """The failing run is shown with its last lines and loses nobody else; an interrupted comparison goes on."""
+    """The report shows the last lines of the failed run, the other runs succeed, and an interrupted comparison continues."""
     thin = "  thin: {bandwidth_mbit: 50, delays: {host: 1, seconds: 0.05}}"
     file = comparison(tmp_path, runs, SYNCHRONOUS, DILOCO, BROKEN, steps=20, conditions=thin)
     process = start_on_hosts(file, runs)
     wait_until(
-        lambda: ("thin", "synchronous") in records(tmp_path) or process.poll() is not None, "no trial is over", 200
+        lambda: ("thin", "synchronous") in records(tmp_path) or process.poll() is not None, "no trial has ended", 200
     )
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
@@ -159,7 +159,7 @@ def test_two_hosts_one_run_that_fails_and_an_interruption(tmp_path: Path, runs: 
     code, output = runs.end(start_on_hosts(file, runs))
     assert code == 1, output
     made = records(tmp_path)
-    assert made["thin", "synchronous"] == first, "a finished trial is not made again"
+    assert made["thin", "synchronous"] == first, "a finished trial was run again"
     assert {run: record["state"] for (_, run), record in made.items()} == {
         "synchronous": "done",
         "diloco": "done",

@@ -1,4 +1,4 @@
-"""`llmtrain doctor` from the command line: alone, and between hosts whose network has a known fault or speed."""
+"""Tests of `llmtrain doctor` on one machine, and between hosts whose network has a known fault or speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mother import run_llmtrain
 from tests.multi_node.runs import ends, needs_hosts, start_rank
 
 SECONDS = 200
-"""In which the doctor of two hosts must have ended, on a busy machine."""
+"""Timeout of the doctor on a busy machine."""
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def lines_of(output: str) -> str:
-    """One line a finding: the table folds long ones."""
+    """Return an output as one line, because the table wraps long findings."""
     return re.sub(r"\s+", " ", output)
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
-    """(exit code, output) of the doctor of this machine alone."""
+    """Run the doctor on this machine alone, and return the exit code and the output."""
     process = start([sys.executable, "-m", "llmtrain", "doctor", RECIPE, *arguments], environment())
     output, _ = process.communicate(timeout=SECONDS)
     return process.returncode, output
@@ -49,11 +49,11 @@ def test_a_problem_is_exit_code_1_and_a_bad_recipe_2(folders):
     assert code == 1 and "problem parallel.replica_network is wlan7" in lines_of(output)
     code, output = doctor("optim.speed=3")
     assert code == 2 and "optim.speed" in output
-    assert output.startswith("error: ") and output.count("\n") == 1, "nothing but the reason"
+    assert output.startswith("error: ") and output.count("\n") == 1, "the output holds more than the reason"
 
 
 def examine(pair: list[Host], arguments: list[str], *of_the_second: str) -> tuple[list[int], str]:
-    """The doctor on two hosts: (exit codes, what the first one wrote)."""
+    """Run the doctor on two hosts, the second with more arguments. Return the exit codes and the first host's output."""
     started = []
     for rank, host in enumerate(pair):
         words = [*arguments, *(of_the_second if rank else ())]
@@ -72,7 +72,7 @@ def test_between_hosts_it_measures_the_network(folders):
     assert "host0 (10.77.0.1), eth0: rank 0 on cpu" in shown and "host1 (10.77.0.2), eth0: rank 1 on cpu" in shown
     assert "the same llmtrain, torch, transformers, python, recipe on all 2 ranks" in shown
     assert "clocks agree to" in shown
-    # 80 Mbit/s are 10 MB/s; what a bucket holds after a silence can only add a little.
+    # 80 Mbit/s are 10 MB/s. What a token bucket lets through at once after a pause adds only a little.
     number = r"([\d.]+) MB/s"
     (link,) = re.findall(
         rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms there and back, {number} sent, {number}", shown

@@ -1,4 +1,4 @@
-"""Documents without packing, trained from the command line."""
+"""Tests of training on documents without packing, from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_run_continues_to_the_same_losses_and_counts_real_tokens(runs: Runs) -
     assert code == 0 and "12 steps of at most 256 tokens" in output and " documents, " in output, output
     whole, lines = runs.exact("whole"), runs.lines("whole")
     trained = [line for line in lines if "train/loss" in line]
-    padding = [line.get("data/padding", 0.0) for line in trained]  # a line without any does not have it
+    padding = [line.get("data/padding", 0.0) for line in trained]  # a line without padding lacks the tag
     assert 0 < max(padding) < 0.5
     tokens = [line["tokens"] for line in trained]
     steps = {after - before for before, after in zip([0, *tokens], tokens, strict=False)}
@@ -39,7 +39,7 @@ def test_wait_avoiding_replicas_train_on_documents(runs: Runs) -> None:
     code, output = runs.run("wagma", *DOCUMENTS, *changes)
     assert code == 0, output
     steps = [next(line for line in runs.lines(name) if line["step"] == 1) for name in ("whole", "wagma")]
-    for tag in ("train/loss", "train/grad_norm"):  # of the synchronous warm-up, on two meshes
+    for tag in ("train/loss", "train/grad_norm"):  # step 1 is a synchronous step of the warm-up, on both meshes
         assert steps[0][tag] == pytest.approx(steps[1][tag], rel=1e-5), tag
     losses = [line["eval/loss"] for line in runs.lines("wagma") if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.1

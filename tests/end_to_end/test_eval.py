@@ -1,4 +1,4 @@
-"""A tiny model through `llmtrain eval` and through lm-evaluation-harness itself."""
+"""Tests of `llmtrain eval` with a tiny model, compared with lm-evaluation-harness itself."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ STORIES = [f"{name} had a ball.\nThe ball was red, and {name} was glad: très bi
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Few documents in the columns that the offline tasks read."""
+    """Write a few documents for each offline task and a text, and return their folder."""
     folder = tmp_path_factory.mktemp("data")
     for name, rows in ROWS.items():
         path = folder / name
@@ -103,7 +103,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose tokenizer has a token for each byte."""
+    """Write a random Llama whose tokenizer has a token for each byte, and return its folder."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
 
 
@@ -137,7 +137,8 @@ def suite(tmp_path: Path) -> str:
 
 
 def run_harness(*arguments: str) -> None:
-    """`lm_eval run ARGUMENTS`, to be forked; of tasks it reads only those that it is given, not all thousands of its own."""
+    """Run `lm_eval run ARGUMENTS` in this process, a fork of the mother. lm-eval indexes only the tasks in the given
+    folder, without its own thousands of tasks."""
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
@@ -148,7 +149,7 @@ def run_harness(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def scored(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `llmtrain eval` finds, which is also in its file."""
+    """Return the result of `llmtrain eval`, which is also in its output file."""
     folder = tmp_path_factory.mktemp("scored")
     (folder / "mine.yaml").write_text(SUITE)
     (result,) = evaluate([model], str(folder / "mine.yaml"), data_dir=data, device="cpu", out=folder)
@@ -183,14 +184,14 @@ def test_the_harness_itself_gives_the_same_scores(
     for task, metrics in theirs.items():
         for key, value in metrics.items():
             metric, comma, _ = key.partition(",")
-            if comma and metric != "perplexity_stderr":  # of another number of random resamples
+            if comma and metric != "perplexity_stderr":  # theirs is from another number of random resamples
                 assert scored["results"][task][metric] == value, (task, key)
                 compared += 1
     assert set(theirs) == set(scored["results"]) and compared == 4 + 3 + 2 * 7
 
 
 def requests(task: Any) -> list[tuple[Any, ...]]:
-    """What a task asks the model, and what it holds for right."""
+    """Return a task's requests to the model, with the right answers."""
     task.set_config(key="num_fewshot", value=0)
     task.build_all_requests(limit=None, rank=0, world_size=1)
     return [(*instance.args, task.doc_to_target(instance.doc)) for instance in task.instances]
@@ -214,7 +215,7 @@ def test_offline_tasks_ask_what_the_harness_asks(folder: str, name: str, file: s
 
     rows = [dict(row) for row in ROWS[file]]
     for row in rows:
-        if name == "boolq":  # SuperGLUE's column
+        if name == "boolq":  # the column's name in SuperGLUE
             row["label"] = int(row.pop("answer"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     its_own = Path(lm_eval.tasks.__file__).parent / folder
@@ -263,7 +264,7 @@ def test_an_interrupted_evaluation_continues(
     first = again()
     assert ran == ["offline_arc_easy", "offline_lambada_openai", "offline_blimp"]
     assert again()["results"] == first["results"]
-    assert len(ran) == 3  # nothing the third time
+    assert len(ran) == 3  # the third evaluation runs no task
 
 
 def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,7 @@ def test_wrong_tasks_are_refused(model: Path, data: Path, tmp_path: Path, monkey
     class OnlyOurs:
         all_tasks = ("offline_piqa", "piqa")
 
-    monkeypatch.setattr("llmtrain.eval.harness.task_manager", lambda *_: OnlyOurs)  # the whole index takes long
+    monkeypatch.setattr("llmtrain.eval.harness.task_manager", lambda *_: OnlyOurs)  # lm-eval's whole index takes long
     (tmp_path / "bad.yaml").write_text("tasks: [{task: offline_pica}]")
     with pytest.raises(SuiteError) as error:
         evaluate([model], str(tmp_path / "bad.yaml"), data_dir=data)
@@ -308,7 +309,7 @@ def test_data_that_is_only_on_the_hub_says_what_to_do_without(monkeypatch: pytes
 
 
 def test_checkpoints_of_runs_over_time_against_a_baseline(model: Path, data: Path, tmp_path: Path) -> None:
-    """Runs whose checkpoints are gone and whose exports are there."""
+    """Runs whose checkpoints are gone are evaluated from their exports."""
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "recipe.yaml").write_text("")
@@ -366,7 +367,7 @@ def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> No
 @pytest.mark.parametrize(
     ("file", "every", "known"),
     [
-        pytest.param("valid", 10, 1.5075, marks=pytest.mark.deep),  # by a loop over windows in fp64
+        pytest.param("valid", 10, 1.5075, marks=pytest.mark.deep),  # from a loop over windows in fp64
         pytest.param("valid", 1, 1.509, marks=pytest.mark.deep),
         pytest.param("train", 5, 1.380, marks=pytest.mark.deep),
     ],
@@ -374,7 +375,7 @@ def test_a_text_costs_what_predicting_it_token_by_token_costs(model: Path) -> No
 def test_a_real_model_has_its_known_losses(
     file: str, every: int, known: float, shared_data: Path, tmp_path: Path
 ) -> None:
-    """Measured elsewhere in fp32, with windows of 512 tokens."""
+    """The known losses were measured separately, in fp32 where nothing else is said, with windows of 512 tokens."""
     (tmp_path / "s.yaml").write_text(
         f"batch_size: 8\ntexts: [{{name: text, file: tinystories/{file}.txt, every: {every}, window: 512}}]"
     )

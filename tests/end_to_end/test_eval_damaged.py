@@ -1,4 +1,4 @@
-"""Models and data that are damaged, or spell out special tokens, through lm-evaluation-harness and on texts."""
+"""Tests of evaluation with damaged models and data, and with text that spells out special tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lm_eval.api.instance import Instance
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose tokenizer has a token for each byte."""
+    """Write a random Llama whose tokenizer has a token for each byte, and return its folder."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
 
 
@@ -44,7 +44,7 @@ def test_special_tokens_that_a_task_spells_out_are_split_as_in_training(model: P
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_lm_evals_own_bars_are_for_a_terminal(model: Path, monkeypatch, capsys, is_terminal: bool) -> None:
-    """They pass over TQDM_DISABLE, and would fill the log of an evaluation beside training."""
+    """The bars ignore TQDM_DISABLE, and would fill the log of an evaluation during training."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     loaded = load_model(model, 1, "cpu")
     loaded.loglikelihood([Instance("loglikelihood", {}, ("The", " end."), 0)])

@@ -1,4 +1,4 @@
-"""Runs from training to scores: a suite beside training, and the `small` suite's tasks from local files."""
+"""Tests of runs from training to scores: a suite during training, and the `small` suite's tasks from local files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def train(runs: Runs, name: str, *overrides: str) -> tuple[int, str]:
-    """(exit code, output) of a run of one process."""
+    """Train a run of one process, and return the exit code and the output."""
     words = runs.command(name, "parallel.replicas=1", "parallel.shards=1", *overrides)[2:]
     environment = {**runs.environment, ADDRESS: session().address}
     return runs.end(session().fork(forked_evaluations.train, *words, environment=environment, capture=True))
@@ -51,8 +51,8 @@ def suite(runs: Runs) -> str:
 
 @pytest.fixture(scope="module")
 def quick(runs: Runs, suite: str) -> str:
-    """The output of a run of 12 steps with checkpoints every 3, of which only the newest stays, and every second until it
-    is evaluated."""
+    """Train 12 steps with a checkpoint every 3 steps, and return the output. Every second checkpoint is evaluated. Only
+    the newest checkpoint is kept, and those whose evaluation has not ended."""
     keys = {"name": suite, "every": 2, "limit": 6, "data_dir": runs.folder, "threads": 1}
     code, output = train(
         runs, "quick", "checkpoint.keep=1", *(f"eval.suite.{key}={value}" for key, value in keys.items())
@@ -81,7 +81,7 @@ def test_checkpoints_are_evaluated_while_training_goes_on(runs: Runs, suite: str
 def test_over_time_everything_is_in_the_cache(
     runs: Runs, suite: str, quick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on another machine, where the run's data is not, and after its checkpoints were deleted."""
+    """This holds even on another machine, without the run's data and without its checkpoints."""
     run = shutil.copytree(runs.path("quick"), tmp_path / "quick")
     assert (run / "tokenizer/tokenizer_config.json").is_file()
     shutil.rmtree(run / "checkpoints")
@@ -96,7 +96,7 @@ def test_over_time_everything_is_in_the_cache(
 
 @pytest.fixture(scope="module")
 def failing(runs: Runs, suite: str) -> list[str]:
-    """Keys of a suite whose only task asks for a column that its data does not have."""
+    """Write a suite whose only task reads a column that its data lacks, and return the overrides that select it."""
     task = (ROOT / "llmtrain/eval/tasks/piqa.yaml").read_text().replace("offline_piqa", "broken")
     (runs.folder / "tasks").mkdir()
     (runs.folder / "tasks/broken.yaml").write_text(task.replace("goal", "no_such_column"))
@@ -128,8 +128,7 @@ def test_a_suite_that_lacks_its_data_is_refused_before_anything_else(runs: Runs,
 def test_the_small_suites_tasks_from_local_files(
     runs: Runs, quick: str, shared_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model of Python's source and one of TinyStories: what eval/README.md documents, with
-    few steps and documents."""
+    """Models of Python's source and of TinyStories are evaluated as in eval/README.md, with few steps and documents."""
     text = [f"data.source={shared_data}/tinystories/valid.txt", "data.tokenizer=train:512"]
     code, output = train(runs, "stories", *text)
     assert code == 0, output
@@ -150,11 +149,11 @@ def test_the_small_suites_tasks_from_local_files(
         for result in results:
             assert math.isfinite(result["results"][task]["bits_per_byte"])
             called += is_called_what_it_is(result, task, next(row for row in rows if f" {task} " in row))
-    assert called >= 8, "most scores of models so small are near chance"
+    assert called >= 8, "most scores of such small models should be near chance"
 
 
 def is_called_what_it_is(result: dict[str, Any], task: str, row: str) -> bool:
-    """Whether an accuracy is near chance; the table has to say so, with its standard error, of it and of no other."""
+    """Return whether an accuracy is near chance. Check that its row says so, with the standard error, and only then."""
     scores, chance = result["results"][task], result["tasks"][task].get("chance")
     metric = "acc_norm" if " acc_norm " in row else "acc"
     value, error = scores[metric], scores[f"{metric}_stderr"]

@@ -1,4 +1,4 @@
-"""FineWeb for real: the recipe prepares and trains on a sample of it, where one is at hand."""
+"""Test of the FineWeb recipe, which prepares and trains on a real sample where there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.end_to_end.runs import TINY, Runs
 
 @pytest.fixture
 def sample(shared_data: Path) -> Path:
-    """Return the folder of FineWeb's sample."""
+    """Return the folder of the FineWeb sample. Skip the test if there is none."""
     folder = shared_data / "fineweb"
     if not folder.is_dir():
         pytest.skip(f"no sample of FineWeb in {folder}; set LLMTRAIN_DATA to a folder that has fineweb/")

@@ -1,4 +1,4 @@
-"""Replicas of one process, trained from the command line beside processes."""
+"""Tests of replicas in one process, from the command line: they train as replicas in separate processes do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHOD_OF_PARTS = (
     "sync.wire={kind: int8, error_feedback: true}",
     "checkpoint.every=6",
 )
-"""Messages, a penalty and rounding errors are in flight or kept when the run is stopped."""
+"""Overrides for a method that, when stopped, has messages in flight, a penalty's statistics and rounding errors."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(autouse=True)
 def all_over(runs: Runs) -> Iterator[None]:
-    """End what a test that failed has left, some of it endless."""
+    """Kill the runs that a failed test has left, some of which would never end."""
     yield
     runs.kill()
 
@@ -48,14 +48,14 @@ def train(runs: Runs, name: str, *overrides: str) -> Path:
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Lines on what differs between two runs, but for their names and the key itself."""
+    """Return one line per difference between two runs, except those of `run.name` and `parallel.in_process`."""
     own = ("recipe/parallel/in_process ", "recipe/run/name ")
     return [line for line in differences(one, other, {}) if not any(name in line for name in own)]
 
 
 @pytest.fixture(scope="module")
 def apart(runs: Runs) -> Path:
-    """Folder of a run of two processes."""
+    """Train a run of two processes, and return its folder."""
     return train(runs, "processes", *MESH, *METHOD_OF_PARTS)
 
 
@@ -102,7 +102,7 @@ EDIT = (OUTER, "sync.method=edit", "sync.warmup_steps=2", "sync.period.every=4",
 
 @pytest.mark.deep
 def test_rounds_of_seconds_of_even_replicas_are_rounds_of_steps(runs: Runs) -> None:
-    """To the last bit, for as many virtual seconds. If a replica is slow, rounds of steps take longer, and are the same."""
+    """Losses are equal to the last bit. The rounds of steps have a slow replica, which only makes them take longer."""
     timed = summary(train(runs, "timed", *HERE, *A_EDIT, f"{CLOCK}[1, 1]"))
     counted = summary(train(runs, "counted", *HERE, *EDIT, f"{CLOCK}[1, 3]"))
     assert (timed["final_eval_loss"], timed["sync_count"]) == (counted["final_eval_loss"], counted["sync_count"])
@@ -110,7 +110,7 @@ def test_rounds_of_seconds_of_even_replicas_are_rounds_of_steps(runs: Runs) -> N
 
 
 def test_a_slow_replica_takes_fewer_steps_and_a_continued_run_as_many(runs: Runs) -> None:
-    """Rounds of 4 s: four steps of the one and two of the other, after two synchronous steps of 2 s."""
+    """After two synchronous steps of 2 s, a round of 4 s has four steps of the fast replica and two of the slow one."""
     keys = (*HERE, *A_EDIT, "log.every=1", "checkpoint.every=1", f"{CLOCK}[1, 2]")
     alone = train(runs, "alone", *keys)
     assert summary(alone)["virtual_seconds"] == 2 * 2 + 12 / 3 * 4
@@ -125,7 +125,7 @@ def test_a_slow_replica_takes_fewer_steps_and_a_continued_run_as_many(runs: Runs
 
 @pytest.mark.deep
 def test_a_signal_within_a_round_of_seconds_changes_nothing(runs: Runs) -> None:
-    """Complete the round before stopping, so that the continued run is the run left alone."""
+    """The run completes the round before it stops, so that the continued run equals the undisturbed one."""
     keys = (
         *HERE,
         *A_EDIT,
@@ -168,7 +168,7 @@ def test_a_signal_stops_all_replicas_with_a_checkpoint(runs: Runs) -> None:
 
 
 def test_a_disk_without_space_ends_all_replicas(runs: Runs) -> None:
-    """A file where the checkpoint's folder should be."""
+    """A file in the place of the checkpoint's folder stands for the full disk."""
     path = runs.path("no-disk")
     (path / "checkpoints").mkdir(parents=True)
     (path / "checkpoints" / "step-00000003.tmp").write_text("")

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped or broken from outside: what is left, and that they go on to the same losses."""
+"""Tests of runs that are killed, stopped or broken from outside: what they leave, and to which losses they continue."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from tests.mother import Process, run_llmtrain, session
 TWO = ("parallel.replicas=2", "parallel.shards=1")
 ENDLESS = (*TWO, "train.steps=100000")
 SECONDS = 60.0
-"""In which everybody must have ended, on a busy machine."""
+"""Timeout for all processes to end on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("runs"))
-    made.reference(2, 1)  # what these tests compare with
+    made.reference(2, 1)  # the run that most tests compare with
     return made
 
 
 @pytest.fixture(autouse=True)
 def all_over(runs: Runs) -> Iterator[None]:
-    """End what a test that failed has left, some of it endless."""
+    """Kill the runs that a failed test has left, some of which would never end."""
     yield
     runs.kill()
 
 
 def kill_all(launcher: Process | subprocess.Popen) -> None:
-    """SIGKILL a launcher, its server and its ranks, as the loss of power does."""
+    """Kill a launcher, its rank server and its ranks with SIGKILL, as a power failure would."""
     for process in family_of(launcher):
         with contextlib.suppress(psutil.NoSuchProcess):  # the server ends with its launcher
             process.kill()
@@ -64,9 +64,9 @@ def test_a_killed_run_continues_to_the_same_losses(runs: Runs, step: int, shard:
         ("parallel.replicas=2", f"parallel.shards={shard}", f"checkpoint.every={step}"),
     )
     runs.path(name).mkdir(parents=True)
-    (runs.path(name) / "summary.json").write_text('{"stopped": "signal"}')  # of a start before
+    (runs.path(name) / "summary.json").write_text('{"stopped": "signal"}')  # left by an earlier start
     process = runs.start_held(name, step + 1, *keys)
-    runs.wait_for(name, step)  # it is written in the background
+    runs.wait_for(name, step)  # the checkpoint is written in the background
     kill_all(process)
     assert not (runs.path(name) / "summary.json").exists()
     code, output = runs.run(name, *keys)
@@ -81,7 +81,7 @@ def test_a_stopped_run_writes_a_checkpoint_exits_with_3_and_continues_to_the_sam
     code, output = runs.end(process)
     assert code == 3, output
     said = summary(runs.path("stopped"))
-    assert said["stopped"] == "signal" and 5 < said["steps"] <= 7, "within two log lines"
+    assert said["stopped"] == "signal" and 5 < said["steps"] <= 7, "it should stop within two log lines"
     assert (runs.path("stopped") / f"checkpoints/step-{said['steps']:08d}/state.json").is_file()
     code, output = runs.run("stopped", *TWO, "checkpoint.every=4")
     assert code == 0 and f"step-{said['steps']:08d}" in output, output
@@ -101,7 +101,7 @@ def test_a_round_of_ten_minutes_ends_with_the_steps_of_the_run(runs: Runs):
 
 
 def test_a_round_of_ten_minutes_ends_when_one_rank_is_asked_to_stop(runs: Runs):
-    """Nothing is logged within the round; the other rank sees the request in the job's store."""
+    """Nothing is logged within the round, so the other rank sees the request in the job's store."""
     process = runs.start(runs.command("asked", *ENDLESS, *A_EDIT))
     lines = runs.path("asked") / "metrics.jsonl"
     wait_until(lambda: lines.exists() and len(runs.lines("asked")) == 2, "no line of step 1", SECONDS)
@@ -132,7 +132,7 @@ def all_end(family: list[psutil.Process]) -> None:
 
 
 def asked_of_all(launcher: Process | subprocess.Popen) -> None:
-    """SIGUSR1 and then SIGTERM to every process of the job at once, as a scheduler does."""
+    """Send SIGUSR1 and then SIGTERM to every process of the job, as a scheduler does."""
     family = family_of(launcher)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         for process in family:
@@ -163,8 +163,9 @@ def test_a_request_to_stop_ends_in_a_checkpoint_and_exit_code_3(runs: Runs, requ
 
 
 def test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once(runs: Runs):
-    """Without a log line they never agree. The launcher waits for ranks to end, which wait for it to take their results. Rank 1 waits
-    for the signal, so that the run cannot end before it."""
+    """Without a log line, ranks never agree to stop. After a signal, the launcher waits for ranks to end, and ranks
+    wait for the launcher to take their results. Rank 1 is held until the signal, so that the run cannot end before
+    it."""
     process = runs.start_held("over", 4, *TWO, "log.every=100", "checkpoint.every=null")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)  # far less than run.timeout_seconds
@@ -175,7 +176,7 @@ def test_a_run_that_is_over_before_ranks_agree_to_stop_ends_at_once(runs: Runs):
 def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
     process = runs.start(
         runs.command("broken", *ENDLESS, "checkpoint.every=null")
-    )  # whose writer would say it otherwise
+    )  # with checkpoints, their writer might report the error
     metrics = runs.path("broken") / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), "no step")
     family, ranks = family_of(process), ranks_of(process)
@@ -188,7 +189,7 @@ def test_a_rank_that_dies_ends_the_run_with_an_error(runs: Runs):
 
 
 def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
-    """A log line, at which ranks would agree to stop, is far away."""
+    """The next log line, at which ranks would agree to stop, is far away."""
     process = runs.start(runs.command("interrupted", *ENDLESS, "log.every=100000", "checkpoint.every=null"))
     metrics = runs.path("interrupted") / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), "no step")
@@ -218,11 +219,11 @@ def test_a_launcher_that_is_killed_leaves_no_process(runs: Runs):
     all_end(family)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGKILL, output
-    assert summary(runs.path("orphans"))["stopped"] == "signal", "ranks stop with a checkpoint"
+    assert summary(runs.path("orphans"))["stopped"] == "signal", "ranks should stop with a checkpoint"
 
 
 def spawn_ranks(*arguments: str) -> None:
-    """`llmtrain ARGUMENTS` where the server can't be forked, as on GPUs."""
+    """Run `llmtrain ARGUMENTS` in this process, a fork of the mother, without a rank server, as on GPUs."""
     from llmtrain.launch import rank_server
 
     rank_server._can_fork = lambda: False

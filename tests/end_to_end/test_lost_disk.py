@@ -1,4 +1,4 @@
-"""Runs whose disk is lost, damaged or read-only, from the command line."""
+"""Tests of runs whose disk is lost or read-only, from the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWO = ("parallel.replicas=2", "parallel.shards=1")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("disks"))
-    made.reference(2, 1)  # what these tests compare with
+    made.reference(2, 1)  # the run that these tests compare with
     return made
 
 
@@ -50,7 +50,7 @@ def test_a_run_whose_disk_is_lost_continues_from_its_mirror_to_the_same_losses(r
 def test_a_read_only_run_directory_is_one_line_and_loses_nothing(runs: Runs) -> None:
     reference, fixed = runs.reference(2, 1), runs.path("fixed")
     shutil.copytree(reference, fixed)
-    (fixed / "summary.json").unlink()  # as if it had been killed at its end
+    (fixed / "summary.json").unlink()  # as if the run had been killed at its end
     recipe = fixed / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(f"name: {reference.name}", "name: fixed"))
     before = files_in(fixed)

@@ -1,4 +1,5 @@
-"""Methods that don't keep step, or keep messages under way, trained from the command line."""
+"""Tests of methods from the command line: with messages in flight between steps, with replicas that do not keep step,
+and with an odd number of shards."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ TRUE_LENGTH = ["parallel.shards=2", "train.steps=24", "checkpoint.every=6"]
 
 @pytest.fixture
 def whole(runs: Runs, method: str, length: list[str], step: int) -> list[dict]:
-    """What the undisturbed run logs."""
+    """Return the exact values in the metrics of an undisturbed run."""
     code, output = runs.run(f"{method}-{step}", f"sync.method={method}", *RESUMED[method], *length)
     assert code == 0, output
     return runs.exact(f"{method}-{step}")

@@ -1,4 +1,4 @@
-"""A report in headless Chromium: what a reader would see at a desk and on a phone."""
+"""Tests of a report in headless Chromium, as wide as on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.written_trials import write_comparison
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECONDS = 120
 NARROWEST_WINDOW = 500
-"""Chromium makes no narrower ones; a frame inside can be."""
+"""Minimum width of Chromium's windows. A frame inside can be narrower."""
 
 
 WATCH = """
@@ -64,7 +64,7 @@ FRAME = """<!DOCTYPE html>
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of eight runs."""
+    """Write a report of eight runs, and return its path."""
     if CHROMIUM is None:
         pytest.skip("needs chromium (the Debian package of that name)")
     folder = tmp_path_factory.mktemp("report")
@@ -73,7 +73,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(report: Path, folder: Path, width: int) -> dict[str, Any]:
-    """What Chromium found in a page of so many CSS pixels."""
+    """Return what Chromium finds in a report that is shown `width` CSS pixels wide."""
     assert CHROMIUM is not None
     page = report.read_text()
     assert page.count("<head>") == page.count("</body>") == 1
@@ -110,14 +110,14 @@ def test_a_report_is_readable_in_a_browser(report: Path, tmp_path: Path, width: 
     assert result["needs"] <= width, "the page itself scrolls sideways"
     assert len(result["images"]) == 5 and all(natural > 0 for natural, _ in result["images"])
     assert all(shown >= min(350, 0.9 * width) for _, shown in result["images"]), "pictures are too small to read"
-    assert [table["rows"] for table in result["tables"]] == [9, 8, 9]  # no trial of wagma is done
+    assert [table["rows"] for table in result["tables"]] == [9, 8, 9]  # no trial of wagma has finished
     for table in result["tables"]:
         assert table["scrolls"] == "auto" and table["boxRight"] <= width
         assert table["letters"] >= 12 and table["cutNumbers"] == 0
 
 
 def test_faults_would_be_seen(report: Path, tmp_path: Path) -> None:
-    """A picture that does not load, a script that throws, and a block that is too wide."""
+    """The page has a picture that does not load, a script that throws, and a block that is too wide."""
     broken = report.read_text().replace("data:image/png;base64,", "data:image/png;base64,x", 1)
     wide = '<div style="width: 3000px">x</div><script>missing()</script></body>'
     page = tmp_path / "broken.html"

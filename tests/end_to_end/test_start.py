@@ -1,4 +1,4 @@
-"""What is imported until the first step, and by whom. No test of a time: how long a start takes is in benchmarks/start.py."""
+"""Tests of what the launcher and the ranks import until the first step. benchmarks/start.py measures the time of a start."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NEVER = """
     datasets deepspeed IPython liger_kernel lm_eval matplotlib nltk pandas pyarrow scipy sklearn tensorflow torchvision wandb
     torch._inductor.compile_fx transformers.models.auto.image_processing_auto
 """
-"""Modules that no run needs before its first step, with the settings of the test's recipe."""
+"""Modules that a run with the settings of the tests does not need by the end of its first step."""
 BY_LAUNCHER = ("llmtrain", "numpy", "sympy", "tensorboard", "torch._dynamo", "torch.distributed", "transformers")
-"""Packages of which ranks import no module, because the launcher has imported what they need of them."""
+"""Packages of which ranks import no module, because the launcher has imported all that they need."""
 
 
 def modules_at_first_step(folder: Path, *keys: str) -> dict:
-    """Launch a run with a new interpreter; the modules of its first rank, at its start and after a step."""
+    """Launch a run with a new interpreter. Return the modules of its rank 0, at its start and after its first step."""
     runs, file = Runs(folder), folder / "modules.json"
     keys = (
         "parallel.replicas=2",
@@ -32,7 +32,7 @@ def modules_at_first_step(folder: Path, *keys: str) -> dict:
         "log.tensorboard=true",
         *keys,
     )
-    # Without the number of threads that tests set: a launcher must not start threads of its own accord.
+    # Without the number of threads that tests set, because a launcher must not start threads without it either.
     environment = {name: value for name, value in runs.environment.items() if name != "OMP_NUM_THREADS"}
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(file), *runs.command("modules", *keys)[2:]],

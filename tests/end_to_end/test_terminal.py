@@ -1,4 +1,4 @@
-"""Training in a terminal, as a person starts it: bars, and Ctrl-C once and twice, which all processes of the job receive."""
+"""Tests of training in a terminal: progress bars, Ctrl-C once and twice, and the end of the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.mother import Process, run_llmtrain, session
 SECONDS = 120.0
 CTRL_C = b"\x03"
 CODES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
-"""Colors, and moves of the cursor."""
+"""Escape sequences for colors and cursor moves."""
 ENDLESS = ("train.steps=100000", "parallel.replicas=2", "parallel.shards=1", "log.tensorboard=false")
 
 
@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def run_on_terminal(terminal: int, *arguments: str) -> None:
-    """`llmtrain ARGUMENTS` with a terminal as its own, to be forked."""
+    """Run `llmtrain ARGUMENTS` in this process, a fork of the mother, with a controlling terminal."""
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
     for stream in range(3):
         os.dup2(terminal, stream)
@@ -40,7 +40,7 @@ def run_on_terminal(terminal: int, *arguments: str) -> None:
 
 
 class Terminal:
-    """The person's end of a pseudo-terminal in which a command runs."""
+    """User's end of a pseudo-terminal in which a command runs."""
 
     def __init__(self, process: Process, descriptor: int) -> None:
         self.process, self.descriptor, self.shown = process, descriptor, ""
@@ -48,7 +48,7 @@ class Terminal:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
 
     def wait_for(self, words: str | None) -> None:
-        """Read until `words` are shown after all that was waited for before, or, if None, to the command's end."""
+        """Read until `words` are shown, after the words of earlier calls. With None, read to the end of the output."""
         deadline = time.monotonic() + SECONDS
         while words is None or words not in self.shown[self._found :]:
             assert select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], self.shown
@@ -65,7 +65,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal_of(runs: Runs, name: str, *keys: str) -> Iterator[Terminal]:
-    """Start a run of two ranks that goes on until it is stopped."""
+    """Start an endless run of two ranks in a pseudo-terminal, and kill its launcher on exit."""
     person, terminal = pty.openpty()
     variables = {**runs.environment, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     arguments = runs.command(name, *ENDLESS, *keys)[2:]
@@ -98,7 +98,7 @@ def test_bars_are_drawn_and_ctrl_c_ends_with_a_checkpoint(runs: Runs) -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
-    """A log line, at which ranks would agree to stop, is far away."""
+    """The next log line, at which ranks would agree to stop, is far away."""
     with terminal_of(runs, "twice", "log.every=100000", "checkpoint.every=null") as terminal:
         terminal.wait_for("step 1/100000 | loss")
         os.write(terminal.descriptor, CTRL_C)
@@ -111,11 +111,11 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
 
 
 def test_a_run_whose_terminal_is_gone_stops_with_a_checkpoint(runs: Runs) -> None:
-    """Close the terminal, as the end of an ssh session does, while the ranks log every step, and so write to it."""
+    """The terminal closes, as at the end of an ssh session, while the ranks log every step and thus write to it."""
     with terminal_of(runs, "gone", "log.every=1") as terminal:
         terminal.wait_for("step 4/100000 | loss")
         nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, terminal.descriptor)  # closes the person's end
+        os.dup2(nothing, terminal.descriptor)  # closes the user's end
         os.close(nothing)
         assert terminal.process.wait(SECONDS) == 3
     result = summary(runs.path("gone"))

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: launch, look, repeat, and what is refused."""
+"""Tests of training from the command line: what a run writes, the same command again, other meshes, and refused input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STDLIB = [
     *("log.every=2", "log.tensorboard=true"),
 ]
 MESHES = [(1, 1), (2, 1), (2, 2)]
-"""(replicas, shard) of the runs that others are compared with."""
+"""(replicas, shards) of the reference runs."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> str:
-    """The output of a run as a user starts it, on Python's own source."""
+    """Train on Python's own source as a user would, and return the output."""
     code, output = runs.run("whole", *STDLIB, fresh=True)
     assert code == 0, output
     return output
@@ -56,20 +56,20 @@ def test_a_run_leaves_everything_it_promises(runs: Runs, whole: str):
     said = summary(path)
     assert (said["stopped"], said["steps"], said["tokens"]) == ("done", 12, 12 * 16 * 32)
     assert said["final_eval_loss"] < runs.lines("whole")[0]["eval/loss"] - 0.5
-    # Two synchronous steps and three rounds (the last one short), each 2 (N-1)/N x 4 bytes x parameters per replica; meetings are small.
+    # Two synchronous steps and three rounds each send 2 (N-1)/N x 4 bytes x parameters per replica. The rest is little.
     parameters = 2048 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert said["sync_count"] == 3
     assert said["bytes_sent"] == pytest.approx((2 + 3) * 2 * 4 * parameters, rel=0.01)
     samples = (path / "samples.txt").read_text()
     assert re.findall(r"^==== step (\d+) ====\n<unk> def ", samples, re.M) == ["8", "12"], (
-        "<unk> is split as in training"
+        "<unk> should be split as in training"
     )
     assert "The model writes" in whole and "validation loss from" in whole
-    assert "\x1b" not in whole, "no colors or bars outside a terminal"
+    assert "\x1b" not in whole, "colors or bars outside a terminal"
 
 
 def test_a_large_model_writes_only_at_the_end(runs: Runs):
-    """As large as many tokens make a small one: it has no room for them in its sequence."""
+    """A small model counts as large if a million tokens are asked for. Its sequence has room for only a few of them."""
     keys = ["train.steps=4", "eval.every=2", "eval.sample_prompt='def '", "eval.sample_tokens=1_000_000"]
     code, output = runs.train("late-sample", *keys)
     assert code == 0, output
@@ -114,7 +114,7 @@ def test_what_is_sent_and_synchronized_does_not_depend_on_shards(runs: Runs, rep
 
 
 def test_a_block_that_is_always_left_out_is_named_and_ends_the_run(runs: Runs):
-    """Norms grow with the learning rate while it warms up; to the paper's rule they are anomalous from some round on."""
+    """Norms grow with the learning rate in its warm-up, so by the paper's rule they are anomalous from some round on."""
     penalty = ["z=0.1", "min_rounds=2", "statistics=paper", "max_exclusions=8"]
     keys = [
         "parallel.shards=1",
@@ -139,7 +139,7 @@ def test_a_run_that_diverges_says_so(runs: Runs):
     assert any("the run diverges" in warning and warning.startswith("step 12: ") for warning in said["warnings"])
     assert "| warning: validation loss " in output
     assert re.search(r"warnings?, the last at step 12: validation loss", output), output
-    assert not re.search(r"\d{20}", output), "no perplexity of hundreds of digits"
+    assert not re.search(r"\d{20}", output), "a perplexity of hundreds of digits"
 
 
 NEO = [
@@ -157,7 +157,7 @@ NEO = [
     ids=["diloco alone", "local SGD of four"],
 )
 def test_other_meshes_and_methods_train_the_same_until_the_first_round(runs: Runs, overrides: list[str]):
-    """Until then all steps are synchronous, and the global batch is the same."""
+    """Before the first round, all steps are synchronous and have the same global batch."""
     name = overrides[2].partition("=")[2]
     code, output = runs.run(name, *overrides, "train.steps=8")
     assert code == 0, output
@@ -184,7 +184,7 @@ def test_other_texts_are_validated_beside_the_runs_own(runs: Runs):
     assert last["eval/words/loss"] != last["eval/loss"]
     for prefix in ("eval/", "eval/words/"):
         bytes_per_token = last[f"{prefix}loss"] / math.log(2) / last[f"{prefix}bpb"]
-        assert 1 < bytes_per_token < 5, "of a vocabulary of 400"
+        assert 1 < bytes_per_token < 5, "implausible for a vocabulary of 400"
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_one_process_trains_without_a_launcher(runs: Runs):
     assert runs.exact("single") == exact_lines(runs.reference(1, 1))
 
 
-@pytest.mark.deep  # test_zero starts the same script by DeepSpeed's launcher
+@pytest.mark.deep  # test_zero.py starts the same script with DeepSpeed's launcher
 @pytest.mark.fresh
 def test_python_runs_the_launch_script_as_deepspeed_does(runs: Runs):
-    """DeepSpeed's launcher gives ranks by the environment and `--local_rank` before the script's arguments."""
+    """DeepSpeed's launcher passes ranks in the environment, and `--local_rank` before the script's arguments."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables = {**runs.environment, **ranks, "MASTER_PORT": str(unused_port())}
     command = [sys.executable, "-u", "launch/train.sh", "--local_rank=0", *runs.command("by_python", *ALONE)[2:]]
@@ -263,7 +263,7 @@ def test_a_run_starts_from_another_and_later_needs_it_no_more(runs: Runs):
 def test_weights_that_are_not_finite_leave_no_run(runs: Runs, tmp_path: Path):
     weights = tmp_path / "weights"
     assert run_here(["export", str(runs.reference(1, 1)), "--out", str(weights)])[0] == 0
-    (weights / "export.json").unlink()  # another program wrote them
+    (weights / "export.json").unlink()  # as if another program had written the weights
     tensors = load_file(weights / "model.safetensors")
     tensors["model.norm.weight"][3] = math.nan
     save_file(tensors, weights / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Two nodes, each in a folder of its own that has its own text alone: from the command line to an export, and a mixture."""
+"""Tests of training on two texts from the command line: two nodes that each have only their own text, and a mixture."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     losses = [text["eval_loss"] for text in summary["texts"].values()]
     assert summary["site_loss_spread"] == pytest.approx(abs(losses[0] - losses[1]))
 
-    # The node of b goes on alone, with its own text first; the other site's cursor stays in the checkpoint.
+    # Node b continues alone, with its own text first. The cursor of the other site stays in the checkpoint.
     other = ENTRIES.replace("a.txt", "c.txt").replace("b.txt", "a.txt").replace("c.txt", "b.txt")
     keys = overrides(folder, "sites", other, "parallel.replicas=1", "train.steps=8", "train.global_batch=8")
     code, output = run(folder / "b", "launch", *keys)
@@ -87,7 +87,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     card = (folder / "runs/sites/export/step-00000008/README.md").read_text()
     assert "| data | `b.txt`, `a.txt`, tokenizer " in card
 
-    # The node of a comes back, but its text has changed since.
+    # Node a comes back, but its text has changed.
     text = folder / "a" / "a.txt"
     before = text.read_text()
     text.write_text(f"new\n<|endoftext|>\n{before}")

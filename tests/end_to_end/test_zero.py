@@ -1,4 +1,4 @@
-"""ZeRO from the command line: by DeepSpeed's launcher, and continuing what FSDP2 began."""
+"""Tests of ZeRO from the command line: with DeepSpeed's launcher, and in turns with FSDP2."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = [
 ]
 LAUNCHER = str(Path(sys.executable).parent / "deepspeed")
 LONGER = ("train.steps=30", "checkpoint.every=3")
-"""Several rounds after the one in which the run stops."""
+"""Overrides for several more rounds after the one in which the run stops."""
 SAMPLE = ("eval.sample_prompt=The", "eval.sample_tokens=8")
-"""A text at the end, from weights that are gathered from all shards."""
+"""Overrides for a generated text at the end, for which the weights are gathered from all shards."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def assert_sampled(output: str, run: Path) -> None:
 
 
 def deepspeed(runs: Runs, *arguments: str) -> tuple[int, str]:
-    """(exit code, output) of DeepSpeed's launcher on this machine."""
+    """Run DeepSpeed's launcher on this machine, and return the exit code and the output."""
     command = [LAUNCHER, "--master_port", str(unused_port()), *arguments]
     return runs.end(start(command, {**runs.environment, "DS_ACCELERATOR": "cpu"}, fresh=True))
 
@@ -73,7 +73,7 @@ def test_without_a_count_it_starts_one_process_and_the_run_says_what_that_makes(
 @pytest.mark.deep
 @pytest.mark.parametrize(("first", "second"), [("fsdp2", "zero"), ("zero", "fsdp2")])
 def test_either_engine_continues_what_the_other_wrote(runs: Runs, first: str, second: str) -> None:
-    """In a round, with anchors, outer momentum and inner moments."""
+    """The run stops within a round, so the checkpoint has anchors, outer momentum and inner moments."""
     name = f"{first}_then_{second}"
     process = runs.start_held(name, 7, f"parallel.engine={first}", *LONGER)
     process.terminate()

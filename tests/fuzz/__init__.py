@@ -1,1 +1,1 @@
-"""Random wrong inputs of every kind, drawn from seeds: `python -m tests.fuzz --minutes 60`, and a few in the fast tests."""
+"""Fuzzing with random wrong inputs from seeds: `python -m tests.fuzz --minutes 60`. The fast tests try a few of each kind."""

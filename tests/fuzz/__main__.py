@@ -1,7 +1,7 @@
-"""Fuzzing for a given time: python -m tests.fuzz --minutes 60
+"""Fuzzing for a given time: `python -m tests.fuzz --minutes 60`.
 
-Kinds of input take turns. Each case has a seed of its own, so `--kinds KIND --seed N --minutes 0` repeats case N.
-Prints every finding when it appears and a table at the end; the exit code is 1 if there is a finding.
+All kinds of input get equal time. Each case has its own seed, so `--kinds KIND --seed N --minutes 0` repeats case N.
+Every finding is printed at once, and a table at the end. The exit code is 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.fuzz.kinds import KINDS
 
 
 def main() -> int:
-    """Try cases until the time is over."""
+    """Try cases until the time is over, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
-        "--seed", type=int, default=int(time.time()) * 1000, help="the first one; the clock's by default"
+        "--seed", type=int, default=int(time.time()) * 1000, help="of the first case; from the clock by default"
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas; all by default")
     asked = parser.parse_args()

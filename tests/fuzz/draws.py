@@ -21,7 +21,7 @@ OF_A_LIBRARY = re.compile(
     r"NoneType|object has no attribute|unexpected keyword|not subscriptable|enforce fail|<class '|unhashable type|must be real number|"
     r"object is not|unsupported operand|TypeError|KeyError|INTERNAL:"
 )
-"""Words by which a message shows that it is an interpreter's or a library's own."""
+"""Words that occur in messages of the interpreter or of a library, and in none of llmtrain's."""
 
 
 class Finding(AssertionError):
@@ -29,9 +29,10 @@ class Finding(AssertionError):
 
 
 def ends_well(arguments: list[str] | Callable[[], object], what: str) -> int:
-    """Run a command, or a function as one, in this process; return its exit code.
+    """Run a command, or a function as if it were one, in this process, and return the exit code.
 
-    Raises Finding for a traceback, a hang, an unknown exit code, a failure without its one line, and a library's message.
+    Raises Finding for a traceback, a hang, an unknown exit code, a failure without exactly one error line, or a
+    library's message.
     """
     code, output = run_here(arguments)
     if problem := problem_of(code, output):
@@ -40,7 +41,7 @@ def ends_well(arguments: list[str] | Callable[[], object], what: str) -> int:
 
 
 def problem_of(code: int | None, output: str) -> str | None:
-    """Name what is wrong with the end of a command, or return None."""
+    """Return the name of what is wrong with a command's exit code or output, or None."""
     said = error_lines(output)
     is_so = {
         "hang": code is None,
@@ -53,7 +54,7 @@ def problem_of(code: int | None, output: str) -> str | None:
 
 
 def mutate(value: Any, draw: random.Random) -> Any:
-    """Return a copy of nested values with one of them changed, removed or renamed."""
+    """Return a copy of nested values with one value changed, removed or renamed."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         key = draw.choice(list(value))
         inner = dict(value)
@@ -72,7 +73,7 @@ def mutate(value: Any, draw: random.Random) -> Any:
 
 
 def damage(path: Path, draw: random.Random) -> None:
-    """Cut a file, change or insert bytes, or put other bytes in its place; JSON may also get a wrong value."""
+    """Truncate a file, change or insert bytes, or replace all bytes. In JSON, a value may be changed instead."""
     content = bytearray(path.read_bytes())
     if path.suffix in (".json", ".jsonl") and draw.random() < 0.5:
         path.write_text(_other_json(content.decode(errors="replace"), path.suffix == ".jsonl", draw))
@@ -102,7 +103,7 @@ def _other_json(text: str, has_lines: bool, draw: random.Random) -> str:
 
 
 def spoil(folder: Path, draw: random.Random) -> str:
-    """Damage a file below a folder, remove it, or put a folder, a dangling link or another file in its place; say which."""
+    """Damage or remove a file in a folder, or replace it by a folder, a dangling link or another file. Return which."""
     files = [
         path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock" and path.stat().st_size
     ]

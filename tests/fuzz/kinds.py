@@ -1,7 +1,7 @@
-"""Kinds of wrong input. Each is a function that prepares a folder once and returns another one, which tries one case.
+"""Kinds of wrong input. Each is a function that prepares a folder once and returns a function that tries one case.
 
-A case draws its input from a seeded generator, runs what a user would run on it, and returns the exit code; it raises
-Finding if that ends badly.
+A case draws its input from a seeded generator, runs what a user would run on it, and returns the exit code. It raises
+Finding if this ends badly.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_text(folder: Path) -> Path:
 
 
 def resolved(folder: Path) -> dict[str, Any]:
-    """Return a small recipe, resolved, on a text of its own."""
+    """Return a small, resolved recipe with its own text."""
     keys = [f"data.source={write_text(folder)}", f"data.cache_dir={folder / 'data'}", f"run.out_dir={folder / 'runs'}"]
     return yaml.safe_load(resolved_yaml(load_recipe(QUICKSTART, [*keys, *SHORT_KEYS])))
 
@@ -71,7 +71,7 @@ def recipes(folder: Path) -> Case:
 
 
 def overrides(folder: Path) -> Case:
-    """Give keys of the quickstart other values on the command line."""
+    """Override keys of the quickstart with odd values on the command line."""
     keys = list(_leaves(yaml.safe_load(resolved_yaml(load_recipe(QUICKSTART, [])))))
 
     def case(draw: random.Random) -> int:
@@ -91,7 +91,7 @@ def _leaves(value: dict, path: str = "") -> Any:
 
 
 def variables(folder: Path) -> Case:
-    """Set variables of launchers to odd values."""
+    """Set launchers' environment variables to odd values."""
     from llmtrain.errors import is_local_rank_zero
     from llmtrain.eval.evaluated_checkpoint import check_model_path
     from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
@@ -121,16 +121,14 @@ def variables(folder: Path) -> Case:
                 if name not in given:
                     os.environ.pop(name, None)
             if not is_local_rank_zero():
-                os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] = (
-                    ""  # the other ranks leave messages to the first
-                )
+                os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"] = ""  # other local ranks print no errors
             return max(ends_well(read, f"variables {given}") for read in readers)
 
     return case
 
 
 def command_lines(folder: Path) -> Case:
-    """Put words of the command line together at random."""
+    """Combine words of the command line at random."""
 
     def case(draw: random.Random) -> int:
         words = [draw.choice(WORDS) for _ in range(draw.randrange(1, 5))]
@@ -141,7 +139,7 @@ def command_lines(folder: Path) -> Case:
 
 
 def run_files(folder: Path) -> Case:
-    """Damage what a run has written about itself."""
+    """Damage a run's recipe, metrics or summary."""
     recipe, run = resolved(folder), folder / "runs" / "a"
     other = folder / "runs" / "b"
     lines = '{"step": 1, "train/loss": 5.0, "tokens": 9}\n{"step": 2, "eval/loss": 4.0, "tokens": 9}\n'
@@ -177,7 +175,7 @@ def run_files(folder: Path) -> Case:
 
 
 def token_files(folder: Path) -> Case:
-    """Damage a prepared cache: `prepare` names the file, or makes it again."""
+    """Damage prepared tokens. `prepare` should name the damaged file, or create it again."""
     command = ["prepare", str(QUICKSTART), f"data.source={write_text(folder)}", *SHORT_KEYS, "train.steps=60"]
     clean, cache = folder / "clean", folder / "cache"
     if ends_well([*command, f"data.cache_dir={clean}"], "unchanged"):
@@ -193,7 +191,7 @@ def token_files(folder: Path) -> Case:
 
 
 def texts(folder: Path) -> Case:
-    """Prepare damaged texts: plain, lines of JSON, compressed, Parquet."""
+    """Prepare damaged texts: plain text, JSON lines, gzip and Parquet."""
     import gzip
 
     import pyarrow
@@ -225,7 +223,7 @@ def texts(folder: Path) -> Case:
 
 
 def tokenizers(folder: Path) -> Case:
-    """Damage a tokenizer's folder and check a recipe with it, or prepare with it."""
+    """Damage a tokenizer's folder, and check or prepare a recipe with it."""
     clean, given = folder / "clean", folder / "given"
     source = write_text(folder)
     keys = [f"data.source={source}", *SHORT_KEYS, "train.steps=60"]
@@ -247,7 +245,7 @@ def tokenizers(folder: Path) -> Case:
 
 
 def trained(folder: Path) -> Path:
-    """Train a tiny run with several checkpoints, in a process of its own; return its directory."""
+    """Train a tiny run with several checkpoints in a separate process, and return its directory."""
     from tests.end_to_end.runs import Runs
 
     runs = Runs(folder, shared=folder / "shared")
@@ -258,7 +256,8 @@ def trained(folder: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> Case:
-    """Damage a run with checkpoints: `export` and `recipe check` refuse it, or what is damaged does not matter."""
+    """Damage a run with checkpoints. A command should refuse it, or not need the damaged file; `export` must not
+    succeed with damaged weights."""
     clean, run = trained(folder), folder / "given" / "a"
     changes = {"out_dir": str(run.parent)}
 
@@ -291,7 +290,7 @@ def checkpoints(folder: Path) -> Case:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Return whether two files have the same bytes; not if one is missing."""
+    """Return whether two files exist and have the same bytes."""
     return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 

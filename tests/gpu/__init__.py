@@ -1,5 +1,5 @@
-"""Tests of what only a GPU shows: `pytest --gpu tests/gpu`, with torch, transformers, pytest and what llmtrain imports.
+"""Tests that need a GPU: `pytest --gpu tests/gpu`, with torch, transformers, pytest and what llmtrain imports.
 
-One GPU is enough; replicas share it, with gloo between them. On emulated GPUs (tests/emulated_gpu) the same tests run, so that
-they are known to work before a GPU is at hand; what only a real one can show is skipped there.
+One GPU is enough, because replicas share it and use gloo. The same tests run on emulated GPUs (tests/emulated_gpu), so
+that they are known to work before a GPU is available. Tests of what only a real GPU shows are skipped there.
 """

@@ -1,4 +1,4 @@
-"""Marks all tests here, and skips what an emulated GPU can't show."""
+"""Marks of all tests in this folder, and skips of what an emulated GPU can't show."""
 
 from __future__ import annotations
 

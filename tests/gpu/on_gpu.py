@@ -1,4 +1,4 @@
-"""Training on a GPU as these tests need it: cases, delays of a stream, and waits left out on purpose."""
+"""Helpers for training on a GPU: cases, delays of streams, and waits left out on purpose."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tests.inside_torch import occupy_stream
 
 IS_EMULATED = as_cuda.FOLDER in os.environ
 CYCLES = 40_000_000
-"""Length of a delay: some 20 ms, in which the other streams do all that they can."""
+"""Clock cycles of a delay: some 20 ms, in which other streams do all the work that does not wait."""
 WIDE = ModelSection(
     type="llama",
     config={"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8},
 )
-"""Large enough that copies and products take time on a GPU, and small enough for a dozen trainings in a minute: gloo carries all
-parameters in every round. The delays are those of `CYCLES`, whatever the size."""
+"""Model large enough that copies and matrix products take time on a GPU, and small enough for a dozen trainings per
+minute, because gloo carries all parameters in every round. The delays last `CYCLES`, whatever the size."""
 PENALTY = {"z": 3.0, "temperature": 1.0, "clip": 0.5}
 
 
 def case_of(sync: SyncSection, replicas: int = 1, **changes: Any) -> Case:
-    """Return a case on the GPU, which all its replicas share."""
+    """Return a case whose replicas share the GPU."""
     return Case(sync, replicas, 1, device="cuda", **changes)
 
 
 def offloaded(schedule: str) -> Case:
-    """Return EDiT with offload over two replicas: synchronous steps, then rounds of two."""
+    """Return a case of EDiT with offload and two replicas: two synchronous steps, then rounds of two steps."""
     sync = edit(every=2, warmup_steps=2, penalty=PENALTY, schedule=schedule, offload=True)
     return case_of(sync, 2, model=LLAMA if IS_EMULATED else WIDE, steps=8)
 
@@ -52,7 +52,7 @@ def offloaded(schedule: str) -> Case:
 
 @contextmanager
 def side_stream_delayed() -> Iterator[None]:
-    """Let every copy from and to host memory begin late."""
+    """Delay every copy from and to host memory."""
     prefetch, write_back = StreamOffload.prefetch, StreamOffload.write_back
 
     def late(self: StreamOffload) -> None:
@@ -76,7 +76,7 @@ def side_stream_delayed() -> Iterator[None]:
 
 @contextmanager
 def main_stream_delayed() -> Iterator[None]:
-    """Let the main stream be late whenever a block has changed: the next block's change, and all reads of both."""
+    """Delay the main stream whenever a block has changed, and thus the next block's change and all reads of both."""
     with ExitStack() as patches:
         for engine in (Fsdp2Engine, SingleDeviceEngine):
             patches.enter_context(mock.patch.object(engine, "parameters_changed", _late(engine.parameters_changed)))
@@ -93,7 +93,7 @@ def _late(changed: Callable[[Engine, Block], None]) -> Callable[[Engine, Block],
 
 @contextmanager
 def under_fsdp2() -> Iterator[None]:
-    """Let FSDP2 run replicas of one device, too."""
+    """Use FSDP2 for replicas of one device, too."""
     with mock.patch("llmtrain.parallel.build_engine.SingleDeviceEngine", Fsdp2Engine):
         yield
 
@@ -103,14 +103,14 @@ def under_fsdp2() -> Iterator[None]:
 
 @contextmanager
 def without_the_wait_of_use() -> Iterator[None]:
-    """Use copies of anchors that may not have come yet."""
+    """Use copies of anchors that may not have arrived yet."""
     with mock.patch.object(StreamedCopy, "use", lambda self: self._copy):
         yield
 
 
 @contextmanager
 def without_the_wait_of_write_back() -> Iterator[None]:
-    """Copy anchors back that may not have been computed yet."""
+    """Copy anchors back to the host that may not have been computed yet."""
 
     def write_back(self: StreamOffload, host_copy: torch.Tensor, changed: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -149,7 +149,7 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Bits:
-    """Everything that a rank computed."""
+    """Results of a rank's training, for comparisons to the last bit."""
 
     losses: list[float]
     weights: dict[str, str]
@@ -157,8 +157,8 @@ class Bits:
 
 
 def train_to_bits(case: Case, changes: tuple[str, ...] = ()) -> Bits:
-    """Train with deterministic kernels; the host reads nothing from the GPU before the end. `changes` are names of CHANGES,
-    the later ones around the earlier."""
+    """Train with deterministic kernels, and return the results. The host reads nothing from the GPU before the end.
+    `changes` are names in CHANGES, applied in this order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # training does not fill it either
     losses = []

@@ -1,4 +1,4 @@
-"""A run on a GPU is the run on a CPU, as closely as fp32 allows, and each continues from the other's checkpoint."""
+"""Tests that a run on a GPU, or on both devices in turn, has the losses of a run on a CPU, as closely as fp32 allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def case_on(device: str, model: object = LLAMA) -> Case:
 
 
 def losses_with_changes(case: Case, devices: list[str], folder: Path) -> list[float]:
-    """Return the losses of a run that continues on another device, from a checkpoint, in equal parts."""
+    """Return the losses of a run in equal parts, one per device. Each part continues from the last part's checkpoint."""
     run = Run(replace(case, device=devices[0]), mesh_of(1, 1, devices[0]))
     for number, device in enumerate(devices[1:], start=1):
         step = number * STEPS // len(devices)

@@ -1,4 +1,4 @@
-"""Streams that are late change no bit, layer by layer and blocking; a wait that is left out does."""
+"""Tests of delayed streams, layerwise and blocking: a delay changes no bit, but a missing wait does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def expected(ranks: RankPool) -> dict[str, list[Bits]]:
 
 
 def test_training_repeats_itself_to_the_last_bit(ranks: RankPool, expected: dict[str, list[Bits]]) -> None:
-    """Else the other tests here would say nothing."""
+    """Otherwise the other tests here would prove nothing."""
     assert ranks.run(train_to_bits, offloaded("layerwise"), world_size=2) == expected["layerwise"]
     assert len(set(expected["layerwise"][0].losses)) > 1
 
@@ -37,14 +37,14 @@ def test_a_late_stream_changes_no_bit(
 
 
 def test_fsdp2_with_one_rank_gives_the_same_bits(ranks: RankPool, expected: dict[str, list[Bits]]) -> None:
-    """It gathers nothing then, but copies in the main stream. So delays say nothing here, and neither does a gather left out:
-    tests/emulated_gpu has it with two shards."""
+    """With one rank, FSDP2 does not gather but copies in the main stream, so delays and missing gathers would have no
+    effect here. tests/emulated_gpu tests a missing gather with two shards."""
     assert ranks.run(train_to_bits, offloaded("layerwise"), ("under_fsdp2",), world_size=2) == expected["layerwise"]
 
 
 @pytest.fixture(scope="module")
 def one_kernel_at_a_time() -> Iterator[RankPool]:
-    """Two ranks whose host waits for every kernel. CUDA reads the variable when it starts, which is in the rank."""
+    """Provide two ranks whose host waits for every kernel. CUDA reads the variable when it starts, in the rank."""
     pool = RankPool(2, {"CUDA_LAUNCH_BLOCKING": "1"}, own_mother=False)
     yield pool
     pool.close()
@@ -68,5 +68,5 @@ def test_waiting_for_every_kernel_changes_no_bit(
 def test_a_wait_left_out_changes_bits(
     ranks: RankPool, expected: dict[str, list[Bits]], careless: str, late: str
 ) -> None:
-    """On any rank: the other one gets its numbers with the next message, if there is one."""
+    """Bits may change on one rank alone: the other rank gets them only with the next message, if there is one."""
     assert ranks.run(train_to_bits, offloaded("layerwise"), (careless, late), world_size=2) != expected["layerwise"]

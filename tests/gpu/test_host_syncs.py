@@ -1,4 +1,5 @@
-"""In a step that does not synchronize replicas the host waits for nothing; and torch.compile compiles once."""
+"""Tests that the host does not wait for the GPU in a step without synchronization of replicas, and that torch.compile
+compiles once."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from tests.gpu.on_gpu import CYCLES, IS_EMULATED, case_of
 from tests.inside_torch import Compilations, compilations, forget_compilations, occupy_stream
 
 FIRST = 2
-"""Steps in which things are made: kernels, moments, an anchor."""
+"""Number of first steps, in which kernels, moments and an anchor are created."""
 LOCAL = choices("diloco", 1000, warmup_steps=0)
 SYNCHRONOUS = choices("synchronous")
 
 
 @contextmanager
 def host_waits_are_errors() -> Iterator[None]:
-    """Raise where the host waits for the GPU; on an emulated one, at the end."""
+    """Raise an error where the host waits for the GPU; on an emulated GPU, on exit."""
     before = as_cuda.loaded().host_reads() if IS_EMULATED else 0
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -41,7 +42,7 @@ def host_waits_are_errors() -> Iterator[None]:
 
 
 def train_without_waiting(case: Case) -> tuple[list[float], Compilations, Compilations]:
-    """Return the losses, and what was compiled after the first steps and after all."""
+    """Train, and return the losses and the counts of torch.compile after the first steps and after all steps."""
     forget_compilations()
     engine, method = build_case(case, mesh_of(1, 1, case.device), clock=lambda: 0.0)
     state, losses = TrainState(case.steps), []
@@ -77,8 +78,8 @@ def test_the_host_waits_for_nothing_in_a_step(
 
 
 def skip_without_waiting(case: Case) -> tuple[dict[str, float], bool, bool]:
-    """Return the counts after three steps, the second one with a bad gradient, whether this step left parameters and moments as
-    they were, and whether the next one left any of them so."""
+    """Train three steps, of which the second has a gradient of NaN. Return the counts, whether the second step left a
+    parameter and its moments unchanged, and whether the third step left any of them unchanged."""
     engine, _ = build_case(case, mesh_of(1, 1, case.device), clock=lambda: 0.0)
     state, interval, kept = TrainState(case.steps), IntervalMetrics(), []
     weight = engine.masters[-1][0]
@@ -106,7 +107,7 @@ def test_a_bad_step_is_skipped_without_waiting(ranks: RankPool) -> None:
 
 
 def read_late() -> tuple[bool, bool, dict[str, float]]:
-    """Return whether numbers of a busy GPU were there at once, and after reading, and the numbers."""
+    """Return whether the numbers of a busy GPU were ready at once, whether they were after reading, and the numbers."""
     number = torch.full((), 1.5, device="cuda")
     # CUDA may wait for running kernels when it pins memory, which torch does for the first numbers of each size.
     DeviceNumbers({"late": number, "exact": number.double()}).read()
@@ -124,7 +125,8 @@ def test_numbers_come_once_the_gpu_has_them(ranks: RankPool) -> None:
 
 
 def log_while_busy(recipe: Recipe) -> tuple[float, float, float, float]:
-    """Return the seconds of the interval at `log`, on the line, and in the next interval after its first step, and the loss."""
+    """Log a line while the GPU is busy. Return the interval's step seconds before the line, the line's step seconds,
+    the next interval's step seconds after its first step, and the line's loss."""
     trainer = trainer_of(Part(recipe, 1, 1, recipe.train.total_steps, device="cuda"), Seen())
     metrics, state = trainer.metrics, trainer.state
     with metrics.open(state):
@@ -147,7 +149,7 @@ def log_while_busy(recipe: Recipe) -> tuple[float, float, float, float]:
 
 
 def test_a_log_line_keeps_the_gpu_busy_and_has_its_time(ranks: RankPool, tmp_path: Path) -> None:
-    """The GPU works on the line's step until the next one has been enqueued."""
+    """The GPU works on the line's last step until the next step has been enqueued."""
     write_texts(tmp_path)
     recipe = recipe_of(tmp_path, "busy", "train.steps=4", "parallel.precision=fp32", "sync.method=local_sgd")
     [(so_far, on_line, following, loss)] = ranks.run(log_while_busy, recipe, world_size=1)

@@ -1,4 +1,5 @@
-"""Replicas that take turns on a GPU train as processes that share it: each has its own state of the GPU's generator."""
+"""Tests of replicas in one process that take turns on a GPU: they train like processes that share it, because each
+replica has its own state of the GPU's generator."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ DROPPING = GPT_NEO.model_copy(update={"config": {**GPT_NEO.config, **DROPOUT}})
 
 
 def dropping(compiled: bool) -> Case:
-    """Return two replicas in bf16 that drop values, with synchronous steps and then EDiT."""
+    """Return a case of two replicas in bf16 with dropout: synchronous steps, then EDiT."""
     sync = edit(every=2, warmup_steps=2, penalty=PENALTY, offload=True)
     return case_of(sync, 2, model=DROPPING, parallel={"precision": "bf16", "compile": compiled})
 
@@ -45,7 +46,7 @@ def train_apart(case: Case) -> Outcome:
 
 
 def repeatably() -> ExitStack:
-    """Return a context in which kernels are deterministic and, in all processes alike, attention is that of torch's operations."""
+    """Return a context with deterministic kernels and, to be the same in all processes, attention of plain operations."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     with ExitStack() as stack:
         stack.callback(torch.use_deterministic_algorithms, False)
@@ -55,7 +56,7 @@ def repeatably() -> ExitStack:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_two_replicas_of_a_process_train_like_two_processes(ranks: RankPool, compiled: bool) -> None:
-    """With dropout. Compiled, too: the processes find the kernels that the one before them has made."""
+    """Compiled replicas are equal, too, because the two processes find the kernels that the one process has compiled."""
     [ours] = ranks.run(train_together, dropping(compiled), world_size=1)
     for mine, theirs in zip(ours, ranks.run(train_apart, dropping(compiled), world_size=2), strict=True):
         assert_same(mine, theirs)
@@ -67,7 +68,7 @@ def test_with_one_state_of_the_generators_they_do_not(ranks: RankPool) -> None:
 
 
 def pinned_averages(case: Case) -> list[bool]:
-    """Return for each tensor that WAGMA's averages of a group have sent to the GPU whether it was in pinned memory."""
+    """Return, for each tensor of WAGMA's group averages that was copied to the GPU, whether it was in pinned memory."""
     pinned, collect = [], MemoryAverager.collect
 
     def noted(self: MemoryAverager, iteration: int) -> tuple[Payloads, int]:

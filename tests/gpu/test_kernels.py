@@ -1,5 +1,5 @@
-"""Compiled kernels compute what plain ones do: the rounding of messages to the last bit, the loss as closely as its precision.
-And deterministic ones are there for all that training does."""
+"""Tests of kernels. Compiled kernels round messages to the same bits as plain ones, and compute the loss as closely as
+its precision allows. Deterministic kernels exist for all of training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.test_loss import expected, found
 
 
 def messages(kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a plain and a compiled payload, and what both decode to."""
+    """Return (plain, compiled) for the payload and for the decoded values."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4, 4096, generator=generator).cuda()
     values[1] = 0.0
@@ -38,7 +38,7 @@ def test_compiled_rounding_has_the_same_bits(ranks: RankPool, kind: str) -> None
 
 
 def losses(dtype: torch.dtype, compiled: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return loss and gradients on the GPU, and those of fp64 on the CPU."""
+    """Return (on the GPU, in fp64 on the CPU) for the loss and each gradient."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 64, 128), (1000, 128)))
     weight *= 0.1
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_fp64(
 
 
 def losses_twice(case: Case) -> list[list[float]]:
-    """Return the losses of two runs as `train.deterministic` has them, for which torch refuses all other kernels."""
+    """Return the losses of two runs with `train.deterministic`, for which torch refuses nondeterministic kernels."""
     enable_determinism(torch.device("cuda"))
     try:
         return [_losses_of(case) for _ in range(2)]
@@ -84,7 +84,7 @@ def _losses_of(case: Case) -> list[float]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[RankPool]:
-    """A rank in which cuBLAS has not begun: torch reads its configuration once, at the first matrix product."""
+    """Provide a new rank, because torch reads cuBLAS's configuration once, at the first matrix product."""
     pool = RankPool(1)
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Every part of a method: streams that are late change no bit of it, and it trains as on a CPU."""
+"""Tests of every part of a method: delayed streams change no bit of the result, and the losses are those of a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
     "delayed": case_of(choices("co2", 2, warmup_steps=1, offload=True, wire={"kind": "int8"}), 2),
 }
 CLOSE = {"topk": 1e-3, "fp4": 1e-3, "2bit": 1e-3, "delayed": 1e-3}
-"""Relative differences from a CPU's losses where the last bit decides how a value is rounded; 1e-4 elsewhere."""
+"""Relative tolerances for losses where a last bit can decide how a value is rounded; 1e-4 elsewhere."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,5 @@
-"""NCCL with one rank, the most that one GPU allows: its result is right on the stream that has waited, not on the host."""
+"""Tests of NCCL with one rank, the most that one GPU allows: a result is right on the stream that waits, and the host
+does not wait."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from tests.inside_torch import occupy_stream
 
 
 def reduce_after_a_delay() -> tuple[float, float, float, float, float]:
-    """Return the smallest and the largest value, and seconds until `wait` returned, the future's callback ran, and the GPU was
-    done."""
+    """Start an all-reduce on a busy GPU. Return the smallest and the largest value, and the seconds until `wait`
+    returned, until the future's callback ran, and until the GPU was done."""
     group = dist.new_group([0], backend="nccl", timeout=timedelta(seconds=60))
     comms, device = Comms(group, torch.device("cuda")), torch.device("cuda")
     comms.start_work("warming up", 0, dist.all_reduce, torch.zeros(1, device=device)).wait()
@@ -59,18 +60,18 @@ def test_a_result_is_right_on_the_waiting_stream(ranks: RankPool, capsys: pytest
 
 @dataclass(frozen=True)
 class LateMessage:
-    """Seconds of a message that begins late, while the GPU has nothing else to do."""
+    """Times, in seconds, of a message that starts late while the GPU has nothing else to do."""
 
     late: float
-    """Delay of its start, as the GPU measured it."""
+    """Delay of the message, as the GPU measured it."""
     host: float
-    """Time of the host in `wait`."""
+    """Time that the host spent in `wait`."""
     counted: float
-    """That the GPU waited for it, read afterwards."""
+    """Counted time that the GPU waited for the message, read at the end."""
     counted_at_once: float
-    """The same, read when `wait` had returned."""
+    """The same counter, read as soon as `wait` returned."""
     span: float
-    """From its start to its end in the timeline."""
+    """Time from the message's start to its end in the timeline."""
 
 
 def wait_for_a_late_message(folder: Path) -> LateMessage:
@@ -96,25 +97,25 @@ def wait_for_a_late_message(folder: Path) -> LateMessage:
 
 
 def busy_all_reduce(tensor: torch.Tensor, **options: Any) -> dist.Work:
-    """Keep the current stream busy, then let it send."""
+    """Delay the current stream, then start an all-reduce in it."""
     occupy_stream(10 * CYCLES)
     return dist.all_reduce(tensor, **options)
 
 
 def test_waiting_is_timed_on_the_gpu(ranks: RankPool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The host waits for nothing, so its clock shows nothing. The emulation's NCCL does not wait for streams."""
+    """The host does not wait, so its clock can't show the wait. The emulation's NCCL does not wait for streams."""
     [found] = ranks.run(wait_for_a_late_message, tmp_path, world_size=1)
     with capsys.disabled():
         print(f"\n{found}")
     assert found.counted >= found.counted_at_once and found.span >= 0
     if not IS_EMULATED:
-        assert found.counted_at_once == 0.0, "read before the GPU was there"
+        assert found.counted_at_once == 0.0, "the wait was counted before the GPU was done"
         assert found.host < found.late / 2, "the host has waited for the GPU"
         assert found.counted > found.late / 2 and found.span > found.late / 2
 
 
 def train_in_a_mesh_of_its_own() -> list[float]:
-    """Leave the pool's group, and train as a run of one process does: over a store of its own and NCCL."""
+    """Leave the pool's group, and train as a run of one process does, with its own store and NCCL."""
     dist.destroy_process_group()
     case = case_of(choices("synchronous"), parallel={"precision": "bf16"})
     with open_process_mesh(
@@ -136,7 +137,7 @@ def test_a_run_of_one_process(ranks: RankPool) -> None:
 
 
 def sum_over_gloo() -> float:
-    """Return the sum of a tensor on the GPU, which gloo takes."""
+    """Return the mean of a GPU tensor that gloo has summed over the ranks."""
     tensor = torch.full((1000,), float(dist.get_rank() + 1), device="cuda")
     group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
     dist.all_reduce(tensor, group=group)

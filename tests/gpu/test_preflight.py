@@ -13,7 +13,7 @@ pytestmark = pytest.mark.real_gpu
 
 
 def attention_operations() -> tuple[tuple[int, int], list[str]]:
-    """Return the GPU's capability, and what bf16 causal attention of 4096 tokens runs."""
+    """Return the GPU's compute capability, and the operations that causal attention of 4096 tokens in bf16 runs."""
     q = torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
@@ -22,7 +22,7 @@ def attention_operations() -> tuple[tuple[int, int], list[str]]:
 
 
 def test_hopper_uses_cudnns_attention(ranks: RankPool) -> None:
-    """Another cuDNN than torch's own, found first on LD_LIBRARY_PATH, silently leads to a slower one."""
+    """Another cuDNN that is found before torch's own, on LD_LIBRARY_PATH, silently leads to a slower attention."""
     [(capability, names)] = ranks.run(attention_operations, world_size=1)
     if capability != (9, 0):
         pytest.skip(f"capability {capability} is not Hopper's")
@@ -30,7 +30,7 @@ def test_hopper_uses_cudnns_attention(ranks: RankPool) -> None:
 
 
 def pinned_bytes() -> list[int]:
-    """Return what pinning 3 MiB takes, by each of torch's counts of bytes."""
+    """Return the bytes that pinning 3 MiB takes, according to each of torch's byte counters."""
     before = torch.cuda.host_memory_stats()
     kept = torch.empty(3 * 2**20, dtype=torch.uint8, pin_memory=True)
     after = torch.cuda.host_memory_stats()

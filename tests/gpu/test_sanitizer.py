@@ -1,4 +1,5 @@
-"""torch's search for data races between streams finds none in EDiT with offload, and one where a wait is left out."""
+"""Tests with torch's CUDA sanitizer, which looks for data races between streams: it finds none in EDiT with offload,
+and one where a wait is left out."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ pytestmark = pytest.mark.real_gpu
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[RankPool]:
-    """Two ranks of their own: once torch listens to all streams of a process, it does not stop."""
+    """Provide separate ranks, because the sanitizer can't be turned off again in a process."""
     pool = RankPool(2)
     yield pool
     pool.close()
 
 
 def train_watched(case: Case, changes: tuple[str, ...] = ()) -> Bits:
-    """Train while torch listens. It is told to in the rank, because what it does at each operation starts CUDA, which the
-    process that forks ranks must not do while it imports (`TORCH_CUDA_SANITIZER`)."""
+    """Train under the sanitizer, which is enabled in the rank, because its work at each operation starts CUDA. With the
+    variable `TORCH_CUDA_SANITIZER`, it would do so in the process that forks the ranks, which must not start CUDA."""
     watch_streams()
     return train_to_bits(case, changes)
 

@@ -1,4 +1,4 @@
-"""Runs whose ranks are on several hosts."""
+"""Fixtures for runs whose ranks are on several hosts."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.end_to_end.runs import Runs
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("hosts"))
-    made.reference(2, 1)  # what these tests compare with
+    made.reference(2, 1)  # the run that most tests compare with
     return made

@@ -1,4 +1,4 @@
-"""One rank of a start on several hosts, without a model: meets the others, makes the mesh, prints it, and leaves."""
+"""One rank of a start on several hosts, without a model: it meets the other ranks, prints its place in the mesh and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.parallel.world import World
 
 
 def main(timeout: str, replica_network: str | None = None) -> int:
-    """Start as a run does that has these seconds and asks for this network; return its exit code."""
+    """Start as a run with this `run.timeout_seconds` and `parallel.replica_network` does, and return the exit code."""
     world = World.from_environment()
     try:
         peers = find_peers(world, ParallelSection(replica_network=replica_network), lambda: 0.0, float(timeout))

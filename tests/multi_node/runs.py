@@ -1,4 +1,4 @@
-"""What is started on several hosts, and what came of it."""
+"""Helpers that start commands and ranks on several hosts, and collect their exit codes and outputs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.mother import Process, run_llmtrain, session
 
 needs_hosts = pytest.mark.skipif((reason := why_no_cluster()) is not None, reason=reason or "")
 SIX_STEPS = ["train.steps=6", "sync.warmup_steps=1", "checkpoint.every=null"]
-"""One synchronous step, one round of four, and one more."""
+"""Overrides for a synchronous step, a round of four steps and a round of one."""
 PORT = "29511"
-"""Of hosts, which have ports of their own."""
+"""Port at which ranks meet. It is always free, because each virtual host has its own ports."""
 NEW_MOUNTS, NEW_NAME = 0x00020000, 0x04000000
 """Flags of unshare(2)."""
 PRIVATE, BIND = 0x00040000 | 0x00004000, 0x00001000
@@ -31,13 +31,13 @@ PRIVATE, BIND = 0x00040000 | 0x00004000, 0x00001000
 
 
 def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
-    """RECIPE and overrides of a run."""
+    """Return RECIPE and overrides for a run."""
     return runs.command(name, *overrides)[2:]
 
 
 def start(host: Host, command: Sequence[str], fresh: bool = False, **variables: str) -> Process | subprocess.Popen:
-    """A command in the repository, its output to be read; forked on virtual hosts where it is llmtrain's, unless it is to be
-    `fresh`."""
+    """Start a command in the repository on a host, and capture its output. A command of llmtrain is forked from the
+    mother, unless `fresh` is set."""
     words = None if fresh else llmtrain_arguments(command)
     if words is not None:
         return fork(host, run_llmtrain, *words, **variables)
@@ -52,20 +52,20 @@ def start(host: Host, command: Sequence[str], fresh: bool = False, **variables: 
 
 
 def fork(host: VirtualHost, fn: Callable[..., Any], *args: Any, **variables: str) -> Process:
-    """Call a function in a process on a host, its output to be read."""
+    """Call a function in a forked process on a host, and capture its output."""
     place = (str(NAMESPACES / host.mark), str(host.names), host.name)
     return session().fork(call_inside, place, fn, args, environment=_variables(variables), capture=True)
 
 
 def start_rank(host: VirtualHost, rank: int, size: int, master: str, fn: Callable[..., Any], *args: Any) -> Process:
-    """Call a function as one rank, alone on its host, by the variables that every launcher sets."""
+    """Call a function as the only rank on a host, with the variables that every launcher sets."""
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     variables = {name: str(value) for name, value in ranks.items()}
     return fork(host, fn, *args, MASTER_ADDR=master, MASTER_PORT=PORT, **variables)
 
 
 def call_inside(place: tuple[str, str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Move this process, which must have one thread, to a virtual host (as `VirtualHost` moves commands), and call."""
+    """Move this process, which must have one thread, to a virtual host as `VirtualHost` does, and call a function."""
     namespace, names, name = place
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -89,7 +89,7 @@ def _variables(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def ends(processes: Sequence[Process | subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
-    """(exit code, output) of each, all within `seconds`; what is still there then is ended, and the test fails."""
+    """Wait for all processes, and return their exit codes and outputs. After `seconds`, kill them and fail."""
     deadline = time.monotonic() + seconds
     ended = []
     try:
@@ -104,7 +104,7 @@ def ends(processes: Sequence[Process | subprocess.Popen], seconds: float) -> lis
 
 
 def errors(output: str) -> list[str]:
-    """The lines that the program ended with."""
+    """Return the error lines of an output."""
     return [line for line in output.splitlines() if line.startswith("error: ")]
 
 

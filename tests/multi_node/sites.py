@@ -10,11 +10,11 @@ from llmtrain.compare.cluster.hosts import VirtualHost
 from llmtrain.compare.cluster.processes import CommandError, run
 
 PUBLIC = ("203.0.113.1", "203.0.113.2")
-"""Of a network that the internet reserves for documentation (RFC 5737); for the program it is a public one."""
+"""Addresses of a network that RFC 5737 reserves for documentation. llmtrain takes them for public ones."""
 
 
 def why_no_firewall() -> str | None:
-    """Why virtual hosts can't have a firewall here, or None."""
+    """Return why virtual hosts can't have a firewall here, or None if they can."""
     if shutil.which("nft") is None:
         return "nft is not installed (package nftables)"
     try:
@@ -33,7 +33,7 @@ def inside(host: VirtualHost, *command: str) -> str:
 
 
 def set_address(host: VirtualHost, address: str, network: int = 0) -> None:
-    """Give a card another address than the cluster did."""
+    """Replace the address that the cluster gave to a host's network card."""
     run("ip", "-n", host.mark, "address", "flush", "dev", f"eth{network}")
     run("ip", "-n", host.mark, "address", "add", f"{address}/24", "dev", f"eth{network}")
 
@@ -45,17 +45,17 @@ def add_rule(host: VirtualHost, rule: str, hook: str = "input") -> None:
 
 
 def only_open(host: VirtualHost, ports: str, refusal: str = "reject with tcp reset") -> None:
-    """Refuse connections from other hosts, but for these TCP ports."""
+    """Refuse connections from other hosts, except to these TCP ports."""
     add_rule(host, f"iifname != lo tcp flags & (syn|ack) == syn tcp dport != {{ {ports} }} {refusal}")
 
 
 def take_ports_from(host: VirtualHost, first: int, last: int) -> None:
-    """Make listeners and connections of a host take their ports from a range."""
+    """Make a host's listeners and connections take their ports from a range."""
     inside(host, "sysctl", "-qw", f"net.ipv4.ip_local_port_range={first} {last}")
 
 
 def hide(first: VirtualHost, router: VirtualHost, hidden: VirtualHost) -> None:
-    """Leave a host of two networks no way to the first one but through a router, which hides it by NAT."""
+    """Hide a host behind NAT: it reaches the first host only through the router."""
     for host, address in zip((first, router), PUBLIC, strict=True):
         set_address(host, address)
     run("ip", "-n", first.mark, "link", "set", "eth1", "down")

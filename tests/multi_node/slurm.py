@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munged, slurmctld and one slurmd per node, in a scratch folder, stopped afterwards.
+"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd per node, in a scratch folder.
 
 The nodes are called 127.0.0.1, 127.0.0.2, ... so that a node's name is also an address that reaches it.
 """
@@ -21,7 +21,7 @@ from llmtrain.parallel.network import unused_port
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "munged")
 PACKAGES = "slurm-wlm and munge (Debian's names)"
 MARK = "LLMTRAIN_TEST_SLURM"
-"""Variable of all processes of a cluster: the process id of its test run."""
+"""Environment variable of all processes of a cluster, with the process id of the test run."""
 START_SECONDS = 60
 STOP_SECONDS = 20
 
@@ -55,7 +55,7 @@ CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=yes\n"  # read at start, thoug
 
 
 class Slurm:
-    """Runs Slurm's commands against the cluster whose files are in `folder`."""
+    """Slurm's commands, for the cluster whose files are in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -63,7 +63,7 @@ class Slurm:
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), MARK: str(os.getpid())}
 
     def command(self, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-        """Output of one of Slurm's commands, which must succeed within 60 s."""
+        """Run one of Slurm's commands, which must succeed within 60 s, and return its output."""
         done = subprocess.run(
             words, cwd=cwd, env={**self.environment, **(env or {})}, capture_output=True, text=True, timeout=60
         )
@@ -71,16 +71,16 @@ class Slurm:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, ExitCode, ..."""
+        """Return the fields that `scontrol show job` prints: JobState, Restarts, ExitCode and others."""
         shown = self.command("scontrol", "--oneliner", "show", "job", number)
         return dict(field.partition("=")[::2] for field in shown.split() if "=" in field)
 
     def wait_for_job(self, number: str, done: Callable[[dict[str, str]], bool], seconds: float, what: str) -> None:
-        """Until `done` of what `job` gives; fails with the last answer after `seconds`."""
+        """Wait until `done` returns true for the job's fields. Fail with the last fields after `seconds`."""
         wait_until(lambda: done(self.job(number)), seconds, lambda: f"{what}; last: {self.job(number)}\n{self.logs()}")
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         return "\n".join(
             f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             for log in sorted(self.folder.glob("*.log"))
@@ -88,7 +88,7 @@ class Slurm:
 
 
 def why_not() -> str | None:
-    """Why no Slurm can be started here, or None."""
+    """Return why no Slurm cluster can be started here, or None if one can."""
     if os.geteuid() != 0:
         return "a Slurm of our own needs root"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -97,14 +97,14 @@ def why_not() -> str | None:
 
 @contextmanager
 def slurm_cluster(folder: Path, nodes: int, cpus: int) -> Iterator[Slurm]:
-    """A cluster of `nodes` nodes of `cpus` CPUs each; skips the test with the reason where it can't be started.
+    """Start a cluster of `nodes` nodes with `cpus` CPUs each, or skip the test with the reason why there is none.
 
-    Everything it started, jobs included, is gone afterwards.
+    On exit, everything that it started is killed, jobs included.
     """
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    _kill(_is_gone)  # what a test run left that was killed itself
+    _kill(_is_gone)  # processes that a killed test run has left
     slurm = Slurm(folder)
     daemons: list[subprocess.Popen] = []
     try:
@@ -122,7 +122,7 @@ def slurm_cluster(folder: Path, nodes: int, cpus: int) -> Iterator[Slurm]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    """Poll; fails with `what()` after `seconds`."""
+    """Wait for a condition. Fail with `what()` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds:g} s: {what()}"
@@ -130,7 +130,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: Callable[[],
 
 
 def _write_configuration(folder: Path, nodes: int, cpus: int) -> list[list[str]]:
-    """Write all files; the commands of the daemons, in order."""
+    """Write all files, and return the commands of the daemons in the order of their start."""
     controller, *ports = (unused_port() for _ in range(nodes + 1))
     names = [f"127.0.0.{1 + node}" for node in range(nodes)]
     (folder / "state").mkdir(parents=True)
@@ -154,7 +154,7 @@ def _write_configuration(folder: Path, nodes: int, cpus: int) -> list[list[str]]
 
 
 def _idle(slurm: Slurm) -> int:
-    """How many nodes wait for work; 0 while the controller does not answer."""
+    """Return the number of idle nodes; 0 while the controller does not answer."""
     words = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     shown = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, timeout=60)
     return len(shown.stdout.split()) if shown.returncode == 0 else 0
@@ -173,7 +173,7 @@ def _stop(slurm: Slurm, daemons: list[subprocess.Popen]) -> None:
 
 
 def _kill(whose: Callable[[int], bool]) -> None:
-    """End all processes of clusters whose test run has such a process id."""
+    """Kill the processes of clusters for whose test run's process id `whose` returns true."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_text(errors="replace").split("\0")

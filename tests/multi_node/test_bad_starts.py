@@ -1,4 +1,4 @@
-"""Starts on several hosts that can't work: each rank that is there ends in time, with a line that names the culprit."""
+"""Tests of starts on several hosts that must fail: each rank ends in time, with a line that names the cause."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.multi_node.runs import PORT, arguments, ends, errors, needs_hosts, st
 
 pytestmark = needs_hosts
 TIMEOUT, IN_VAIN = 15, 7
-"""Timeouts in seconds: of these starts, and of those in which a rank waits for most of it."""
+"""Timeouts in seconds, the shorter one for starts in which a rank waits until the timeout."""
 MORE = 60
-"""Seconds that everything may take beside it, on a busy machine."""
+"""Seconds that everything else may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def three() -> Iterator[list[VirtualHost]]:
 def outcome(
     made: list[VirtualHost], size: int, master: str, *networks: str, timeout: int = TIMEOUT
 ) -> list[tuple[int, list[str]]]:
-    """(exit code, error lines) of one rank of `size` on each host; `networks` are what each asks for."""
+    """Start one of `size` ranks on each host, with `networks` by rank. Return their exit codes and error lines."""
     asked = [[name] for name in networks] or [[] for _ in made]
     started = [
         start_rank(host, rank, size, master, only_meet.main, str(timeout), *asked[rank])
@@ -92,7 +92,7 @@ def test_an_interface_whose_cable_is_out(three):
 
 
 def test_hosts_that_do_not_share_the_run_directory(runs: Runs, three):
-    """The program itself, as with a folder of that name on each host's own disk."""
+    """Each host gets its own run directory, as on its own disk. This needs llmtrain itself."""
     run = arguments(runs, "apart", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={IN_VAIN}")
     started = [
         start_rank(host, rank, 2, "10.77.0.1", run_llmtrain, "train", *run, f"run.out_dir={runs.folder}/{host.name}")
@@ -108,7 +108,7 @@ def test_hosts_that_do_not_share_the_run_directory(runs: Runs, three):
 
 
 def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
-    """The program itself, with a folder for tokens that one host can't create."""
+    """One host can't create its folder for tokens. This needs llmtrain itself."""
     run = arguments(runs, "dies", "parallel.replicas=2", "parallel.shards=1", f"run.timeout_seconds={IN_VAIN}")
     (taken := runs.folder / "taken").touch()
     folders = [[], [f"data.cache_dir={taken}"]]

@@ -1,4 +1,4 @@
-"""The virtual cluster keeps what it promises: bandwidths, counters, shares of CPU time, and nothing left behind."""
+"""Tests of the virtual cluster: bandwidths, latencies, counters, CPU shares, processes, and what is left behind."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.end_to_end.runs import ROOT
 from tests.multi_node.runs import needs_hosts
 
 SECONDS = 60
-"""Most that a small program may take, on a busy machine."""
+"""Timeout of a small program on a busy machine."""
 FAST, THIN = 100, 30
-"""Mbit/s."""
+"""Bandwidths in Mbit/s."""
 RECEIVE = """
 import socket
 with socket.create_server(("0.0.0.0", 5555)) as server:
@@ -56,7 +56,7 @@ while time.monotonic() - start < 1.5: pass
 print((time.process_time() - used) / (time.monotonic() - start))
 """
 TREE = "sleep 600 & setsid sleep 600 & wait"
-"""Three processes, one in a session of its own, as torchrun gives its ranks."""
+"""Shell command of three processes, one of them in its own session, as torchrun's ranks are."""
 
 
 def python(host: Host, program: str, *arguments: str) -> subprocess.Popen:
@@ -64,13 +64,13 @@ def python(host: Host, program: str, *arguments: str) -> subprocess.Popen:
 
 
 def number(process: subprocess.Popen) -> float:
-    """What a program printed."""
+    """Return the number that a program prints."""
     output, _ = process.communicate(timeout=SECONDS)
     return float(output)
 
 
 def seconds_for(size: int, sender: Host, receiver: Host) -> float:
-    """How long so many bytes take from one host to another, until the last one is there."""
+    """Return the seconds that `size` bytes take from one host to another, until the last byte has arrived."""
     receiving = python(receiver, RECEIVE)
     assert receiving.stdout.readline() == "listening\n"
     took = number(python(sender, SEND, receiver.address, str(size)))
@@ -86,7 +86,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def state(pid: int) -> str:
-    """R, S, T (stopped), ...; empty once it is gone."""
+    """Return a process's state: R, S, T (stopped), ..., or an empty string once it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -95,13 +95,13 @@ def state(pid: int) -> str:
 
 
 def is_gone(pid: int) -> bool:
-    """Ended, whether or not whoever adopted it has looked."""
+    """Return whether a process has ended. A zombie counts as ended."""
     return state(pid) in ("", "Z")
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[list[VirtualHost]]:
-    """The third one's cable is thin."""
+    """Provide three hosts, of which the third has a thin cable."""
     with virtual_cluster([HostLimits(bandwidth_mbit=mbit) for mbit in (FAST, FAST, THIN)]) as made:
         yield made
 
@@ -117,7 +117,7 @@ def test_each_cable_carries_its_bandwidth_in_both_directions(three, sender: int,
     took = seconds_for(size, three[sender], three[receiver])
     assert 0.5 < took < 1.0
     assert size < three[receiver].received() - received < 1.05 * size
-    again = 0.5 if (sender, receiver) == (0, 2) else 0  # what a thin cable drops until TCP knows it is sent once more
+    again = 0.5 if (sender, receiver) == (0, 2) else 0  # for what the thin cable drops before TCP slows down
     assert size < three[sender].sent() - sent < (1.05 + again) * size
 
 
@@ -125,7 +125,7 @@ def test_each_cable_carries_its_bandwidth_in_both_directions(three, sender: int,
 @pytest.mark.deep
 def test_without_a_limit_it_is_fast():
     with virtual_cluster([HostLimits()] * 2) as pair:
-        assert seconds_for(25_000_000, *pair) < 1.0  # 2 s at 100 Mbit/s
+        assert seconds_for(25_000_000, *pair) < 1.0  # at 100 Mbit/s it would take 2 s
 
 
 @needs_hosts
@@ -166,8 +166,8 @@ with socket.create_server(("0.0.0.0", 0)) as server:
 
 
 def round_trip(first: VirtualHost, second: VirtualHost, most: float) -> float:
-    """Seconds of the quickest of some messages of one byte and their answers. On a busy machine, many are sent until one takes
-    less than `most`."""
+    """Return the seconds of the fastest of several round trips of one byte. On a busy machine, there are more until one
+    takes less than `most`."""
     echo = python(second, ECHO)
     port = echo.stdout.readline().strip()
     return number(python(first, ROUND_TRIP, second.address, port, str(most)))
@@ -226,7 +226,7 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
         host.kill()
         assert all(map(is_gone, pids)) and host.pids() == [] and process.returncode == -signal.SIGKILL
         assert bystander.poll() is None
-    assert bystander.returncode == -signal.SIGKILL  # the end of the cluster
+    assert bystander.returncode == -signal.SIGKILL  # killed at the end of the cluster
 
 
 def test_a_process_that_ends_between_two_looks_has_an_exit_status_too(monkeypatch):
@@ -237,7 +237,7 @@ def test_a_process_that_ends_between_two_looks_has_an_exit_status_too(monkeypatc
         def ends_now(pid: int) -> list[str]:
             if pid == process.pid:
                 process.send_signal(signal.SIGKILL)
-                with suppress(ChildProcessError):  # its exit status was taken at an earlier look
+                with suppress(ChildProcessError):  # an earlier call has taken its exit status
                     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             return look(pid)
 
@@ -297,14 +297,14 @@ with virtual_cluster(limits) if kind == "virtual" else loopback_cluster(1) as ho
 
 
 def start_parent(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
-    """A process that makes a cluster of its own and stays, and the processes in it."""
+    """Start a process that creates its own cluster and stays. Return the process and the process ids in the cluster."""
     command = [sys.executable, "-c", PARENT, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
 def traces(pid: int) -> list[str]:
-    """What clusters of a process have on this machine: namespaces, folders, control groups."""
+    """Return the namespaces, folders and control groups on this machine that belong to clusters of a process."""
     found = controller()
     places = [
         place for place in (NAMESPACES, FOLDERS, found.top if found else None) if place is not None and place.is_dir()

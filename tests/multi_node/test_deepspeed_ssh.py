@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher starts a run on two hosts over ssh, from a hostfile."""
+"""Test of DeepSpeed's launcher, which starts a run on two hosts over ssh, from a hostfile."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
 SEPARATION = Path("/run/sshd")
-"""sshd insists on this folder; its package makes it at boot."""
+"""Folder that sshd requires. The package of sshd creates it at boot."""
 
 
 @contextmanager
 def ssh_between(made: list[Host], folder: Path) -> Iterator[Path]:
-    """sshd on every host. Gives a folder with an `ssh` that gets into all of them without a question."""
+    """Run sshd on every host. Yields a folder with an `ssh` that logs in to all hosts without a question."""
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     server = folder / "sshd_config"

@@ -1,4 +1,4 @@
-"""One run on several hosts, each with torchrun of its own, logs what the same mesh logs on one."""
+"""Tests of one run on several hosts, each with its own torchrun: it logs what the same mesh logs on one host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.multi_node.runs import PORT, SIX_STEPS, arguments, ends, needs_hosts,
 
 pytestmark = needs_hosts
 SECONDS = 240
-"""Most that a run may take, on a busy machine."""
+"""Timeout of a run on a busy machine."""
 
 
 def torchrun(made: list[Host], run: list[str], **variables: str) -> list[tuple[int, str]]:
-    """One rank on each host; they meet by c10d on the first."""
+    """Run one rank on each host, with a c10d rendezvous on the first host. Return the exit codes and outputs."""
     meeting = ["--nnodes", str(len(made)), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made[0].name}:{PORT}"]
     options = [*meeting, "--rdzv-id", "hosts", "--nproc-per-node", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "llmtrain", "train", *run]
@@ -50,8 +50,8 @@ def test_two_hosts_by_train_sh(runs: Runs):
 
 @pytest.mark.deep
 def test_replicas_and_shards_have_a_network_each(runs: Runs):
-    """Four hosts of one rank: every message leaves by a card, and the card's own counter says by which. So many steps that
-    messages outweigh what processes say to meet."""
+    """Four hosts have one rank each, so every message passes a network card, and the cards' counters show which. There
+    are so many steps that the messages of training outweigh those of the rendezvous."""
     length = [*SIX_STEPS, "train.steps=30"]
     keys = [*length, "parallel.replicas=2", "parallel.shards=2", "parallel.shard_across_nodes=true"]
     networks = ["parallel.replica_network=nic9,eth1", "parallel.shard_network=eth0"]

@@ -1,4 +1,4 @@
-"""Ranks that die on one of several hosts, and hosts that go away, each with launch/train.sh of its own."""
+"""Tests of ranks that die on one of several hosts, and of hosts that go away. Each host has its own launch/train.sh."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.multi_node.runs import PORT, ends, errors, fork, needs_hosts, start
 
 pytestmark = needs_hosts
 SECONDS = 240
-"""Most that a run may take, on a busy machine."""
+"""Timeout of a run on a busy machine."""
 LONG = ("train.steps=30", "train.global_batch=12", "train.micro_batch=2")
 TIMEOUT = 20
-"""run.timeout_seconds of those who wait for it."""
+"""Value of run.timeout_seconds, which is short because several runs end only after it."""
 
 
 def train_sh(
     hosts: list[Host], runs: Runs, name: str, *overrides: str, held_after: int | None = None
 ) -> list[Process | subprocess.Popen]:
-    """Start launch/train.sh with one rank on each host. With `held_after`, return once rank 1 has trained that step; it waits there."""
+    """Start launch/train.sh with one rank on each host. With `held_after`, return once rank 1 waits after that step."""
     variables = {"NNODES": str(len(hosts)), "MASTER_ADDR": hosts[0].addresses[0], "MASTER_PORT": PORT}
     keys = ("parallel.shards=1", f"parallel.replicas={len(hosts)}", f"run.timeout_seconds={TIMEOUT}", *overrides)
     if held_after is None:
@@ -48,7 +48,7 @@ def train_sh(
 def test_a_rank_that_dies_is_started_again_with_all_others_of_all_hosts(runs: Runs) -> None:
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "rank-dies", "run.restarts=1", held_after=4)
-        runs.wait_for("rank-dies", 3)  # it is written in the background
+        runs.wait_for("rank-dies", 3)  # the checkpoint is written in the background
         (victim,) = ranks_of(launchers[1])
         victim.kill()
         ended = ends(launchers, SECONDS)
@@ -73,7 +73,7 @@ def test_a_frozen_rank_ends_the_run_on_all_hosts_and_leaves_no_process(runs: Run
     in_a_collective = (
         "failed on rank 0 (" in said and " on host0: " in said and "took longer than run.timeout_seconds" in said
     )
-    assert in_a_collective or "step-00000006 was not written within" in said  # frozen when its part was to be confirmed
+    assert in_a_collective or "step-00000006 was not written within" in said  # frozen before it confirmed its part
 
 
 @pytest.mark.deep
@@ -84,11 +84,11 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
         hosts[1].popen(["ip", "link", "set", "eth0", "down"]).wait(timeout=10)
         began = time.monotonic()
         ended = ends(launchers, SECONDS)
-        assert time.monotonic() - began < 3 * TIMEOUT + 20, "ranks, then launchers, wait for each other"
+        assert time.monotonic() - began < 3 * TIMEOUT + 20, "ranks, then launchers, waited too long"
         assert all(host.pids() == [] for host in hosts)
     assert [code for code, _ in ended] == [1, 1], ended
     for rank, (_, output) in enumerate(ended):
-        # Whichever message was under way: one of ours, or one inside a library (a checkpoint's, say).
+        # The error depends on the message in flight: llmtrain's own, or one inside a library, such as a checkpoint's.
         named = (f"failed on rank {rank} (", f"rank {rank} (replica {rank}, shard 0) lost a peer in step")
         named += ("are the disk and all other ranks there?",)
         assert any(words in line for line in errors(output) for words in named), output
@@ -97,7 +97,7 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize(("choice", "batch"), [("continue", 12), ("continue", 18), ("stop", 12)])
 def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
-    """Three hosts: two replicas can share a batch of 12 as well as three, but of 18 only 16."""
+    """Three replicas can share a batch of 12 or 18 sequences. Two replicas can share 12, but of 18 only 16."""
     name = f"host-{choice}-{batch}"
     with virtual_cluster([HostLimits()] * 3) as hosts:
         keys = (*LONG, f"train.global_batch={batch}", f"run.on_replica_loss={choice}", "run.restarts=1")
@@ -111,7 +111,7 @@ def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
         change = ", with 16 sequences per step instead of 18" if batch == 18 else ""
         assert f"{change}, written by 3 replicas x 1 shards: 2 replicas start from their mean" in first[1]
         steps = [line["step"] for line in runs.lines(name) if "train/loss" in line]
-        assert steps == list(range(1, 31)), "no step is missing or twice"
+        assert steps == list(range(1, 31)), "a step is missing or logged twice"
     else:
         assert first[0] == third[0] == 1, (first, third)
         assert "node 1 on host1: nothing was heard of its launcher" in first[1]
@@ -121,7 +121,7 @@ def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
 
 @pytest.mark.deep
 def test_a_site_that_goes_away_leaves_the_others_to_their_own_texts(runs: Runs, tmp_path: Path) -> None:
-    """Its text is gone with it, and its place in the text stays in the checkpoint."""
+    """The site's text is gone, too, but the site's position in it stays in the checkpoint."""
     library = Path(sysconfig.get_path("stdlib"))
     for site, modules in {"a": ("heapq", "textwrap"), "b": ("queue", "shlex"), "c": ("bisect", "argparse")}.items():
         text = "".join((library / f"{module}.py").read_text() for module in modules)
@@ -157,7 +157,7 @@ def test_a_site_that_goes_away_leaves_the_others_to_their_own_texts(runs: Runs, 
 
 @pytest.mark.deep
 def test_signals_are_no_failures(runs: Runs) -> None:
-    """SIGTERM to one host's launcher stops all ranks with a checkpoint; nobody starts them again."""
+    """SIGTERM to one host's launcher stops all ranks with a checkpoint, and no launcher restarts them."""
     with virtual_cluster([HostLimits()] * 2) as hosts:
         launchers = train_sh(hosts, runs, "stopped", "train.steps=100000")
         runs.wait_for("stopped", 6)

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch and srun: a real Slurm with two nodes on this machine, and the script alone beside stand-ins."""
+"""Tests of launch/slurm.sbatch and srun, on a real Slurm with two nodes and with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ exec {python} -c 'import sys; from tests.end_to_end.held_rank import launch; lau
 
 
 class Jobs:
-    """Runs of a tiny recipe as jobs."""
+    """Runs of a tiny recipe as Slurm jobs."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
@@ -34,8 +34,8 @@ class Jobs:
         return self.runs.command(name, *LONG, "run.timeout_seconds=60", *overrides)[2:]
 
     def submit(self, slurm: Slurm, name: str, *overrides: str, held_after: int | None = None) -> str:
-        """Submit a job that trains the recipe by launch/slurm.sbatch, and return its number. With `held_after`, its rank 1 waits after
-        that step for a signal, at its first start."""
+        """Submit a job that trains the recipe with launch/slurm.sbatch, and return its number. With `held_after`, rank
+        1 of its first start waits for a signal after that step."""
         variables = environment()
         if held_after is not None:
             stand_in = self.runs.folder / f"{name}-programs" / "python3"
@@ -64,7 +64,7 @@ def jobs(slurm: Slurm, runs: Runs) -> Jobs:
 @pytest.mark.deep
 def test_a_preempted_job_is_requeued_and_continues_to_the_same_losses(slurm: Slurm, jobs: Jobs, runs: Runs):
     job = jobs.submit(slurm, "preempted", held_after=7)
-    wait_until(runs.hold_file("preempted").exists, "rank 1 has not come to step 7")
+    wait_until(runs.hold_file("preempted").exists, "rank 1 has not reached step 7")
     slurm.command("scancel", "--signal=USR1", job)
     slurm.wait_for_job(job, lambda shown: shown["Restarts"] == "1", JOB_SECONDS, "not requeued")
     stopped = jobs.log("preempted").read_text()
@@ -108,7 +108,8 @@ STAND_INS = {
 
 @pytest.fixture
 def batch(tmp_path: Path):
-    """Runs launch/slurm.sbatch as Slurm does, beside stand-ins for its commands: (exit code, calls, output)."""
+    """Provide a function that runs launch/slurm.sbatch as Slurm does, with stand-ins for Slurm's commands. It returns
+    the exit code, the calls of the stand-ins and the output."""
     for name, line in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -151,7 +152,7 @@ def test_a_job_that_no_longer_runs_is_not_requeued(batch):
 
 
 def test_a_job_that_is_stopped_at_once_is_not_requeued_for_ever(batch):
-    """Its time limit is no longer than `--signal` is early."""
+    """This happens if the job's --time is no longer than the seconds of --signal."""
     code, calls, output = batch([RECIPE], 3, SLURM_RESTART_COUNT="5")
     assert (code, calls, output.count("\n")) == (3, [f"{SRUN} {RECIPE}"], 1)
     assert output.startswith(

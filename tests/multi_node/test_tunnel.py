@@ -1,4 +1,4 @@
-"""launch/tunnel.sh joins hosts at public addresses by WireGuard; a run there sends only encrypted packets between them."""
+"""Tests of launch/tunnel.sh, which joins hosts at public addresses by WireGuard: a run sends only encrypted packets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH = [f"root@{address}" for address in PUBLIC]
 
 
 def why_no_wireguard() -> str | None:
-    """Why this machine can't have a WireGuard network, or None."""
+    """Return why this machine can't have a WireGuard network, or None if it can."""
     if missing := [name for name in ("wg", "wg-quick", "ssh", "sshd", "ssh-keygen") if shutil.which(name) is None]:
         return f"{', '.join(missing)} not installed (packages wireguard-tools, openssh-server)"
     try:
@@ -47,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[list[VirtualHost], Path]]:
-    """Two hosts at public addresses, each with its own folder of WireGuard, and an `ssh` between them."""
+    """Provide two hosts at public addresses with separate WireGuard folders, and the folder of an `ssh` between them."""
     with virtual_cluster([HostLimits()] * 2) as made:
         for host, address in zip(made, PUBLIC, strict=False):
             set_address(host, address)
@@ -57,7 +57,7 @@ def two(tmp_path: Path) -> Iterator[tuple[list[VirtualHost], Path]]:
 
 
 def separate_folders(made: list[VirtualHost]) -> None:
-    """Give what sshd starts on a host its own folders of WireGuard, which virtual hosts share otherwise."""
+    """Give each host's sshd and its processes their own WireGuard folders, which virtual hosts otherwise share."""
     own = "for folder in /etc/wireguard /run/wireguard; do mkdir -p $folder; mount -t tmpfs own $folder; done"
     for host in made:
         [server] = [pid for pid in host.pids() if "sshd" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -65,13 +65,13 @@ def separate_folders(made: list[VirtualHost]) -> None:
 
 
 def tunnel(host: VirtualHost, tools: Path, action: str, *targets: str, **variables: str) -> tuple[int, str]:
-    """(exit code, output) of the script, started on a host."""
+    """Run the script on a host, and return the exit code and the output."""
     command = ["bash", "launch/tunnel.sh", action, *(targets or BOTH)]
     return ends([start(host, command, PATH=f"{tools}:{os.environ['PATH']}", **variables)], 120)[0]
 
 
 def counted(host: VirtualHost) -> dict[str, int]:
-    """Packets that a host has sent to the others so far, by the comment of the rule that counts them."""
+    """Return the number of packets that a host has sent to the others so far, by the comment of the counting rule."""
     words = [line.split() for line in inside(host, "nft", "list", "ruleset").splitlines() if "comment" in line]
     return {line[-1].strip('"'): int(line[line.index("packets") + 1]) for line in words}
 
@@ -118,7 +118,7 @@ def test_a_host_that_ssh_does_not_reach_is_named(two):
 
 
 def test_a_host_behind_nat_trains_over_the_tunnel(tmp_path: Path):
-    """Without it, the run is refused: see test_two_sites.py."""
+    """Without the tunnel, the run is refused (test_two_sites.py)."""
     with virtual_cluster([HostLimits()] * 3, networks=2) as (first, router, hidden):
         hide(first, router, hidden)
         with ssh_between([first, hidden], tmp_path) as tools:

@@ -1,4 +1,4 @@
-"""Two sites with a firewall, NAT or public addresses between them: what works, and the one line that names what does not."""
+"""Tests of two sites with a firewall, NAT or public addresses between them: what works, and errors where it does not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.multi_node.sites import PUBLIC, hide, needs_nft, only_open, set_addre
 
 pytestmark = [needs_hosts, needs_nft]
 TIMEOUT = 15
-"""run.timeout_seconds of these starts, and so the seconds for one connection attempt."""
+"""Value of run.timeout_seconds, and thus the seconds for one connection attempt."""
 MORE = 60
-"""Seconds that everything may take beside it, on a busy machine."""
+"""Seconds that everything else may take on a busy machine."""
 ADVICE = "or join the hosts by a VPN (launch/two_sites.md)"
 
 
@@ -30,7 +30,7 @@ def two() -> Iterator[list[VirtualHost]]:
 
 
 def outcome(made: list[VirtualHost], master: str = "10.77.0.1", *networks: str) -> list[tuple[int, str]]:
-    """(exit code, output) of one rank on each host."""
+    """Start one rank on each host, and return their exit codes and outputs."""
     started = [
         start_rank(host, rank, len(made), master, only_meet.main, str(TIMEOUT), *networks)
         for rank, host in enumerate(made)
@@ -63,7 +63,7 @@ def test_a_port_that_is_closed_is_named_with_both_ends(two, open_ports: str, clo
 
 
 def test_a_firewall_of_one_direction_is_found_although_gloo_would_need_only_the_other(two):
-    """gloo lets the rank with the higher address connect, which may change with the next addresses."""
+    """With gloo, the rank with the higher address connects, which may be the other rank after addresses have changed."""
     only_open(two[1], PORT)
     for code, output in outcome(two):
         assert code == 1
@@ -81,7 +81,7 @@ def test_a_firewall_that_drops_in_silence_costs_one_attempt(two):
 
 
 def test_hosts_that_have_the_same_address_are_told_so(two):
-    """As containers have on their bridges: each would reach itself."""
+    """Containers on the bridges of two hosts can have the same address. Each host would reach itself."""
     for host in two:
         set_address(host, "172.17.0.2", network=1)
     for code, output in outcome(two, "10.77.0.1", "eth1"):

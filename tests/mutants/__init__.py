@@ -1,7 +1,8 @@
-"""Deliberate mistakes in llmtrain that the tests must see; `python -m tests.mutation` tries them.
+"""Deliberate mistakes in llmtrain that the tests must detect. `python -m tests.mutation` tries them.
 
-A table holds those in one source file. A module here has the name of a folder of llmtrain and holds the tables of the files in
-it; `sync_a_to_l` only those of files that begin with these letters, `llmtrain_*` those of files directly in llmtrain.
+A table holds the mistakes in one source file. A module is named after a folder of llmtrain, and holds the tables of the
+files in that folder. `sync_a_to_l` holds only those of files that begin with these letters, and `llmtrain_*` those of
+files directly in llmtrain.
 """
 
 from __future__ import annotations

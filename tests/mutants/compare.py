@@ -3,109 +3,109 @@
 TABLES = {
     "llmtrain/compare/benchmarks.py": r"""
     seen by unit/test_compare_benchmarks.py
-        compare: tests against an earlier checkpoint of the baseline count
+        compare: tests against an earlier checkpoint of the baseline are accepted
           - if of_base is not None and Path(other).name
           + if False and Path(other).name
-        compare: an edited suite is not evaluated again
+        compare: results of a suite from before its edit are accepted
           -  and result.get("suite_digest", digest) == digest
         compare: a trial is evaluated against the baseline of another seed
           - bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
           + bases = {(one.condition, one.seed): base for one in done for base in done if base.run == baseline}
-        compare: fewer bits per byte are worse
+        compare: fewer bits per byte count as worse
           - sign = -1 if metric in LOWER_IS_BETTER else 1
           + sign = 1
-        compare: a trial without its test against the baseline is not evaluated again
+        compare: a trial without tests against the baseline is not evaluated again
           - (of_base and _is_against(result, one.directory, base.directory, of_base))
           + of_base
-        compare: tests against a baseline that has no result any more are kept
+        compare: tests against a baseline without a result are accepted
           - not (of_base and _is_against(
           + not (True and _is_against(
-        compare: tests against a baseline that was trained again count
+        compare: tests against a baseline from before it was trained again are accepted
           - if None not in digests and digests[0] != digests[1]:
           + if False:
     """,
     "llmtrain/compare/comparison.py": r"""
     seen by unit/test_comparison.py
-        compare: trials share a mirror
+        compare: all trials use the same mirror
           -             "checkpoint.mirror=null",
           +           ␣
-        compare: a fault may be of a host that a run does not use
+        compare: a fault of a host that a run does not use is accepted
           - for host in faulty if host >= used]
           + for host in faulty if host >= count]
     seen by unit/test_compare_runner.py
-        compare: an override of what the file sets is ignored
+        compare: an override of a key that the file sets raises no error
           - if value not in (None, used):
           + if False:
     """,
     "llmtrain/compare/faults.py": r"""
     seen by unit/test_compare_faults.py
-        documents: garbage fills the padding
+        documents: garbage replaces the padding, too
           - b == IGNORE_INDEX,
           + b == -1,
     """,
     "llmtrain/compare/measures.py": r"""
     seen by unit/test_compare_results.py
-        compare: interpolates from the wrong end
+        compare: costs are interpolated from the wrong end
           - share = (before["loss"] - target) /
           + share = (target - now["loss"]) /
-        compare: the target must be undercut
+        compare: a loss equal to the target does not reach it
           - points["loss"] <= target
           + points["loss"] < target
-        compare: waiting also counts as exposed communication
+        compare: exposed communication includes waiting
           - exposed = last["comm/exposed_seconds"] - waiting
           + exposed = last["comm/exposed_seconds"]
-        compare: of two seeds the better final loss is the target
+        compare: the target is the better of two seeds' final losses
           - interpolation="higher"
           + interpolation="lower"
-        compare: a speed-up is of all seeds, whether they got there or not
+        compare: the seeds of a speed-up are always those of the run, not of the baseline
           - ours[counts].where(fewer, theirs[counts])
           + ours[counts]
-        compare: a range of speed-ups pairs best with best
+        compare: the lower end of a speed-up pairs the fastest seeds
           - "low": theirs["low"] / ours["high"]
           + "low": theirs["low"] / ours["low"]
-        compare: faster by the median, though ranges overlap
+        compare: the median decides on faster although the ranges overlap
           - if ours["high"] < theirs["low"]:
           + if ours["median"] < theirs["median"]:
-        compare: bytes received by some hosts are those of all
+        compare: a sum over some hosts counts as the bytes that all hosts received
           - None if None in received else sum(received)
           + sum(filter(None, received))
     seen by unit/test_compare_runs.py
-        compare: runs on different texts race to a target
+        compare: runs on different texts are compared at a given target
           - goal = target if unit.is_ranked else math.nan
           + goal = target
-        compare: runs on different texts race to their own losses
+        compare: runs on different texts are compared at the baseline's loss
           - ends = ends if unit.is_ranked else ends * math.nan
           + ends = ends * 1.0
     """,
     "llmtrain/compare/other_load.py": r"""
     seen by unit/test_compare_other_load.py
-        compare: time of children that run is other programs'
+        compare: the CPU time of running children counts as other programs'
           - (this, *this.children(recursive=True))
           + (this,)
-        compare: time of children that have ended is other programs'
+        compare: the CPU time of ended children counts as other programs'
           -  + times.children_user + times.children_system
-        compare: interrupts are other programs
+        compare: soft interrupts count as other programs
           - "steal"), ("idle"
           + "steal", "softirq"), ("idle"
     """,
     "llmtrain/compare/plots.py": r"""
     seen by unit/test_compare_plots.py
-        loss: the median of seeds with few steps in common is at those steps
+        loss: the median of seeds is at their common steps, however few they are
           - if 2 * len(shared) < max(map(len, curves)):
           + if not len(shared):
-        loss: the median goes on after the first seed has ended
+        loss: the median continues after the first seed has ended
           - min(curves, key=lambda curve: curve.index[-1]).index
           + max(curves, key=lambda curve: curve.index[-1]).index
-        loss: the median begins before all seeds have
+        loss: the median begins before all seeds have begun
           - steps[steps >= begin]
           + steps[steps >= 0]
-        time: the bar is that of the fastest seed
+        time: the bar shows the fastest seed
           - .index[len(rows) // 2]
           + .index[0]
-        loss: a short logarithmic axis has no numbers
+        loss: a short logarithmic axis may have no numbers
           - if last < 100 * first:
           + if False:
-        loss: a logarithmic axis has the number of its one power of ten
+        loss: a logarithmic axis with one power of ten has a single number
           - if last < 100 * first:
           + if last < 10 * first:
     seen by unit/test_compare_report.py
@@ -115,19 +115,19 @@ TABLES = {
     """,
     "llmtrain/compare/report.py": r"""
     seen by unit/test_compare_report.py
-        headline: one seed among several is not pointed out
+        headline: a side with one seed is not mentioned if the other side has several
           - min(best["seeds"], base["seeds"])
           + max(best["seeds"], base["seeds"])
-        report: commits are listed without their seeds
+        report: several commits are listed without their seeds
           - if len(seeds) < 2:
           + if True:
-        headline: the first run is the fastest
+        headline: the first faster run counts as the fastest
           - .sort_values("median", kind="stable").index
           + .index
-        headline: seeds that miss the target are not named
+        headline: seeds that miss the target are not mentioned
           - if side["finite"] < side["seeds"]:
           + if False:
-        compare: one seed is faster without a word
+        compare: a verdict from one seed is not marked
           - == 1
           -     by_one_seed
           + == 0
@@ -135,29 +135,29 @@ TABLES = {
     """,
     "llmtrain/compare/results.py": r"""
     seen by unit/test_compare_in_process.py
-        compare: replicas that take turns are timed
+        compare: times of replicas that take turns are reported
           - takes_turns and not has_clock
           + False
-        compare: a virtual clock counts for nothing
+        compare: the times of a virtual clock are ignored
           - _by_virtual_clock(lines) if takes_turns and has_clock else lines
           + lines
     seen by unit/test_compare_report.py
-        compare: failed trials are beside other work
+        compare: failed trials count as disturbed by other programs
           - return ended and
           + return
     seen by unit/test_compare_benchmarks.py
-        compare: scores of earlier checkpoints are the last one's
+        compare: scores of earlier checkpoints count as those of the last checkpoint
           - (result["checkpoint_step"] == steps if "checkpoint_step" in result else "-step-" not in path.stem)
           + True
-        compare: a result of an evaluation costs its run
+        compare: the advice for a damaged evaluation is to repeat the run
           - read_mapping(path, EVALUATE_AGAIN)
           + read_mapping(path, RUN_AGAIN)
     seen by unit/test_compare_runs.py
-        compare: a user's run is to be deleted as a trial is
+        compare: the advice for a user's damaged run is to repeat it like a trial
           - remedy = RUN_AGAIN if
           + remedy = RUN_AGAIN if True or
     seen by unit/test_compare_results.py
-        compare: spans in order of their ends
+        compare: spans are in the order of their ends
           - sort_values(["rank", "start"],
           + sort_values(["rank", "end"],
         compare: failed trials are measured
@@ -166,34 +166,34 @@ TABLES = {
     """,
     "llmtrain/compare/runner.py": r"""
     seen by unit/test_compare_runner.py
-        compare: text is prepared for the batch before the restarts
+        compare: text is prepared for the smallest batch of a trial
           - key=lambda recipe: recipe.train.global_batch
           + key=lambda recipe: -recipe.train.global_batch
-        compare: a restart whose batch can't change is found in the middle of a trial
+        compare: a restart whose batch can't change is only noticed in the trial
           - if earlier is not None and (problem
           + if False and (problem
-        compare: a folder from before restarts had batches is of another version
+        compare: a folder from before restarts had batches counts as another comparison
           -  if line.strip() != "global_batch: null"
     seen by unit/test_compare_runner.py
-        compare: a failed trial shortens the time that is left
+        compare: failed trials enter the estimate of the time left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
-        compare: what the file overrides is said to be of the command line
+        compare: errors of the file's overrides name the command line
           - str(error).removeprefix(f"{COMMAND_LINE}: ")
           + str(error)
-        compare: garbage may begin after a run's last step
+        compare: garbage after a run's last step is accepted
           - if garbage is not None and garbage.first >
           + if False and garbage.first >
-        compare: another seed is another comparison
+        compare: another seed counts as another comparison
           - ("seeds", "baseline", "target", "suite")
           + ("baseline", "target", "suite")
-        compare: the tasks of a suite are not loaded before the trials
+        compare: a suite's tasks are not fetched before the trials
           -                 fetch_tasks(comparison.suite, folder, progress.print)
           +                 pass
-        compare: a host without a limit uses no CPU
+        compare: a host without a CPU limit counts as using no core
           - one.cpus or comparison.hosts.processes
           + one.cpus or 0
-        compare: the recipes' warnings are not shown
+        compare: warnings of the recipes are not printed
           -                     progress.print(f"warning: runs.{run}: {line}")
           -
           +                     pass
@@ -201,43 +201,43 @@ TABLES = {
     """,
     "llmtrain/compare/runs.py": r"""
     seen by unit/test_compare_runs.py
-        compare: runs are listed as given
+        compare: runs are listed in the given order
           -     if unit.is_ranked:
           -         runs =
           +     if False:
           +         runs =
-        compare: what the picture's title says differs is always the text
+        compare: the picture's title always blames different texts
           - different {unit.differs}: not
           + different texts: not
     """,
     "llmtrain/compare/trial.py": r"""
     seen by unit/test_compare_trial.py
-        comparison: each part of a trial has the whole limit
+        comparison: each stage of a trial has the whole time limit
           - (self.comparison.stop_after_minutes or math.inf) - trained
           + (self.comparison.stop_after_minutes or math.inf)
-        compare: a fault that fails costs a trial's record
+        compare: a trial whose fault times out has no record
           - except (TimeoutError, CommandError) as error:
           -             failures.append(one_line(error))
           -         seconds
           + except CommandError as error:
           +             failures.append(one_line(error))
           +         seconds
-        compare: a failing ip costs a trial's record
+        compare: a trial whose ip command fails has no record
           - with suppress(CommandError):
           + with suppress(OSError):
-        compare: faults after the end of a run are not told
+        compare: faults after the end of a run are not reported
           - .faults_after(trained)
           + .faults_after(math.inf)
-        compare: hosts that train after another one has failed may hang
+        compare: hosts may hang after another host has failed
           - (first_line, self.stopped, self.failed, math.inf)
           + (first_line, self.stopped, math.inf)
     """,
     "llmtrain/compare/cluster/frame_switch.py": r"""
     seen by unit/test_frame_switch.py
-        switch: frames leave when they arrive
+        switch: frames leave without their latency
           - (now + self.latency_seconds, frame)
           + (now, frame)
-        switch: frames for one host go to all
+        switch: frames for a known host go to all hosts
           - return [found] if found is not None else
           + return
         switch: no frame is lost
@@ -249,15 +249,15 @@ TABLES = {
     """,
     "llmtrain/compare/cluster/hosts.py": r"""
     seen by unit/test_cluster_tools.py
-        hosts: clusters of other PID namespaces are leftovers
+        hosts: clusters of other PID namespaces count as leftovers
           -  and not (groups and groups.is_foreign(cluster))
     """,
     "llmtrain/compare/cluster/limits.py": r"""
     seen by unit/test_virtual_cluster.py
-        network: a cable receives what it sends
+        network: a host receives at the rate at which it sends
           - return self.downlink_mbit or self.bandwidth_mbit
           + return self.bandwidth_mbit
-        network: lost packets are as large as others
+        network: packets are not limited to a frame where some are lost
           -     if any(own.loss for own in limits):
           -         return FRAME
           -

@@ -3,7 +3,7 @@
 TABLES = {
     "llmtrain/config/data.py": r"""
     seen by unit/test_text_list.py
-        lists: an entry keeps the defaults instead of data's keys
+        lists: an entry does not inherit the keys of data
           - return {**shared, **named, **entry}
           + return {**named, **entry}
     """,
@@ -15,18 +15,18 @@ TABLES = {
     """,
     "llmtrain/config/section.py": r"""
     seen by unit/test_recipe_wrong.py
-        recipes: a number is a period of seconds
+        recipes: a number stands for a period in seconds
           - return {"kind": "steps", "every": value}
           + return {"kind": "seconds", "every": value}
     seen by unit/test_recipe.py
         recipe: a period of 1e1 is refused
           -     value = _count(value)
           -
-        recipe: a value of another kind is merged
+        recipe: mappings of different kinds are merged
           - if both and not other_kind else value
           + if both else value
     seen by unit/test_wrong_commands.py
-        config: a key's path may be too long
+        config: a path that is too long is accepted
           -     if is_too_long(path):
           -
           +     if not path:
@@ -40,7 +40,7 @@ TABLES = {
     """,
     "llmtrain/config/sync_schedules.py": r"""
     seen by unit/test_plan_memory.py
-        plan: WAGMA's models in CPU memory are forgotten
+        plan: WAGMA's models in CPU memory are not counted
           - models_in_cpu_memory: ClassVar[int] = 2
           + models_in_cpu_memory: ClassVar[int] = 0
     """,

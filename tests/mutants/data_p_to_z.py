@@ -3,20 +3,20 @@
 TABLES = {
     "llmtrain/data/prepare.py": r"""
     seen by unit/test_data_one_document.py
-        prepare: equal documents are to be more
+        prepare: the advice for equal documents is to give more of them
           - else 1 - data.validation_fraction) > MANY:
           + else 1 - data.validation_fraction) > 10**9:
         prepare: a text without validation documents is tokenized before it is refused
           - if not data.source.startswith(HUB) and find_ready_made(data) is None:
           + if False:
-        prepare: all of a text is read beforehand
+        prepare: the search for first documents reads the whole text
           - if len(found) == len(splits_of(data, key)):
           + if False:
-        prepare: the separator that was given is named again
+        prepare: paragraphs are advised although a separator was given
           - "" if data.separator != DataSection().separator else
           + "" if False else
     seen by unit/test_data_damage.py
-        prepare: a lock on a disk that does not answer is a wrong folder
+        prepare: a lock on a disk that does not answer is the folder's fault
           -         raise data_error(problem, error) from None
           -     with lock:
           +         raise DataError(problem) from None
@@ -25,7 +25,7 @@ TABLES = {
         prepare: two bytes for every vocabulary
           - "<u2" if vocabulary <= 1 << 16 else "<u4"
           + "<u2"
-        prepare: a lost tokenizer is not missed
+        prepare: a missing tokenizer goes unnoticed
           - if not config.is_file():
           + if False:
         tokens: a long file name makes a folder's name that is too long
@@ -36,39 +36,39 @@ TABLES = {
           - directory.parent.glob(f"{directory.name}.*-tmp")
           + directory.parent.glob(f"{directory.name}-tmp")
     seen by unit/test_python_files.py
-        python: nothing on record
+        python: the record of packages is empty
           - (new / PACKAGES).write_text(python_text().record,
           + (new / PACKAGES).write_text("",
     seen by unit/test_data_sentencepiece.py
-        tokenizer: a larger sample is the same tokenizer
+        tokenizer: the size of the sample is not part of its identity
           - identity["tokenizer_sample_bytes"] = sample
           + pass
     seen by unit/test_data_ready_made.py
-        token files: which of them are held out is not part of a folder's name
+        token files: the number of held-out files is not part of a folder's name
           -         identity["validation_files"] = len(ready_made.validation)
           +         pass
     """,
     "llmtrain/data/python_files.py": r"""
     seen by unit/test_python_files.py
-        python: equal files read again
+        python: equal files are read more than once
           - if text and digest not in seen:
           + if text:
-        python: one package after the other
+        python: files are not shuffled across packages
           - sorted(files, key=lambda pair: _name_hash(f"{pair[0]}/{pair[1].name}"))
           + sorted(files)
         python: tests are read
           - {"..", *TESTS} & set(file.parts)
           + {".."} & set(file.parts)
-        python: another version has the same digest and name
+        python: the version of a package is not on record
           - return PackageRecord(self.name, self.version, len(self.files)
           + return PackageRecord(self.name, "1.0", len(self.files)
-        python: a digest of names and sizes only
+        python: the digest covers names and sizes only
           - f"{file.name} {file.bytes} {file.recorded}"
           + f"{file.name} {file.bytes}"
         python: other versions hold out other packages
           - for pin in sorted(self.pinned, key=lambda pin: _name_hash(pin.name)):
           + for pin in sorted(self.records, key=lambda pin: _name_hash(pin.name)):
-        python: too much held out
+        python: more is held out than asked for
           -                 room -= pin.bytes
           -
     """,
@@ -80,25 +80,25 @@ TABLES = {
         token files: validation begins within a document
           -             return start + int(found[0]) + 1
           +             return start + int(found[0])
-        token files: the bytes of a shorter validation are kept
+        token files: a shorter validation is not prepared anew
           - return ready_made is None or len(prepared.tokens("validation")) in ready_made.validation_bytes
           + return ready_made is None or bool(ready_made.validation_bytes)
         token files: tokens of four bytes are read as twice as many
           - has_even and not has_odd
           + False
-        token files: a validation text without eos counts
+        token files: has_eos also depends on the validation text
           - has_eos=has_eos["train"])
           + has_eos=all(has_eos.values()))
-        token files: a character that is cut off counts
+        token files: a character that is cut off at the end counts
           - for cut in range(4):
           + for cut in range(1):
     """,
     "llmtrain/data/same_tokens.py": r"""
     seen by distributed/test_same_tokens.py
-        same: a folder is to be copied that another host does not look for
+        same: the advice for a local text is to copy a prepared folder
           - if source.startswith(HUB):
           + if True:
-        same: a disk that fails is an error of its own rank alone
+        same: only the rank with a failing disk raises an error
           - except UnavailableError as error:
           + except OSError as error:
     """,
@@ -107,7 +107,7 @@ TABLES = {
         sentencepiece: no space before a text that begins with one
           - steps.append(normalizers.Prepend(SPACE))
           + steps.append(normalizers.Replace(Regex(f"^(?!{SPACE})"), SPACE))
-        sentencepiece: merges in the order of ids
+        sentencepiece: merges are in the order of ids, not of scores
           - merges=merges_of(sorted(score, key=lambda piece: -score[piece])),
           + merges=merges_of(sorted(score)),
         sentencepiece: a special piece is found in a text
@@ -118,14 +118,14 @@ TABLES = {
     """,
     "llmtrain/data/sites.py": r"""
     seen by unit/test_batch_shares.py
-        shares: a site's replicas have the shares of the first ones
+        shares: a site's replicas have the shares of the run's first replicas
           - shares=tuple(shape.shares[number] for number in own) if
           + shares=shape.shares[: len(own)] if
-        shares: the mean over replicas is that of the site
+        shares: the mean is over the replicas of the site, not of the run
           - self.mean_replica_tokens = shape.global_batch * shape.sequence_length / shape.replicas
           + pass
     seen by unit/test_data_sites.py
-        sites: all replicas of a site read the same
+        sites: all replicas of a site read the same samples
           - replica=own.index(shape.replica)
           + replica=0
         sites: a site that is absent is forgotten
@@ -140,7 +140,7 @@ TABLES = {
         sites: cursors are merged with the new batch
           - self._by_site(states, old_batch or self._run.global_batch)
           + self._by_site(states, self._run.global_batch)
-        sites: cursors are merged as if the site had all replicas
+        sites: cursors are merged as if all replicas were at the site
           - return run_batch // replicas * members
           + return run_batch
         sites: an absent site forgets how many samples it had
@@ -150,16 +150,16 @@ TABLES = {
           - f"{prepared.vocab_size} {prepared.eos_id} {content}"
           + f"{prepared.vocab_size} {content}"
     seen by distributed/test_sites.py::test_what_one_site_lacks_is_an_error_at_all
-        sites: other tokenizers pass
+        sites: different tokenizers are accepted
           - if text.tokenizer != first.tokenizer:
           + if False:
     """,
     "llmtrain/data/sources.py": r"""
     seen by unit/test_data_sources.py
-        sources: nothing is said of the tokens that a correction loses
+        sources: an error does not say that a correction of the text loses tokens
           - f"{error}; {ANEW}" if self.documents else
           + f"{error}; {ANEW}" if False else
-        sources: a disk that fails is the text's fault
+        sources: a failing disk is the text's fault
           - except UnavailableError:
           + except ZeroDivisionError:
     seen by unit/test_data_sources.py, unit/test_data_prepare.py
@@ -174,20 +174,20 @@ TABLES = {
         stories: the notice is a story
           - islice(documents_of_file(path, DataSection(), read), 1, None)
           + documents_of_file(path, DataSection(), read)
-        stories: a folder of the same name is passed over
+        stories: a local folder of the same name is ignored
           -     _refuse_local(STORIES, "this package's text")
           -
-        stories: every copy of the package tokenizes them again
+        stories: every installation of the package tokenizes them again
           - hashlib.blake2b(_stories_file().read_bytes(), digest_size=8).hexdigest()
           + str(_stories_file())
-        stories: a user's separator cuts them
+        stories: a user's separator divides them
           - documents_of_file(path, DataSection(), read)
           + documents_of_file(path, data, read)
     seen by unit/test_python_files.py
-        python: files held out one by one
+        python: single files are held out instead of packages
           - package in chosen if package else _held_out(text, data.validation_fraction)
           + _held_out(text, data.validation_fraction)
-        python: the same tokens for another text
+        python: the identity of the tokens does not contain the packages
           - identity["python"] = _python_text().records
           + identity["python"] = []
     seen by unit/test_data_sources.py
@@ -201,7 +201,7 @@ TABLES = {
           - (found.st_ino, found.st_size, found.st_mtime_ns)
           + (0, 0, found.st_mtime_ns)
     seen by unit/test_data_stream.py
-        stream: progress does not count
+        stream: progress does not extend the wait
           - before, last_progress = progress, now
           + before = progress
         stream: more tokens than the run's are read
@@ -257,10 +257,10 @@ TABLES = {
           - (ids.max() < self.size and ids.min() >= 0)
           + ids.max() < self.size
     seen by unit/test_data_ready_made.py
-        token files: the id after the last is a token
+        token files: an id equal to the vocabulary's size is accepted
           - ids.max() < self.size and
           + ids.max() <= self.size and
-        token files: the scan reads the first tokens alone
+        token files: the scan reads only the first tokens
           - for first in range(0, tokens, len(buffer)):
           + for first in range(0, min(tokens, len(buffer)), len(buffer)):
     """,
@@ -279,7 +279,7 @@ TABLES = {
         tokenizer: eos is hidden before words are marked
           - pre_tokenizers.Sequence([*steps, hiding([eos])])
           + pre_tokenizers.Sequence([hiding([eos]), *steps])
-        tokenizer: a class of its own forgets what hides eos
+        tokenizer: a custom class loses what hides eos
           -             _record_general_class(cache)
           +             pass
     seen by unit/test_data_sentencepiece.py
@@ -287,17 +287,17 @@ TABLES = {
           - if new.model is not None:
           + if new.model is None:
     seen by unit/test_wrong_files.py
-        tokenizer: no text shows that its settings are of the right kinds
+        tokenizer: its settings are not tried on a text
           -             if try_out:
           +             if False:
     seen by unit/test_pretrained.py
-        tokenizer: a damaged one is described in Python's words
+        tokenizer: damage is described in Python's words
           - raise error(reason(caught)) from None
           + raise error(first_line(caught)) from None
     """,
     "llmtrain/data/tokenizing.py": r"""
     seen by unit/test_data_prepare.py
-        prepare: eos after every piece of a document
+        prepare: every piece of a document ends with eos
           - end[: int(is_last)]]
           + end]
         prepare: a quoted eos ends a document
@@ -310,10 +310,10 @@ TABLES = {
         tokenizing: the library's objects of a long document are kept
           - [ids if is_last else _as_array(ids) for ids,
           + [ids for ids,
-        num_proc: a process that was killed is the text's fault
+        num_proc: a killed process is the text's fault
           - return UnavailableError(
           + return DataError(
-        num_proc: batches are taken as they are completed
+        num_proc: batches are taken in the wrong order
           -         found = self._result(waiting[0])
           -         waiting.popleft()
           -

@@ -3,7 +3,7 @@
 TABLES = {
     "llmtrain/doctor/machine.py": r"""
     seen by unit/test_doctor.py
-        doctor: warns where there is room on the disk
+        doctor: warns if there is room on the disk
           - if free < needed:
           + if free > needed:
         doctor: a space before an interface is a part of its name
@@ -27,7 +27,7 @@ TABLES = {
         doctor: an all-reduce counts although it is mostly round trips
           - max(COLLECTIVE_LONG_ENOUGH, min(covered, LONGEST_COLLECTIVE * timeout_seconds))
           + COLLECTIVE_LONG_ENOUGH
-        doctor: the clock's offset by the slowest round trip
+        doctor: the slowest round trip determines the clock's offset
           - skew=min(pings)[1]
           + skew=max(pings)[1]
         doctor: the faster direction of a link decides
@@ -39,14 +39,14 @@ TABLES = {
         doctor: the fastest host is predicted
           -     return by_host[slow], [warning(
           +     return by_host[fast], [warning(
-        doctor: a slow host is slow, however little it has to do
+        doctor: a slow host's smaller part of the work is ignored
           - node: rate / parts[rank // shards]
           + node: rate
     seen by unit/test_network_use.py
-        doctor: the first delay is offered, whether it hides messages or not
+        doctor: the first delay is offered even if it hides less
           - if share > most - GAIN][:1]
           + ][:1]
-        doctor: choices that the recipe does not allow are offered
+        doctor: invalid recipes are offered
           -         check(changed, ranks)
           -
     """,
@@ -55,7 +55,7 @@ TABLES = {
         doctor: only rank 0's host looks for the run directory
           - sharing_problem([told[leader] for leader in leaders])
           + sharing_problem([told[leader] for leader in leaders[:1]])
-        doctor: leaves a file in the run directory
+        doctor: a file is left in the run directory
           -                 probe.unlink(missing_ok=True)
           +                 pass
     """,
@@ -70,20 +70,20 @@ TABLES = {
         doctor: hosts with different numbers of ranks have no mesh to measure
           - shards="auto" if is_even else 1
           + shards="auto"
-        doctor: nobody waits for a link that is stuck
+        doctor: other ranks do not wait long enough for a stuck link
           - 2 * self.timeout_seconds)
           + self.timeout_seconds)
-        doctor: a wait names the recipe's key
+        doctor: a timeout's message names the recipe's key
           - .replace("run.timeout_seconds", "--timeout")
           +
-        doctor: a round trip is taken for the latency of one way
+        doctor: a round trip counts as the latency of one way
           - 8e-6 * rate * shards, round_trip / 2,
           + 8e-6 * rate * shards, round_trip,
-        doctor: the bandwidth of one rank is taken for that of its replica
+        doctor: the bandwidth of one rank counts as that of its replica
           - 8e-6 * rate * shards, round_trip / 2,
           + 8e-6 * rate, round_trip / 2,
     seen by unit/test_doctor.py
-        doctor: GPUs for the first process are enough for all
+        doctor: GPUs are only checked for the first process
           - World(processes - 1, processes, processes - 1, processes)
           + World(0, processes, 0, processes)
         doctor: warns of a public network although the recipe allows it
@@ -104,7 +104,7 @@ TABLES = {
     """,
     "llmtrain/doctor/token_space.py": r"""
     seen by unit/test_doctor_tokens.py
-        doctor: tokens that are prepared are counted again
+        doctor: tokens that are already prepared need room again
           - needed[split] - there.get(split, 0)
           + needed[split]
         doctor: each text of a mixture is looked for under a tokenizer of its own
@@ -113,7 +113,7 @@ TABLES = {
         doctor: a node holds the texts of all replicas
           - for rank, name in enumerate(nodes) if name == node}
           + for rank, name in enumerate(nodes)}
-        doctor: the node that prepares least counts
+        doctor: the node that prepares the least determines the room
           - max(counts) *
           + min(counts) *
         doctor: a dataset that has ended lacks tokens

@@ -3,19 +3,19 @@
 TABLES = {
     "llmtrain/eval/arguments.py": r"""
     seen by unit/test_eval_arguments.py
-        eval: a mistyped device is found out when the model is loaded
+        eval: a mistyped device is only noticed when the model is loaded
           - check_device_name(device, "--device")
           + pass
-        eval: the baseline is looked for when everything else is evaluated
+        eval: a missing baseline is only noticed at the end
           -         check_model_path(baseline, None)
           +         pass
         eval: results of a model of the same name are overwritten
           - if os.path.exists(other) and path
           + if False and path
-        eval: a results folder that can't be written is found out after the first task
+        eval: a results folder that can't be written is only noticed after the first task
           -         check_can_write(out or path / EVALUATIONS)
           -
-        eval: imports torch before it looks at its arguments
+        eval: torch is imported before the arguments are checked
           - import os
           -
           + import os
@@ -24,7 +24,7 @@ TABLES = {
     """,
     "llmtrain/eval/command.py": r"""
     seen by unit/test_eval_arguments.py
-        eval: a baseline's first task is lost where nothing can be written
+        eval: a baseline's first task is lost if its cache can't be written
           - check_can_write(cache.folder)
           + pass
         eval: a baseline is always its newest checkpoint
@@ -36,33 +36,33 @@ TABLES = {
         eval: new weights of the same size go unnoticed
           - \0{stat.st_size}\0{stat.st_mtime_ns}\0
           + \0{stat.st_size}\0
-        eval: the newest of a run is an export of what was trained before
+        eval: an export of earlier training counts as a run's newest checkpoint
           - steps = [max(complete_checkpoints(path / CHECKPOINTS) or _exports(path))]
           + steps = [max(_steps(path))]
     """,
     "llmtrain/eval/harness.py": r"""
     seen by unit/test_eval_harness.py
-        eval: a generated answer may fill the model's context
+        eval: a generated answer may be as long as the model's context
           - if asked >= model.max_length:
           + if asked > model.max_length:
-        eval: a dataset that the hub's cache lacks is a damaged file
+        eval: a dataset missing in the hub's cache counts as a damaged file
           - if is_local and not isinstance(error, OSError):
           + if not isinstance(error, OSError):
-        eval: JSON with a standard error that is no number
+        eval: a standard error that is not finite enters the JSON
           - isinstance(value, int | float) and math.isfinite(value) else None
           + isinstance(value, int | float) else None
     seen by end_to_end/test_eval_damaged.py
         eval: damaged data of a task ends in a traceback
           - except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
           + except OSError as error:
-        eval: scores of a task whose losses are no numbers
+        eval: a task with NaN losses has scores
           - return all(math.isfinite(value) for value in values if isinstance(value, float))
           + return not any(math.isinf(value) for value in values if isinstance(value, float))
-        eval: lm-eval's bars fill a log
+        eval: lm-eval's progress bars are written to a log
           -     if not sys.stderr.isatty():  # lm-eval's
           +     if False:  # lm-eval's
     seen by unit/test_eval_texts.py
-        eval: questions reach learned positions that are random
+        eval: questions reach untrained learned positions
           - device=device, max_length=longest)
           + device=device)
         eval: tasks are evaluated with weights that were drawn at random
@@ -71,7 +71,7 @@ TABLES = {
     """,
     "llmtrain/eval/scores.py": r"""
     seen by unit/test_eval_scores.py
-        eval: the smaller of two standard errors decides on chance
+        eval: the smaller of two standard errors decides what is near chance
           - error = max(stderr,
           + error = min(stderr,
         eval: standard error of a ratio over the sum, not the mean
@@ -80,19 +80,19 @@ TABLES = {
         eval: McNemar's tail is a term short
           - for k in range(fewer):
           + for k in range(fewer - 1):
-        eval: the cache forgets which checkpoint it was
+        eval: the cache does not distinguish checkpoints
           - return {"checkpoint": self.fingerprint, **key}
           + return {**key}
     """,
     "llmtrain/eval/table.py": r"""
     seen by unit/test_eval_table.py
-        eval: a text that is one document is tested without a word
+        eval: a test on a single document has no note
           - if documents == 1 and "bytes" in scores:
           + if False:
-        eval: losses in other contexts are tested against each other
+        eval: losses in different contexts are tested against each other
           -  or _context(a, row) != _context(b, row):
           + :
-        eval: losses in windows of other lengths are tested against each other
+        eval: losses in windows of different lengths are tested against each other
           - return SEPARATE in about, about.get("window")
           + return SEPARATE in about, None
     """,
@@ -104,10 +104,10 @@ TABLES = {
         eval: separate documents lack the token after them
           - torch.cat((document, document[:1]))
           + torch.cat((document, document[-1:]))
-        eval: limits before it takes every n-th document
+        eval: the limit applies before every n-th document is taken
           - islice(islice(split_text(file, separator), 0, None, every), limit)
           + islice(islice(split_text(file, separator), limit), 0, None, every)
-        generate: texts reach learned positions that are random
+        generate: texts reach untrained learned positions
           - max_position_embeddings", None), self.trained_positions)
           + max_position_embeddings", None),)
         eval: a compressed text is read as it is
@@ -123,27 +123,27 @@ TABLES = {
           - torch.cat(costs).cpu().double()
           + torch.cat(costs).double().cpu()
     seen by unit/test_eval_arguments.py
-        eval: another device than asked
+        eval: a GPU number one too high is accepted
           - int(index or 0) >= found
           + int(index or 0) > found
     seen by unit/test_export.py
-        eval: weights that are missing are drawn at random
+        eval: missing weights are drawn at random
           - for kind in ("missing_keys", "mismatched_keys")
           + for kind in ("mismatched_keys",)
         generate: a folder's token may be anything
           - (type(token) is not int or not 0 <= token < model.config.vocab_size)
           + False
     seen by end_to_end/test_eval_damaged.py
-        eval: a loss that is no number is a score
+        eval: a NaN loss is a score
           - if not costs.isfinite().all():
           + if costs.isinf().any():
     """,
     "llmtrain/eval/units.py": r"""
     seen by unit/test_eval_units.py
-        eval: the larger of two limits
+        eval: the larger of two limits applies
           - return min(given) if given
           + return max(given) if given
-        eval: a group of the harness's tasks is loaded without them
+        eval: a group of the harness's tasks is loaded without its members
           - with_defaults=not (task and task.is_complete)
           + with_defaults=task is None
     """,

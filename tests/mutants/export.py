@@ -9,17 +9,17 @@ TABLES = {
         export: the card of one replica has the scores of the mean
           - is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
           + is_default = True
-        card: scores of a quick look are for leaderboards
+        card: scores on a limited number of documents are for leaderboards
           - content.get("limit") is not None
           + False
     seen by unit/test_export_folder.py
-        card: the scores of weights that were trained before
+        card: scores of older weights are listed
           -  or content.get("digest") not in (None, digest):
           + :
-        card: a quick look replaces scores on all documents
+        card: scores on a limited number of documents replace those on all
           - rank = (not is_limited, str(
           + rank = (True, str(
-        card: the oldest of several scores
+        card: the oldest of several scores is listed
           - max(reversed(scores),
           + min(reversed(scores),
         card: standard errors are listed as scores
@@ -28,10 +28,10 @@ TABLES = {
     """,
     "llmtrain/export/export.py": r"""
     seen by unit/test_eval_texts.py
-        export: a masked run counts as one of joined documents
+        export: a run with a document mask counts as one without
           - train.document_mask or source.recipe.data.packing == "none"
           + source.recipe.data.packing == "none"
-        export: positions of the weights that began a run count as random
+        export: positions of a run's initial weights count as random
           - learned > length and is_fresh else None
           + learned > length else None
     seen by unit/test_export.py
@@ -45,7 +45,7 @@ TABLES = {
         export: a checkpoint of another recipe with the same model is exported
           -     source.check_recipe()
           -
-        export: the card is written when the folder has its name
+        export: the card is written after the folder has its final name
           -                 (folder / CARD).write_text(model_card(source, manifest), encoding="utf-8")
           -                 keep_others(final, folder)
           +                 keep_others(final, folder)
@@ -61,7 +61,7 @@ TABLES = {
           - and not before.has_weights_of(now) and
           + and False and
     seen by unit/test_export_folder.py
-        export: the folder that was there is deleted though the new one has no name yet
+        export: the old folder is deleted before the new one has its final name
           -         if retired.exists() and not final.exists():
           -             with suppress
           +         if retired.exists() and final.exists():
@@ -69,7 +69,7 @@ TABLES = {
         export: shards of the old export are kept
           - path.is_dir() if written is None else path.name not in written
           + True
-        export: readers of older configs take another rotary base
+        export: the rotary base is missing for readers of older configs
           - for key in ("rope_theta", "partial_rotary_factor") if key in rope}
           + for key in ("partial_rotary_factor",) if key in rope}
     seen by unit/test_export_folder.py, distributed/test_export.py
@@ -87,7 +87,7 @@ TABLES = {
         export: the tokenizer adds its own special tokens
           -             content["post_processor"] = _without_templates(content.get("post_processor"))
           -
-        export: only transformers 5 knows the tokenizer's class
+        export: the tokenizer's class is unknown to transformers before 5
           -         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
           +         pass
         export: llama.cpp puts a space before each text
@@ -106,13 +106,13 @@ TABLES = {
     """,
     "llmtrain/export/request.py": r"""
     seen by unit/test_export.py, distributed/test_export.py
-        export: another dtype is the same export
+        export: an export in another dtype is reused
           - (manifest.weights, manifest.dtype) == (str(self.weights), self.dtype)
           + manifest.weights == str(self.weights)
     """,
     "llmtrain/export/separators.py": r"""
     seen by unit/test_data_ready_made.py
-        card: every text ended with eos, also of token files without it
+        card: token files without eos are described as ending with eos
           - return _Separators.EOS if ready_made.has_eos else _Separators.NONE
           + return _Separators.EOS
     """,

@@ -3,10 +3,10 @@
 TABLES = {
     "llmtrain/launch/attempts.py": r"""
     seen by unit/test_attempts.py
-        attempts: one restart less
+        attempts: there is one restart too few
           - if final or number == restarts:
           + if final or number >= restarts - 1:
-        attempts: a wrong recipe is started again
+        attempts: ranks are restarted with a wrong recipe
           - any(ended.by_signal for ended in endings.values()) or BAD_USAGE in codes
           + any(ended.by_signal for ended in endings.values())
         attempts: nodes keep their numbers when one is gone
@@ -35,31 +35,31 @@ TABLES = {
         roll call: a node number that is in use counts as gone
           - if self._store.add(f"beat {rank}", 0) == beats:
           + if self._store.add(f"beat {rank}", 0) >= beats:
-        roll call: a node that does not reach node 0 is silent
+        roll call: a node that does not reach node 0 reports nothing
           - if not is_reported and time.monotonic() - started >= REPORT_SECONDS:
           + if False:
-        launcher: the nodes of all steps of a Slurm job are of one run
+        launcher: nodes of all steps of a Slurm job join one run
           - f"llmtrain launch {nodes.step}"
           + "llmtrain launch"
-        roll call: a meeting point that may work later is a wrong recipe
+        roll call: an error at the meeting point that may pass is a wrong recipe
           - is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
           + is_taken = True
-        roll call: a port that is taken may be free later
+        roll call: a port in use is an error that may pass
           - is_taken = nodes.rank == 0 and "EADDRINUSE" in reason
           + is_taken = False
-        launch: ranks wait for those of a node that have refused the recipe
+        launch: ranks wait for ranks that have refused the recipe on another node
           - if mine.code in (FAILED, BAD_USAGE):
           + if mine.code == FAILED:
-        launch: ranks wait for those of a node that was stopped before they met
+        launch: ranks wait for ranks of a node that was stopped before they met
           -             self._store.set(f"failed {self._attempt}", "yes")
           -
-        launch: a launcher that is stopped at the end ends the ranks of others
+        launch: a launcher stopped at the end ends the ranks of other nodes
           -         self._attempt = attempt + 1
           -
         launch: node 0 may be lost while another node prepares data
           - with self.needs_node_0("prepare the data"):
           + if True:
-        launch: node 0 may be lost while nodes come
+        launch: node 0 may be lost while nodes arrive
           - with link.needs_node_0("arrive"):
           + if True:
     """,
@@ -77,7 +77,7 @@ TABLES = {
         launch: ranks without GPUs meet those that have some
           - if fewest < most and (differ or not fewest):
           + if fewest < most and differ:
-        launch: other nodes do not hear that one refuses the recipe
+        launch: other nodes are not told that one refuses the recipe
           - if node["refusal"]:
           + if False:
     """,
@@ -87,7 +87,7 @@ TABLES = {
           -         check_is_alone("set
           +         str("set
     seen by unit/test_nodes.py
-        nodes: each task of a Slurm step trains alone because of a variable that was left
+        nodes: a leftover NNODES makes each task of a Slurm step train alone
           - if tasks not in (1, count):
           + if False:
         nodes: accepts a rank one too high
@@ -107,19 +107,19 @@ TABLES = {
     """,
     "llmtrain/launch/preflight.py": r"""
     seen by unit/test_pretrained.py
-        weights: a start is not checked before its data is prepared
+        weights: initial weights are not checked before the data is prepared
           - weights=check_initial_weights(recipe))
           + weights=None)
     seen by distributed/test_run_length.py
-        length: recipe check does not say that the rate jumps
+        length: recipe check does not warn that the learning rate jumps
           - warnings=[*warnings, *(change.warnings() if change is not None else ())],
           + warnings=warnings,
     seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
-        preflight: another text is no problem
+        preflight: a run may continue on another text
           -     check_texts(directory, texts)
           -
     seen by unit/test_preflight.py
-        preflight: a model that can't be initialized is fine
+        preflight: a model that can't be initialized is accepted
           - check_initial_values(model)
           + pass
         preflight: a tokenizer that would be trained is not compared with the model
@@ -127,25 +127,25 @@ TABLES = {
           -
           +             pass
           +
-        preflight: a run directory of another recipe is fine
+        preflight: a run directory of another recipe is accepted
           -     directory.check_recipe()
           -
-        preflight: a start takes another machine's packages and GPUs
+        preflight: a start does not check this machine's packages and GPUs
           -     check_machine(recipe)
           -
         preflight: a prepared text of eval.sets may be too short
           -                 check_set(recipe, name, text)
           -
-        warnings: recipe check does not know its mesh
+        warnings: recipe check does not pass on its mesh
           - recipe_warnings(recipe, {**texts, **sets}, mesh)
           + recipe_warnings(recipe, {**texts, **sets})
-        warnings: recipe check does not know the number of processes elsewhere
+        warnings: recipe check ignores the number of processes on another machine
           - recipe_warnings(recipe, mesh=MeshSize(ranks, replicas))
           + recipe_warnings(recipe)
-        warnings: a process elsewhere is a rank, also with all replicas in one
+        warnings: a process on another machine is one rank, even with all replicas in one process
           - ranks = processes * recipe.parallel.ranks_per_process
           + ranks = processes
-        warnings: an automatic mesh elsewhere is one replica
+        warnings: an automatic mesh on another machine is one replica
           - replicas = 1 if ranks == 1 else None
           + replicas = 1
     seen by unit/test_data_one_document.py
@@ -163,16 +163,16 @@ TABLES = {
         rank server: keeps the launcher's files open
           - os.close(number)
           + pass
-        rank server: a long path of the temporary folder ends the launch
+        rank server: a temporary folder with a long path ends the launch
           - connection.Listener(family="AF_UNIX").close()
           + pass
         rank server: a machine without shared memory can't launch
           - multiprocessing.get_context("fork").Lock()  # as
           + pass  # as
-        rank server: ends by a scheduler's signal
+        rank server: a scheduler's signal ends it
           - signal.signal(number, signal.SIG_IGN)
           + signal.signal(number, signal.SIG_DFL)
-        rank server: each rank writes what the launcher has not written yet
+        rank server: each rank repeats the launcher's buffered output
           -         stream.flush()  # else
           +         pass  # else
     """,
@@ -184,22 +184,22 @@ TABLES = {
         launch: after the loss of a node, the batch changes though the data does not allow it
           - if problem := batch_problem(recipe, smaller):
           + if False:
-        launch: ranks on GPUs have torch's own allocator settings
+        launch: ranks on GPUs have torch's default allocator settings
           -     use_expandable_segments()
           -
         torchrun: ranks that end with a library's code are not started again
           - max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED)
           + max(codes)
-        torchrun: after a second Ctrl-C, the summary of ranks that are killed is awaited
+        torchrun: after a second Ctrl-C, a node waits for the summary of killed ranks
           - if nodes.rank == 0 or are_killed() else
           + if nodes.rank == 0 else
         torchrun: Kubeflow's variables change its rendezvous
           - environment_without_rank(), clear=True
           + environment_without_rank()
-        launch: a node that refuses the recipe does not meet the others
+        launch: a node that refuses the recipe exits before it meets the others
           - if nodes.count == 1 or error.exit_code != BAD_USAGE:
           + if True:
-        torchrun: whether training has begun is what NFS knew before
+        torchrun: NFS's stale cache decides whether training has begun
           -     revalidate(directory.path)  # rank 0 may be on another host
           -
         torchrun: after a loss, a batch that can't be divided is a wrong recipe
@@ -207,21 +207,21 @@ TABLES = {
           -         reason
           +     except LookupError as error:
           +         reason
-        torchrun: handles signals itself
+        torchrun: torch's agent handles signals itself
           - UNUSED_SIGNAL = "SIGVTALRM"
           + UNUSED_SIGNAL = "SIGTERM,SIGHUP"
-        torchrun: says that other nodes are still busy
+        torchrun: torch's message that other nodes are still busy is shown
           - "Received %s death signal", "Error waiting on exit barrier"
           + "Received %s death signal", "Received"
-        launch: the first line waits for torch
+        launch: the first line is not printed before torch is imported
           -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
           +     import torch  # noqa: F401
     seen by unit/test_text_list.py
-        sites: the nodes that are left read the first texts
+        sites: remaining nodes read the first texts
           - rank=member)) for member in attempt.members)
           + rank=member)) for member in range(attempt.nodes.count))
     seen by unit/test_batch_shares.py
-        shares: a lost replica's share is kept
+        shares: the first shares are kept, not those of the remaining replicas
           - [train.batch_shares[replica] for replica in left] if
           + [*train.batch_shares[:len(left)]] if
     seen by unit/test_torchrun.py, end_to_end/test_interruptions.py
@@ -230,31 +230,31 @@ TABLES = {
           + {"done": DONE}
     seen by end_to_end/test_start.py
         start: ranks import TensorBoard themselves
-          deep: it starts an interpreter of its own, which imports all
+          deep: the test starts a separate interpreter, which imports everything
           -         import torch.utils.tensorboard
           -
     """,
     "llmtrain/launch/watchdog.py": r"""
     seen by unit/test_watchdog.py
-        watch: ranks that work are ended, too
+        watch: working ranks are ended, too
           - if elsewhere or _state(rank) == psutil.STATUS_STOPPED:
           + if True:
         watchdog: SIGUSR1 is not passed on
           - signal.SIGQUIT, signal.SIGUSR1)
           + signal.SIGQUIT)
-        watchdog: a signal of another kind ends the checkpoint of the first
+        watchdog: a second signal of another kind interrupts the checkpoint
           - if first and number != first[0]:
           + if False:
-        watchdog: Ctrl-C ends the launcher where it has ended the reader of its output
+        watchdog: Ctrl-C ends the launcher if the reader of its output is gone
           -     with suppress(OSError):  # Ctrl-C also
           +     with suppress():  # Ctrl-C also
     seen by end_to_end/test_interruptions.py
-        watchdog: the second Ctrl-C asks again
+        watchdog: the second Ctrl-C is a request, not an end
           -         if count == 1:
           -
           +         if count <= 2:
           +
-        watchdog: the first Ctrl-C ends all at once
+        watchdog: the first Ctrl-C ends everything immediately
           - interrupts = set(psutil.Process().children()), itertools.count(1)
           + interrupts = set(psutil.Process().children()), itertools.count(2)
     """,

@@ -5,7 +5,7 @@ TABLES = {
     seen by unit/test_attention.py
         attention: products in bf16 without the mask
           - .masked_fill_(~sees, -torch.inf)
-        documents: eos belongs to the document that it ends
+        documents: an eos token belongs to the document that it ends
           - return (input_ids == separator).cumsum(1)
           + return (input_ids == separator).cumsum(1) - (input_ids == separator).long()
         attention: a window one token wider
@@ -14,10 +14,10 @@ TABLES = {
     """,
     "llmtrain/consistency.py": r"""
     seen by unit/test_rendezvous.py
-        recipe: a host can't have folders of its own
+        recipe: a host may not have its own folders
           -  if key not in PER_HOST_KEYS}
           + }
-        recipe: a key that one recipe lacks is not compared
+        recipe: keys that the first recipe lacks are not compared
           - for key in dict.fromkeys(key for one in values for key in one):
           + for key in values[0]:
     """,
@@ -34,14 +34,14 @@ TABLES = {
           - is_own and math.isfinite(found.loss)
           + is_own
     seen by unit/test_checkpoint_retention.py
-        best: losses over other tokens count
+        best: losses over different validation tokens are compared
           -  if loss.tokens == tokens)
           + )
         best: the first of equal losses is the best
           - (loss.loss, -step, step)
           + (loss.loss, step, step)
     seen by unit/test_checkpoint_retention.py, distributed/test_best_checkpoint.py, unit/test_best_in_mirror.py
-        best: it is deleted with the others
+        best: the best is deleted with the others
           - if step != best and step not in kept]
           + if step not in kept]
     seen by unit/test_checkpoint_files.py, unit/test_mirror.py
@@ -49,14 +49,14 @@ TABLES = {
           - sorted(losses)[: -section.keep]
           + sorted(losses)[: -section.keep - 1]
     seen by unit/test_doctor.py
-        doctor: forgets the checkpoint that replaces the oldest
+        doctor: no room is needed for the checkpoint that replaces the oldest
           - section.keep + section.keep_best + for_good + 1
           + section.keep + section.keep_best + for_good
     """,
     "llmtrain/cli.py": r"""
     seen by end_to_end/test_start.py
         start: numpy starts threads in the launcher
-          deep: it starts an interpreter of its own, which imports all
+          deep: the test starts a separate interpreter, which imports everything
           -     with single_threaded_imports():  # numpy's
           +     if True:
     seen by unit/test_cli.py
@@ -66,13 +66,13 @@ TABLES = {
         cli: launch forgets the exit code
           - raise typer.Exit(launch_torchrun(recipe, overrides or []))
           + launch_torchrun(recipe, overrides or [])
-        prepare: Ctrl-C says nothing
+        prepare: Ctrl-C has no message of its own
           -     except KeyboardInterrupt:
           -
           +     except ZeroDivisionError:
           +
     seen by unit/test_recipe_files.py
-        recipes: compare knows files only
+        recipes: compare accepts files only, not names
           - run_comparison(find_recipe(Path(file)),
           + run_comparison(Path(file),
     seen by unit/test_compare_runs.py
@@ -82,34 +82,34 @@ TABLES = {
     """,
     "llmtrain/completion.py": r"""
     seen by unit/test_completion.py
-        completion: bash's words are taken for whole ones
+        completion: words that bash splits at = are taken for whole words
           - if before[-1:] == ["="]:
           + if False:
     """,
     "llmtrain/errors.py": r"""
     seen by unit/test_data_damage.py
-        errors: a disk that fails for a moment is a fault of the text
+        errors: a passing disk error is the text's fault
           - return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
           + return DataError(problem)
     seen by unit/test_encodings.py
-        errors: a character that the terminal lacks ends the run
+        errors: a character that the terminal can't encode ends the run
           - sys.stdout.reconfigure(errors="backslashreplace")
           + pass
     seen by unit/test_errors.py
         errors: a wrong recipe ends with exit code 1
           - _leave(error.exit_code if isinstance(error, UserError) else FAILED)
           + _leave(FAILED)
-        errors: the first rank of any of two launchers speaks
+        errors: a rank that is first for one of two launchers prints errors
           - for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
           + for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):
     seen by unit/test_wrong_variables.py
-        errors: a process with LOCAL_RANK=1 alone is silent
+        errors: a process with only LOCAL_RANK=1 prints no errors
           -         if 0 <= numbers[0] < numbers[1] and numbers[2] > 0:
           -
           +         if numbers[2] > 0:
           +
     seen by unit/test_wrong_files.py
-        errors: an interpreter's message is shown
+        errors: the interpreter's message is shown as a reason
           -     if isinstance(error, AttributeError | TypeError | LookupError):
           -
           +     if False:
@@ -121,11 +121,11 @@ TABLES = {
     """,
     "llmtrain/files.py": r"""
     seen by unit/test_run_dir.py
-        files: a full disk keeps a start from making room
+        files: a full disk prevents a start, which would make room
           - if error.errno not in FULL:
           + if True:
     seen by unit/test_data_sources.py
-        files: a folder that can't be listed is left out
+        files: a folder that can't be listed is skipped
           - os.walk(start, onerror=refuse)
           + os.walk(start)
         files: a folder is read again for each link to it
@@ -135,15 +135,15 @@ TABLES = {
           +                 below.clear()
           +
     seen by unit/test_run_dir.py
-        run dir: a lost host's lock is this host's
+        run dir: the lock of a lost host counts as one of this host
           - return text != "" and not text.endswith(_this_host())
           + return False
     seen by unit/test_compare_runs.py
-        files: a run is to be deleted because its recipe is damaged
+        files: the advice for a damaged recipe is to delete the run
           - {first_line(error)}); {remedy}")
           + {first_line(error)}); delete its folder")
     seen by unit/test_doctor.py
-        files: a folder that may not be read ends the search for one above
+        files: an unreadable folder ends the search for an existing one above it
           - if os.path.exists(one))
           + if one.exists())
     seen by unit/test_wrong_commands.py
@@ -160,7 +160,7 @@ TABLES = {
     """,
     "llmtrain/loss.py": r"""
     seen by unit/test_loss.py
-        loss: gaps between rows of logits break the graph
+        loss: gaps between rows of logits cause a graph break
           - if torch.compiler.is_compiling():
           + if False:
         loss: ignored positions count
@@ -178,39 +178,39 @@ TABLES = {
         wsd: the decay begins after the warm-up
           - self.last_peak_step if schedule.kind == "wsd" else schedule.warmup_steps
           + schedule.warmup_steps
-        wsd: the decay goes on for the given fraction in whole steps, rounded down
+        wsd: the length of the decay is rounded down
           - round(self.schedule.decay_fraction * self.total_steps)
           + int(self.schedule.decay_fraction * self.total_steps)
-        wsd: a short decay has no step
+        wsd: a short decay has no steps
           - max(1, round(self.schedule.decay_fraction * self.total_steps))
           + round(self.schedule.decay_fraction * self.total_steps)
         wsd: the decay begins one step late
           - return self.total_steps - self.decay_steps
           + return self.total_steps - self.decay_steps + 1
-        wsd: the root of what is left, not 1 less the root of what is done
+        wsd: the decay is the root of the rest, not 1 minus the root of the progress
           - 1 - math.sqrt(progress)
           + math.sqrt(1 - progress)
-        wsd: the linear schedule takes its shape
+        wsd: its shape applies to other schedules, too
           - schedule.kind == "wsd" and schedule.decay_shape
           + schedule.decay_shape
     seen by unit/test_lr.py, unit/test_period.py
         lr: the step schedule drops one step early
           - step > share * self.total_steps * (1 + 1e-12)
           + step >= share * self.total_steps
-        lr: the step schedule drops early where a fraction is rounded down
+        lr: the step schedule drops early due to a rounded fraction
           - self.total_steps * (1 + 1e-12)
           + self.total_steps
-        lr: a quarter of a cosine, not half of one
+        lr: the decay is a quarter of a cosine, not half of one
           - 0.5 * (1 + math.cos(math.pi * progress))
           + math.cos(math.pi * progress / 2)
-        lr: decays to the floor at the old slope
+        lr: the decay is cut off at the floor
           - (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
           + max(schedule.final_ratio, remaining)
     seen by unit/test_lr.py
         lr: the first step of the warm-up has rate 0
           - return self.peak * step / schedule.warmup_steps
           + return self.peak * (step - 1) / schedule.warmup_steps
-        lr: schedulers that count from 0 have other rates
+        lr: the rate of a scheduler that counts from 0 counts as different
           - nearby = [self.at(step - 1) if step > 1 else at_0, self.at(step), self.at(step + 1)]
           + nearby = [self.at(step)]
     """,
@@ -222,40 +222,40 @@ TABLES = {
     """,
     "llmtrain/model.py": r"""
     seen by unit/test_plan_activations.py
-        model: every layer makes a mask of documents of its own
+        model: every layer makes its own mask of documents
           - if mask is not None and mask.dtype == torch.bool:
           + if False:
     seen by unit/test_pretrained.py::test_experts_are_refused_also_with_weights
-        model: experts are trained without their loss
+        model: experts are trained without a loss that balances them
           - _check_dense(config)
           -         with init
           + with init
     seen by unit/test_model.py
-        model: heads are together as wide as the model
+        model: a config's head_dim is ignored
           - (getattr(config, "head_dim", None) or config.hidden_size // heads)
           + config.hidden_size // heads
         model: layers may be skipped at random
           -         _check_depth(config)
           +         pass
-        model: GPT-2's projections start as large as other matrices
+        model: GPT-2's projections have the deviation of other matrices
           - deviation = std_of_projections if is_projection else std
           + deviation = std
-        model: a thread draws one weight after another
+        model: a single thread draws all weights
           - ThreadPoolExecutor(torch.get_num_threads())
           + ThreadPoolExecutor(1)
         model: the last name of a shared weight counts
           - wanted.setdefault(id(one[3]), one)
           + wanted[id(one[3])] = one
-        model: a key about experts makes a mixture of a dense model
+        model: any key about experts makes a dense model a mixture
           - if experts is not None:
           + if True:
         model: only classes named like Mixtral's are experts
           - if "Experts" in kind or "MoE" in kind
           + if "Experts" in kind
-        model: experts are looked for in memory
+        model: the search for experts allocates the weights
           - with torch.device("meta"):
           + with torch.device("cpu"):
-        model: packed documents of Bloom see each other
+        model: packed documents of Bloom attend to each other
           - if separator is not None and not is_masked:
           + if False:
         model: every matrix is drawn from the same seed
@@ -273,7 +273,7 @@ TABLES = {
           - torch.linalg.vector_norm(part, dtype=torch.float64)
           + torch.linalg.vector_norm(part)
     seen by unit/test_pieces.py
-        pieces: the last rows are left out
+        pieces: the last rows are skipped
           - yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
           + yield from list(zip(*(tensor.split(rows) for tensor in tensors), strict=True))[:-1]
         pieces: a copy in float64 is as large as the tensor
@@ -286,16 +286,16 @@ TABLES = {
           - and not ("position" in key and _scales_positions(here))
           +
     seen by unit/test_pretrained.py
-        weights: an index may name any file of the machine
+        weights: an index may name files outside of its folder
           - if not is_bare_file_name(name):
           + if False:
-        weights: a run forgets its architecture when they are gone
+        weights: a run without them does not know its architecture
           - _recorded(run, section.from_weights) or␣
         weights: the hub's pickled files are downloaded too
           - snapshot_download(name, allow_patterns=DOWNLOADED)
           + snapshot_download(name, allow_patterns=[*DOWNLOADED, "*.bin"])
     seen by unit/test_pretrained.py, distributed/test_initial_weights.py
-        weights: another architecture is as good if the shapes fit
+        weights: another architecture of the same shapes is accepted
           - or mine.get(key) == theirs.get(key):
           + or True:
     seen by unit/test_from_config.py
@@ -308,7 +308,7 @@ TABLES = {
         limits: only the innermost cgroup counts
           - for folder in (innermost, *innermost.parents) if folder.is_relative_to(root)]
           + for folder in (innermost,)]
-        limits: a quota below one core leaves none
+        limits: a quota below one core means no core
           - max(1, quota // period)
           + quota // period
     """,

@@ -3,10 +3,10 @@
 TABLES = {
     "llmtrain/recipe_check.py": r"""
     seen by unit/test_batch_shares.py
-        shares: replicas without a share
+        shares: replicas may lack a share
           - if shares and len(shares) != replicas:
           + if False:
-        shares: parts that are not complete micro-batches
+        shares: parts may not be complete micro-batches
           - at_once = batch_unit(train.micro_batch, ranks, shares)
           + at_once = train.micro_batch
     seen by unit/test_wsd.py
@@ -16,20 +16,20 @@ TABLES = {
         wsd: the plateau may not be empty
           - recipe.schedule.warmup_steps + decay > total
           + recipe.schedule.warmup_steps + decay >= total
-        wsd: other schedules must have room for its decay
+        wsd: other schedules need room for a decay, too
           - recipe.schedule.kind == "wsd" and recipe
           + recipe
     seen by unit/test_recipe_wrong.py
-        documents: a run's length in tokens is accepted
+        documents: unpacked documents allow a run's length in tokens
           - if train.tokens is not None and recipe.data.packing == "none":
           + if False:
-        documents: blocks are accepted, and not shuffled as such
+        documents: unpacked documents allow shuffling in blocks
           - if recipe.data.shuffle == "blocks" and recipe.data.packing == "none":
           + if False:
-        recipe check: a warm-up as long as the run
+        recipe check: a warm-up may be as long as the run
           - if warmup_steps(recipe) >= total:
           + if warmup_steps(recipe) > total:
-        zero: rounds of seconds wait in stage 3
+        zero: rounds of seconds are accepted in stage 3
           - recipe.sync.period.is_timed,␣
           + False,␣
     seen by unit/test_recipe_check.py
@@ -40,13 +40,13 @@ TABLES = {
           - if key in OWN_DEEPSPEED:
           + if False:
     seen by unit/test_recipe_wrong.py, unit/test_recipe.py, unit/test_recipes_dir.py
-        recipe check: a sequence may not take all positions
+        recipe check: a sequence may not use all positions
           - recipe.train.sequence_length > positions
           + recipe.train.sequence_length >= positions
     """,
     "llmtrain/recipe_diff.py": r"""
     seen by unit/test_recipe.py
-        recipe: a difference names here and there the wrong way round
+        recipe: a difference swaps here and there
           - f"{key}: {a} there, {b} here"
           + f"{key}: {b} there, {a} here"
     seen by unit/test_cli.py
@@ -56,23 +56,23 @@ TABLES = {
     """,
     "llmtrain/recipe_files.py": r"""
     seen by unit/test_cli.py
-        recipes: a diff takes no run directories
+        recipes: a diff accepts no run directories
           - if is_run(given) else found
           + if False else found
     seen by unit/test_recipe_files.py
-        recipes: a name of the package wins over a file here
+        recipes: a packaged recipe wins over a local file
           -  or os.path.isfile(given) or
           +  or
         recipes: a copy replaces a file that differs
           - if path.exists() and (not path.is_file() or path.read_bytes() != text):
           + if False:
-        recipes: a copy lacks the files it is based on
+        recipes: a copy lacks its base files
           -             found |= _with_references(other)
           -
           +             pass
           +
     seen by unit/test_recipe.py
-        recipe: a base file is never the package's
+        recipe: a base file is never found in the package
           - return packaged if is_packaged and not os.path.isfile(near) else near
           + return near
     """,
@@ -82,30 +82,30 @@ TABLES = {
           - or (text.startswith(("|", ">")) and "\n" in text)
           + or text.startswith(("|", ">"))
     seen by unit/test_run_dir.py
-        resume: a recipe on a disk that does not answer is a wrong one
+        resume: a recipe on a disk that does not answer is invalid
           -             raise_if_no_answer(path, error)
           +             pass
-        resume: a renamed folder is left for another run
+        resume: a renamed folder starts a new run elsewhere
           - if run.name != folder.name and "name"
           + if False and "name"
-        run directory: a moved folder begins another run
+        run directory: a moved folder starts a new run elsewhere
           - if run.name == folder.name and "out_dir" not in given:
           + if False:
-        run directory: a new name alone opens the copy that is elsewhere
+        run directory: the advice for a copied folder lacks out_dir
           - {folder.name}{out_dir} to continue what
           + {folder.name} to continue what
     seen by unit/test_text_list.py
-        lists: a base file's text stays beside the list above it
+        lists: a base file's text remains beside an overlaid list
           - data = merge(_without_other_texts(data, layer.data), layer.data)
           + data = merge(data, layer.data)
     seen by unit/test_recipe.py
-        recipe: the command line lies under the file
+        recipe: the file overrides the command line
           - layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
           + layers = [Overlay(COMMAND_LINE, parse_overrides(overrides)), *_read_with_bases(path, ())]
-        recipe: a name is the number that YAML reads
+        recipe: a run's name is the number that YAML reads
           - ["run"]["name"]  # which reads text only
           + ["run"]["name"] and str(run["name"])
-        recipe: the splits of a hub dataset are those of files
+        recipe: a local text inherits the splits of a hub dataset
           - if str(above.get("source")).startswith(HUB) else {"subset", "split", "validation"}
           +
         recipe: a hub dataset loses the splits of another one
@@ -114,16 +114,16 @@ TABLES = {
         recipe: a hub dataset keeps the subset of another one
           - {"subset"} if str(above
           + set() if str(above
-        recipe: a method's own wire stays with another method
+        recipe: the wire of the old method's preset stays
           - & {key for preset in presets for key in preset}
           + & {*presets[1]}
-        recipe: a wire lies above the one of the new method's preset
+        recipe: a file's wire overrides that of the new method's preset
           - & {key for preset in presets for key in preset}
           + & {*presets[0]}
         recipe: the learning rate that ends a synchronous phase outlives its method
           - dropped |= {"wire", "warmup_until_lr"} &
           + dropped |= {"wire"} &
-        recipe: gradients lose their wire with the method
+        recipe: a change of method drops the wire of gradients
           - if not isinstance(wire, dict) or not wire.get("gradients"):
           + if True:
         recipe: a period without a kind is not the old method's
@@ -132,18 +132,18 @@ TABLES = {
         recipe: a run's own recipe.yaml keeps the optimizer of another method
           - "optim": {*inner_preset(before), *inner_preset(method)}
           + "optim": ()
-        recipe: the key that YAML reads names a text
+        recipe: a text's name may be any YAML key
           - if type(key) not in (str, int):
           + if False:
         recipe: another method keeps the old one's pull
           - dropped = {"reduction", "outer", "schedule", "pull", "moments"}
           + dropped = {"reduction", "outer", "schedule", "moments"}
     seen by unit/test_auto_outer.py
-        outer: auto counts synchronous steps as rounds
+        outer: auto counts synchronous steps among those of rounds
           - outer_for(rounds, local_steps(recipe) / rounds)
           + outer_for(rounds, recipe.train.total_steps / rounds)
     seen by unit/test_overrides.py
-        overrides: text after a comment sign is dropped
+        overrides: text after # is dropped
           - if text[end:].lstrip().startswith("#"):
           + if False:
         overrides: a number with a leading zero is in base 8
@@ -152,17 +152,17 @@ TABLES = {
         overrides: a separator that YAML skips is null
           - if value is None and text
           + if False and text
-        overrides: text is what YAML makes of it
+        overrides: text is changed by YAML
           - isinstance(value, str) and value != text
           + False
     """,
     "llmtrain/recipe_messages.py": r"""
     seen by unit/test_recipe_wrong.py
-        recipe messages: other programs' names are not known
+        recipe messages: other programs' names of keys are unknown
           - if name in theirs), None)
           + if False), None)
     seen by unit/test_recipe_messages.py
-        recipe messages: blames the first place that gave a key
+        recipe messages: the first place that set a key is named, not the last
           - for layer in reversed(layers) if
           + for layer in layers if
     """,
@@ -188,15 +188,15 @@ TABLES = {
     """,
     "llmtrain/run_list.py": r"""
     seen by unit/test_run_list.py
-        runs: a run that is locked has stopped
+        runs: a locked run counts as stopped
           -     except BlockingIOError:
           -         return True
           +     except BlockingIOError:
           +         return False
-        runs: an old loss is the loss at the end
+        runs: an old loss counts as the loss at the end
           - return self.validation_step if self.validation_step != self.steps else None
           + return None
-        runs: a folder that may not be read ends the list
+        runs: an unreadable folder ends the list
           -     for path, below, files in os.walk(folder):
           -
           +     for path, below, files in os.walk(folder, onerror=os.fspath):
@@ -204,10 +204,10 @@ TABLES = {
     """,
     "llmtrain/run_plots.py": r"""
     seen by unit/test_run_plots.py
-        plots: a round ends at the first line of the next one
+        plots: a round ends at the first logged line of the next one
           - return line["tokens"] * (1 - line["sync/round_step"] / line["step"])
           + return line["tokens"]
-        plots: the warm-up ends at the last line in it
+        plots: the warm-up ends at its last logged line
           - return max(earlier["tokens"], _start_of_round(later) - before)
           + return earlier["tokens"]
         plots: every round is marked
@@ -216,7 +216,7 @@ TABLES = {
     """,
     "llmtrain/running_moments.py": r"""
     seen by unit/test_running_moments.py
-        moments: powers are torch's
+        moments: powers are computed by torch
           -     while exponents.any():
           +     return base ** exponents.double()
           +     while exponents.any():
@@ -239,25 +239,25 @@ TABLES = {
     "llmtrain/startup.py": r"""
     seen by end_to_end/test_start.py
         start: transformers imports scipy
-          deep: it starts an interpreter of its own, which imports all
+          deep: the test starts a separate interpreter, which imports everything
           - "is_scipy_available", lambda: False
           + "is_scipy_available", lambda: True
         start: transformers reads all files of all models twice
-          deep: it starts an interpreter of its own, which imports all
+          deep: the test starts a separate interpreter, which imports everything
           -         sys.modules.setdefault(models.__name__, models)
           -
     seen by unit/test_startup.py
-        start: the time of the boot is rounded down
+        start: the boot time is cut to a whole second
           - if not hasattr(time, "CLOCK_BOOTTIME"):
           + if True:
     """,
     "llmtrain/suites.py": r"""
     seen by unit/test_suites.py
-        suites: a folder of tasks that is not there has no tasks
+        suites: a missing folder of tasks is empty
           - if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):
           + if missing := None:
     seen by unit/test_eval_arguments.py
-        recipe: a mistyped device of a suite is found out at the first checkpoint
+        recipe: a mistyped device of a suite is only noticed at the first checkpoint
           - check_device_name(section.device, f"{KEY}.device")
           + pass
     seen by unit/test_wrong_files.py
@@ -279,7 +279,7 @@ TABLES = {
         eval: files that a task includes from elsewhere may change
           -         paths += [needed for path in folder.rglob("*.yaml") for needed in _files_needed(path)]
           -
-        suites: the data of a tag's tasks is not known
+        suites: the data of a tag's tasks is unknown
           - configs |= {tag: {"task": names} for tag, names in tags.items()} | own
           + configs |= own
         suites: a group's settings do not change its members
@@ -295,11 +295,11 @@ TABLES = {
     """,
     "llmtrain/threads.py": r"""
     seen by unit/test_mirror.py
-        mirror: the checkpoint that waits may be deleted
+        mirror: a queued checkpoint may be deleted
           - for step in (self._running, self._waiting) if step
           + for step in (self._running,) if step
     seen by unit/test_shared_flag.py
-        store thread: it may outlive its block
+        store thread: the thread may outlive its block
           -         thread.join(LAST_ANSWER_SECONDS)
           +         pass
     """,
@@ -312,7 +312,7 @@ TABLES = {
           +         _recording.step = step
           +
     seen by unit/test_trace.py
-        trace: any thread asks the device for its times
+        trace: the thread that adds a span asks the device for times
           -                 self._unwritten.append((start, end, line))
           -
           -
@@ -323,7 +323,7 @@ TABLES = {
         trace: the last traced step is left out
           - self.first <= self.step <= self.last
           + self.first <= self.step < self.last
-        trace: a later start erases what was recorded
+        trace: a later start erases earlier lines
           - if line["step"] <= resumed_at]
           + if False]
     """,
@@ -332,29 +332,29 @@ TABLES = {
         turns: all threads draw from one generator
           - torch.set_rng_state(self._generators[0])
           + self._generators[0].clone()
-        turns: a failure is the others' error, not the first one
+        turns: the error raised is the last one, not the first
           - raise self._errors[0]
           + raise self._errors[-1]
     seen by unit/test_turns.py
         turns: two threads run at once
           - (self._holder is None and self._queue[0] == number)
           + self._queue[0] == number
-        turns: timers count what others do
+        turns: timers count the time of other threads
           - for _, end in reversed(self.timers):
           + for _, end in reversed(self.timers[:0]):
-        turns: a wait ends although somebody works
+        turns: a wait times out although another thread is working
           - return 0.0 if self._holder is not None else
           + return
-        turns: a step lasts while others run
+        turns: a step's time includes other threads
           - return time.monotonic() - (0.0 if turn is None else turn.away_seconds)
           + return time.monotonic()
     """,
     "llmtrain/validated_text.py": r"""
     seen by unit/test_text_list.py
-        lists: mixtures of other weights are compared
+        lists: mixtures with different weights are compared
           - texts = [_text_keys(entry) | weight for
           + texts = [_text_keys(entry) for
-        lists: the bytes per token are those of the whole, which losses change
+        lists: the bytes per token are those of the mixture, which depend on losses
           -  for entry in entries} or {"eval/": 1.0}
           +  for entry in entries[:0]} or {"eval/": 1.0}
     seen by unit/test_compare_runs.py
@@ -364,23 +364,23 @@ TABLES = {
         compare: different tokenizers are compared by loss per token
           - if not other.has_tokenizer_of(text):
           + if False:
-        compare: a text with another path is another text
+        compare: a text with another path is a different text
           - math.isclose(*ratios, rel_tol=TOLERANCE)
           + False
-        compare: an edited text is the same
+        compare: an edited text counts as the same
           - RATIO if are_known and not math.isclose(*ratios, rel_tol=CLEARLY) else None
           + None
-        compare: texts of which more is validated are the same
+        compare: texts with different numbers of validation tokens count as the same
           - if self.tokens != other.tokens:
           + if False:
     """,
     "llmtrain/waiting.py": r"""
     seen by unit/test_export_folder.py, unit/test_data_prepare.py
-        export: waits on a lock where no file can be made
+        export: a lock is awaited in a folder that can't be written
           -     tempfile.TemporaryFile(dir=path.parent).close()
           -
     seen by unit/test_export_folder.py
-        export: waits for another export without a word
+        export: no line says that another export is awaited
           - return lock.acquire(timeout=0)
           + return lock.acquire(timeout=seconds)
     seen by unit/test_waiting.py

@@ -1,4 +1,4 @@
-"""Mutants, and the format of the tables that hold them."""
+"""Mutants (deliberate mistakes in llmtrain), and the format of the tables that list them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ SCENARIOS = (
     "tests/distributed/test_sync_equivalences.py",
     "tests/distributed/test_methods_equivalences.py",
 )
-"""Methods on made-up gradients, beside an oracle in fp64 and beside one another. Tables have this name for them."""
+"""Tests of methods on made-up gradients, against an oracle in fp64 and against each other. Tables write `SCENARIOS`."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake that somebody could make, and tests that should see it."""
+    """A mistake that a developer could make, and the tests that should detect it."""
 
     name: str
     file: str
     old: str
-    """What it changes; occurs once in the file."""
+    """Text that `new` replaces; it occurs exactly once in the file."""
     new: str
     tests: tuple[str, ...]
-    """Files or node ids, the quickest first."""
+    """Test files or node ids, the fastest first."""
     equivalent: str = ""
-    """Why no test can see it, where none can."""
+    """Reason why no test can detect the mutant, or an empty string."""
     deep: str = ""
-    """Why only tests marked `deep` see it, where that is so."""
+    """Reason why only tests marked `deep` detect the mutant, or an empty string."""
 
     @property
     def area(self) -> str:
-        """The part of llmtrain that it is in (`sync`, `train`, ...), or a module beside the parts."""
+        """Part of llmtrain that contains the file (`sync`, `train`, ...), or name of a module directly in llmtrain."""
         return Path(self.file).with_suffix("").parts[1]
 
 
@@ -44,15 +44,16 @@ REASON = re.compile(r"(deep|equivalent): (.*)")
 
 
 def read(file: str, table: str) -> Iterator[Mutant]:
-    """Read a source file's mutants from a table:
+    """Yield the mutants of a source file from its table.
 
     seen by unit/test_a.py, SCENARIOS
         name of a mutant
-          - text that it takes out
-          + text that it puts in its place
+          - text that the mutant removes
+          + text that the mutant inserts there
 
-    `seen by` names files or node ids in tests/, and holds until the next one. Each line of a text has a mark; a space at
-    its end is written as ␣. A line `deep: ...` or `equivalent: ...` below a name gives the reason for it.
+    `seen by` lists files or node ids in tests/, for all mutants up to the next `seen by`. Every line of removed text begins
+    with `-`, and every line of inserted text with `+`. A space at the end of a line is written as ␣. A line `deep: ...` or
+    `equivalent: ...` below the name states the reason for that attribute.
     """
     tests: tuple[str, ...] = ()
     rows: list[dict[str, Any]] = []

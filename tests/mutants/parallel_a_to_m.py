@@ -3,23 +3,23 @@
 TABLES = {
     "llmtrain/parallel/collectives.py": r"""
     seen by distributed/test_moments.py
-        collectives: only those that are in flight at the start
+        collectives: no further collective starts when one ends
           -         in_flight.extend(islice(started, 1))
           -
     seen by unit/test_wire.py, distributed/test_comms_wire.py
-        comms: sign of the rounding error
+        comms: the rounding error has the wrong sign
           - message.sub_(wire.decode(encoded, message.dtype)) if keeps_error
           + message.sub_(wire.decode(encoded, message.dtype)).neg_() if keeps_error
         comms: the second rounding is not in the error
           - self._error[self._comms.rank] += (total - self._wire.decode(encoded, total.dtype)).view(-1)
           + self._error[self._comms.rank] += 0.0
     seen by distributed/test_exchanges.py
-        wire: a rank is ready for the second exchange only when it begins
+        wire: the second exchange is opened only when it begins
           -         self._work = self._second.send_to_all(
           +         self._second = self._comms.open_exchange(self._what, self._second.received.shape[1])
           +         self._work = self._second.send_to_all(
     seen by distributed/test_comms_wire.py
-        wire: a rounded message in flight keeps its values
+        wire: a rounded message in flight keeps its unrounded values
           - tensor.new_empty(0))
           -         self._wire, self._shape = wire, tensor.shape
           -         chunk
@@ -33,7 +33,7 @@ TABLES = {
           + for part in self._parts[:-1]:
           +             part.wait()
     seen by distributed/test_sparse_wire.py
-        sparse: nothing is left out
+        sparse: the error of a message is 0
           - None if error is None else error.view(-1)
           -
           + None if error is None else torch.zeros_like(error).view(-1)
@@ -41,41 +41,41 @@ TABLES = {
     """,
     "llmtrain/parallel/comms.py": r"""
     seen by SCENARIOS
-        comms: bytes of an all-reduce without (N-1)/N
+        comms: the bytes of an all-reduce lack the factor (N-1)/N
           - sent = 2 * (self.size - 1) / self.size * tensor.numel() * tensor.element_size()
           + sent = 2 * tensor.numel() * tensor.element_size()
     seen by distributed/test_threads.py
-        comms: a lost gloo peer is taken for a defect
+        comms: a lost gloo peer counts as a defect
           - isinstance(error, dist.DistError) or "gloo" in str(error)
           + isinstance(error, dist.DistError)
     seen by distributed/test_exchanges.py
-        wire: over gloo rounded sums are collectives, too
+        wire: rounded sums over gloo use collectives
           - return PeerExchange(self, what, part_bytes) if self.is_gloo else
           + return
     seen by unit/test_device_time.py
-        times: messages are timed on the device that sends them
+        times: messages are timed on the sending device
           - self.traffic = Traffic(self.training_device)
           + self.traffic = Traffic(self.device)
-        times: a message of NCCL ends when it is enqueued
+        times: a message over NCCL ends when it is enqueued
           - return trace.message(what, sent, self.device.type == "cuda")
           + return trace.message(what, sent)
-        times: a message of gloo begins when the stream has done its work
+        times: a message over gloo begins when the stream reaches it
           - return trace.message(what, sent, self.device.type == "cuda")
           + return trace.message(what, sent, self.training_device.type == "cuda")
     seen by unit/test_comms.py
-        comms: a peer is lost when NCCL lacks memory
+        comms: a lack of memory in NCCL counts as a lost peer
           -  and not is_own_fault(error)
     seen by distributed/test_connections.py
-        connections: all collectives are on the first one
+        connections: all collectives use the first connection
           - group=self.groups[number], async_op=True
           + group=self.group, async_op=True
-        connections: every exchange takes the one with the fewest messages
+        connections: every exchange uses the connection with the fewest messages
           - number = self._least_used() if collective is dist.all_reduce else 0
           + number = self._least_used()
-        connections: a large message is on one of them
+        connections: a large message uses one connection
           - if len(self.groups) > 1 and tensor.nbytes > self.size * HOP_BYTES:
           + if False:
-        connections: a message that has arrived counts as one in flight
+        connections: an arrived message counts as in flight
           - works[:] = (other for other in works if other is not work)
           + pass
     """,
@@ -87,7 +87,7 @@ TABLES = {
     """,
     "llmtrain/parallel/device_time.py": r"""
     seen by unit/test_device_time.py
-        times: the host's clock on a GPU
+        times: the host's clock is used on a GPU
           - self._on_gpu = device is not None and device.type == "cuda"
           + self._on_gpu = False
         times: the host waits for the end of each section
@@ -95,22 +95,22 @@ TABLES = {
           -
           +         if self._pending:
           +
-        times: no limit of events that have not been read
+        times: the number of unread events has no limit
           -             self._pending[0][1].synchronize()
           +             pass
-        times: events are not used again
+        times: events are not reused
           -             self._spare += start, end
           -
         times: sections before a checkpoint was loaded are counted
           -         self._pending.clear()
           -
-        times: a timeline's origin waits for training
+        times: the origin of a timeline is recorded on the training stream
           - origin.record(torch.cuda.Stream())
           + origin.record()
     """,
     "llmtrain/parallel/engine.py": r"""
     seen by distributed/test_plain_loop.py, distributed/test_engine.py
-        engine: gradient norm of the local shard
+        engine: the gradient norm is that of the local shard
           - return shard.all_reduce(squared, "summing gradient norms").sqrt().to(wide)
           + return torch.stack(norms).norm().to(wide)
     seen by distributed/test_engine.py
@@ -120,40 +120,40 @@ TABLES = {
     """,
     "llmtrain/parallel/exchanges.py": r"""
     seen by unit/test_wire.py, distributed/test_comms_wire.py
-        comms: bytes of the first exchange count the own part
+        comms: the bytes of the first exchange include the rank's own part
           - sent = (self._comms.size - 1) * parts.shape[1]
           + sent = self._comms.size * parts.shape[1]
     seen by distributed/test_exchanges.py
-        wire: a traced message arrives when it is sent
+        wire: the arrival of a traced message is not recorded
           -             self._wait_for_all()
           -             on_arrival()
           -
           +             self._wait_for_all()
           +
     seen by distributed/test_sparse_wire.py
-        gather: bytes count one receiver
+        gather: the bytes are those for one receiver
           - sent = (self._comms.size - 1) * len(part)
           + sent = len(part)
     """,
     "llmtrain/parallel/fsdp.py": r"""
     seen by distributed/test_engine.py, distributed/test_pairs.py
-        fsdp: gathered parameters stay after a change
+        fsdp: gathered parameters remain after a change of the shards
           - unit.reshard()  # parameters gathered before the change are stale
           + pass
     seen by distributed/test_engine.py
         fsdp: the head stays gathered after a validation
           - unit.reshard()  # the head is still gathered, because no backward pass followed
           + pass
-        fsdp: gradients of the last step are added to the next one's
+        fsdp: gradients accumulate over steps
           - parameter.grad = None  # FSDP would add the next step's to it
           + pass
-        fsdp: always reshards after forward
+        fsdp: layers are always resharded after forward
           - reshards = self._reshard_after_forward and not has_head
           + reshards = not has_head
     """,
     "llmtrain/parallel/in_process.py": r"""
     seen by distributed/test_in_process.py
-        in process: a sum is the first replica's alone
+        in process: only the first replica receives a sum
           - part.copy_(total)
           + part.copy_(part)
         in process: chunks go to the wrong replica
@@ -169,7 +169,7 @@ TABLES = {
         in process: validation takes virtual time
           - other.clock = None
           + other.clock = self.clock
-        in process: a message arrives when the first replica has sent it
+        in process: a message arrives at the time of the earliest sender
           - call.time = max(call.time, time)
           + call.time = min(call.time or time, time)
     """,
@@ -184,18 +184,18 @@ TABLES = {
           -
           +     return replica_backend
           +
-        mesh: two communicators of NCCL on a GPU have no order
+        mesh: two NCCL communicators on a GPU have no fixed order
           - if replicas_use_nccl and shards > 1:
           + if False:
         mesh: each rank chooses the backend by its own host's GPUs
           - if max(rank_info.ranks_per_gpu for rank_info in ranks) == 1:
           + if ranks[0].ranks_per_gpu == 1:
     seen by multi_node/test_two_sites.py
-        run: does not warn of a public network
+        run: no warning about a public network
           -                 unencrypted=unencrypted,
           -
     seen by distributed/test_connections.py
-        connections: a mesh never has more of them
+        connections: a mesh has only the first one
           - mesh.replica_comms.add_groups(more)
           + pass
     """,
@@ -207,7 +207,7 @@ TABLES = {
         muon: wide matrices take larger steps, not tall ones
           - math.sqrt(max(1.0, rows / columns))
           + math.sqrt(max(1.0, columns / rows))
-        muon: weight decay does not follow the learning rate
+        muon: weight decay does not scale with the learning rate
           - matrix.rows.mul_(1 - lr * group["weight_decay"])
           + matrix.rows.mul_(1 - LEAST_NORM * group["weight_decay"])
         muon: the last ranks have no rows

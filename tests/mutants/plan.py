@@ -3,7 +3,7 @@
 TABLES = {
     "llmtrain/plan/engine_memory.py": r"""
     seen by unit/test_plan_memory.py
-        memory: Muon keeps as much as AdamW
+        memory: Muon's state is as large as AdamW's
           - "muon": 2 * part - of_muon // shards
           + "muon": 2 * part
         plan: AdamW keeps one moment
@@ -13,7 +13,7 @@ TABLES = {
         plan: ZeRO-1 keeps all gradients at all times
           - whole if parallel.zero_stage == 1 and accumulates else 0
           + whole if parallel.zero_stage == 1 else 0
-        plan: a bucket is reduced without a copy
+        plan: a bucket is reduced without copies
           - reduced=copies * min(BUCKET, size.parameters),
           + reduced=0,
         plan: ZeRO-3 gathers nothing ahead
@@ -25,7 +25,7 @@ TABLES = {
     """,
     "llmtrain/plan/hardware.py": r"""
     seen by unit/test_plan_show.py
-        show: a card reaches its peak
+        show: a GPU reaches its peak FLOPS
           - HardwareRates(GPU_EFFICIENCY * card.peak_flops, mbit, latency_ms)
           + HardwareRates(card.peak_flops, mbit, latency_ms)
     """,
@@ -34,22 +34,22 @@ TABLES = {
         plan: validation copies nothing to CPU memory
           - in_turns * shard_of_all if validates_others else 0
           + 0
-        plan: compiled layers keep as much as others
+        plan: compiled layers keep as many activations as others
           - SAVED_PER_COMPILED_LINEAR.get(size.attention, per_linear)
           + per_linear
-        plan: logits in bf16 take nothing beside those in fp32
+        plan: logits in bf16 take no memory beside those in fp32
           - rounded = 0 if compute == wide else compute
           + rounded = 0
-        plan: parameters stay gathered however much they take
+        plan: parameters stay gathered regardless of their size
           - return compute * size.parameters > max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
           + return False
-        plan: few parameters are freed after forward, too
+        plan: small parameters are freed after forward, too
           - max(KEPT_BYTES, KEPT_SHARE * lowest.device_total)
           + KEPT_SHARE * lowest.device_total
         plan: masks of documents take no memory
           - + size.masks * mask
           + + 0 * mask
-        plan: without packing there are masks
+        plan: unpacked documents have masks, too
           - recipe.train.document_mask and recipe.data.packing == "packed" and
           + recipe.train.document_mask and
         plan: pinned memory is not rounded up
@@ -66,7 +66,7 @@ TABLES = {
           - own.gathered + (own.reduced if size.parameters > BUCKET else 0)
           + own.gathered
     seen by unit/test_plan_memory.py, unit/test_doctor_ranks.py
-        doctor: under ZeRO, checkpoints in the foreground are advised
+        doctor: checkpoints in the foreground are advised under ZeRO
           - recipe.checkpoint.background and recipe.parallel.engine != "zero"
           + recipe.checkpoint.background
         plan: exports of evaluations take no room on the disk
@@ -89,26 +89,26 @@ TABLES = {
     """,
     "llmtrain/plan/mesh_plan.py": r"""
     seen by unit/test_world.py
-        plan: two replicas have a part of a node and other nodes
+        plan: a replica may have a part of a node and other nodes
           -         _check_parts(shards, nodes)
           +         pass
-        plan: a tight fit over all nodes is refused
+        plan: a tight fit is sharded over one node, not over all
           - return world, f"{count} nodes
           + return per_node, f"{count} nodes
-        plan: the number of replicas taken for the shard
+        plan: the number of replicas is taken for the number of shards
           - return world // replicas, f"{world}
           + return replicas, f"{world}
     seen by unit/test_plan_fit.py
-        plan: the largest device decides
+        plan: the device with the most memory decides
           - size, least = size_or_assumed(recipe), min(memory)
           + size, least = size_or_assumed(recipe), max(memory)
-        plan: a mesh of ours may fill the device to the brim
+        plan: an automatic mesh may fill all of a device's memory
           - <= MEMORY_HEADROOM * least
           + <= least
     """,
     "llmtrain/plan/model_size.py": r"""
     seen by unit/test_plan_show.py
-        size: sequences of another length have the size that is kept
+        size: the cache ignores the length of sequences
           - recipe.parallel.loss_chunk, recipe.train.sequence_length
           -     if key
           + recipe.parallel.loss_chunk, 0
@@ -117,25 +117,25 @@ TABLES = {
         plan: GPT-Neo's local layers have masks of the whole sequence
           - config.attention_layers.count("local") if is_local else 0
           + 0
-        plan: a window as long as the sequence is a window
+        plan: a window as long as the sequence is local
           - is_local = config.window_size < sequence_length
           + is_local = config.window_size <= sequence_length
     """,
     "llmtrain/plan/network_time.py": r"""
     seen by unit/test_network_time.py
-        moments: nobody waits for them in the estimate
+        moments: the estimate has no wait for them
           - exposed += sequence_seconds(of_moments, link) / due
           + pass
         time: gradients after backward are all sent at once
           -     if not backward_share:
           +     if False:
-        prediction: latency counts one way
+        prediction: latency counts for one way only
           - return 2 * self.latency_seconds
           + return self.latency_seconds
-        prediction: no slow start
+        prediction: there is no slow start
           - return self.round_trip * min(doublings, pause // (self.round_trip + TIMEOUT_SECONDS))
           + return 0.0
-        prediction: bytes of messages at once take no time beyond the longest one's
+        prediction: parallel messages do not share the bandwidth
           - return max(_least_seconds(sum(exchange.sent for exchange in exchanges), first, link), *streams)
           + return max(streams)
         prediction: a delayed mean's second exchange is hidden
@@ -144,7 +144,7 @@ TABLES = {
         prediction: fragments have more time than their round
           - exposed = max(exposed, sequence_seconds(messages, link) - compute)
           + pass
-        network time: several connections carry no more messages at once
+        network time: several connections carry as many messages as one
           - return STREAMS * link.connections if self.is_ring else math.inf
           + return STREAMS if self.is_ring else math.inf
         network time: a group's connection is idle for one step only
@@ -153,10 +153,10 @@ TABLES = {
         network time: receivers of a first exchange are ready beforehand
           - return link.latency_seconds * (1 if self.receivers_ready else 2)
           + return link.latency_seconds
-        network time: a slow start is for three messages, however many start at once
+        network time: slow start assumes a fixed number of parallel messages
           - exchanges[0].is_ring else started]
           + exchanges[0].is_ring else PREFETCH + 1]
-        network time: no backward pass hides a slow start
+        network time: a backward pass never hides a slow start
           - if after < (connections if first[0].is_ring else 1):
           + if True:
         prediction: the largest values are summed and sent once more
@@ -178,31 +178,31 @@ TABLES = {
           - rounds = 0 if seconds is None else round(local_steps(recipe) * seconds / period.every)
           + rounds = 0
     seen by unit/test_recipe_warnings.py
-        warnings: validation text that is trained on passes
+        warnings: validation text within the training text is accepted
           - if _is_in(text, section.source) and not is_left_out:
           + if False:
-        warnings: a timed round with more steps than the run has no end, silently
+        warnings: no warning about a timed round with more steps than the run
           - period.min_steps > local * mesh.replicas
           + False
-        warnings: the standard library is not known to be in python
+        warnings: text python is not known to contain the standard library
           - if {STDLIB, PYTHON} <= keys.keys():
           + if False:
-        warnings: a file in a pattern passes
+        warnings: a validation file matched by the training pattern is accepted
           - if places == [None]:
           + if False:
         warnings: synchronous steps count as local ones
           - period, local = recipe.sync.period, local_steps(recipe)
           + period, local = recipe.sync.period, recipe.train.total_steps
     seen by unit/test_preflight.py
-        warnings: replicas that are one average with each other
+        warnings: no warning about a single replica, which averages with nobody
           - if mesh.replicas == 1 and not
           + if False and not
-        warnings: a method for one replica averages with nobody, too
+        warnings: a method for one replica gets the warning about a single replica, too
           - is_for_one_replica(recipe.sync.method) or
     seen by unit/test_auto_outer.py
-        warnings: outer momentum overshoots with a warm-up, too
+        warnings: momentum with a warm-up is warned of, too
           -  and not outer.rounds.momentum_warmup
-        warnings: outer momentum overshoots with one replica
+        warnings: momentum with one replica is warned of, too
           -  and recipe.parallel.replicas != 1
         warnings: rounds are counted in synchronous steps, too
           - rounds = round_count(recipe) if period.min_length else 0
@@ -211,13 +211,13 @@ TABLES = {
     """,
     "llmtrain/plan/show.py": r"""
     seen by unit/test_plan_show.py
-        show: offloaded memory is free on a CPU
+        show: offloaded memory is not counted on a CPU
           - memory.total(hardware.on_gpu)
           + memory.device_total
-        show: no step waits between two checkpoints
+        show: the time between checkpoints lacks the steps' waits
           - format_duration(steps * (one.step + one.waiting))
           + format_duration(steps * one.step)
-        show: a run has a checkpoint after its end
+        show: a checkpoint's period may exceed the run
           - steps = min(every or total, total)
           + steps = every or total
     """,
@@ -230,24 +230,24 @@ TABLES = {
           - else FORWARD_SHARE / micro_batches
           + else FORWARD_SHARE
     seen by unit/test_plan_show.py
-        moments: their bytes are not in the estimate
+        moments: the estimate lacks their bytes
           - + moment_bytes(recipe, size, replicas)
           -     members
           +
           +     members
-        time: Muon's products take none
+        time: Muon's matrix products take no time
           - step += in_turns * _muon_flops(recipe, size) / (shards * rates.flops)
           + step += 0 * _muon_flops(recipe, size)
-        plan: the rate is that of a matrix of ones
+        plan: the rate is measured with a matrix of ones
           - matrix = torch.randn(size, size, generator=draw, device=device,
           + matrix = torch.ones(size, size, device=device,
         time estimate: far replicas have one connection
           - connections = connections_for(2 * latency)
           + connections = 1
-        plan: the bytes of a round are not rounded
+        plan: the bytes of a round ignore the wire
           - block_message(values, replicas, wire, value_bytes=master)
           + block_message(values, replicas, WireSection(), value_bytes=master)
-        plan: bytes taken for bits
+        plan: bytes are taken for bits
           - return 8 * sent /
           + return sent /
         plan: recomputing activations costs nothing
@@ -257,26 +257,26 @@ TABLES = {
           - average_step = step * (1 - pull_share(recipe))
           + average_step = step
     seen by unit/test_world.py
-        time estimate: ranks that share a GPU compute as if alone
+        time estimate: ranks that share a GPU are as fast as ranks with one each
           - sharing = ranks_per_device(World(0, processes, 0, processes))
           + sharing = 1.0
     """,
     "llmtrain/plan/unused_keys.py": r"""
     seen by unit/test_preflight.py
-        warnings: a run's own recipe has chosen every key
+        warnings: every key in a run's own recipe counts as chosen
           - return value_of(recipe, key) != default
           + return name in value_of(recipe, path).model_fields_set
     seen by unit/test_recipe_warnings.py
-        warnings: a key of which one text of a list has another value is unused
+        warnings: a key counts as unused if one text of a list has another value
           - if texts and all(
           + if texts and any(
-        warnings: a folder's files of other splits are read in silence
+        warnings: no warning that split has no effect on local files
           - not any(text.source.startswith(HUB) for text in recipe.data.texts().values())
           + False
-        warnings: the keys of wsd have an effect on every schedule
+        warnings: unused keys of wsd have no warning
           - schedule.kind != "wsd"
           + False
-        warnings: defaults that have no effect are named
+        warnings: unused defaults are named
           - if is_given(recipe, key):
           + if True:
     """,

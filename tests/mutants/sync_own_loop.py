@@ -3,19 +3,19 @@
 TABLES = {
     "llmtrain/sync/own_loop/equal_replicas.py": r"""
     seen by distributed/test_equal_replicas.py
-        library: ranks may have other choices
+        library: ranks may have different choices
           - if (choices != choices[0, 0]).any():
           + if False:
         library: ranks may continue from different steps
           - if (steps != steps[0, 0]).any():
           + if False:
-        library: states of different runs go together
+        library: states of different runs may be combined
           - if (anchors != anchors[:, :1]).any():
           + if False:
-        library: a module may be another than its state is of
+        library: a state may be of another module
           - if others.any():
           + if False:
-        library: different moments are accepted before a synchronous step
+        library: replicas may differ in moments before a synchronous step
           -     if averaging.all():
           -         raise
           +     if False:
@@ -38,7 +38,7 @@ TABLES = {
         library: replicas may differ at the start
           - if synchronized.all() and
           + if False and
-        library: another replica's gradients are taken for the same
+        library: all replicas' gradients are taken for the same
           - return bool((notes == notes[0]).all())
           + return True
     """,
@@ -47,23 +47,23 @@ TABLES = {
         library: a mapping replaces the short form of a preset
           - merge(expand_sync(METHODS[method].PRESET),
           + merge(METHODS[method].PRESET,
-        library: a mapping is merged with one of another kind
+        library: mappings of different kinds are merged
           - expand_sync(choices), UNION_KEYS)
           + expand_sync(choices))
     seen by unit/test_house.py
-        library: a loop of one's own imports transformers
+        library: a loop of the user's own imports transformers
           - from llmtrain.parallel.sharded import release_gathered
           + from llmtrain.parallel.torch_engine import TorchEngine
           + from llmtrain.parallel.sharded import release_gathered
     seen by distributed/test_local_updates_state.py
-        loops: the optimizer's parameters are those that FSDP2 has gathered
+        loops: the optimizer holds parameters gathered by FSDP2
           - release_gathered(model)
           + pass
     seen by distributed/test_local_updates.py
-        a loop of one's own: a second one hears the first one's end
+        a loop of one's own: a second loop reads the first loop's end
           - f"llmtrain/loop{next(_LOOPS)}"
           + "llmtrain/loop"
-        library: a wrong argument is taken for a key of sync
+        library: a mistyped argument is only compared with keys of sync
           - closest(name, [*keys, *arguments])
           + closest(name, keys)
         library: gradients are not averaged in synchronous steps
@@ -73,10 +73,10 @@ TABLES = {
           -         self.steps_done = state["step"]
           -
     seen by distributed/test_local_updates_state.py
-        library: synchronous steps may become fewer than were made
+        library: the warm-up may end before the last finished step
           -         self._method.keep_warmup(self.steps_done)
           -
-        library: what is closed still synchronizes in forward
+        library: a closed loop still synchronizes in forward
           -         self.replica.remove_block_hooks()
           -
         library: a closure's gradients are not averaged
@@ -95,19 +95,19 @@ TABLES = {
           -             self._method.finish()
           +         with torch.no_grad():
           +             self._method.finish()
-        library: gradients are averaged in the optimizer's order
+        library: gradients are averaged in the order of the optimizer
           - average_gradients(self._replicas, self.replica.parameters,
           + average_gradients(self._replicas, [p for group in self._optimizer.param_groups for p in group["params"]],
-        library: nobody is told of parameters of 16 bits
+        library: no warning about parameters of 16 bits
           -         self._warn_of_low_precision()
           -
-        library: a replica may be on another GPU than the process
+        library: a replica may be on a GPU other than the current one
           -         check_current_device(device)
           -
-        library: another learning rate is warned of in every step
+        library: a different learning rate causes a warning in every step
           -             self._followed = None
           -
-        library: learning rates are compared where nothing follows them
+        library: learning rates are compared even if nothing depends on them
           - lr if follows_rates(self.sync) else None
           + lr
     seen by distributed/test_equal_replicas.py
@@ -123,34 +123,34 @@ TABLES = {
         library: steps after the end are not refused
           -         if was_open:
           +         if False:
-        library: a loop after another one refuses its steps
+        library: the first loop's refusal blocks a second loop
           -             refusal.remove()
           +             pass
-        library: closing an ended loop opens the optimizer of the next one
+        library: closing an ended loop allows a second loop for the next one's optimizer
           - _LOOPS_OPEN.discard(self)
           + _LOOPS_OPEN.clear()
-        library: a loop after another one is warned of its moments
+        library: a second loop warns about the first one's moments
           - if text is not None and not self._had_loop:
           + if text is not None:
-        library: a refused end is taken for an end
+        library: a refused end counts as an end
           -             return
           -         check_equal_steps(
           +             return
           +         self._is_finished = True
           +         check_equal_steps(
-        library: a round may end after other steps
+        library: ranks may end a round after different steps
           - if self.sync.schedule.syncs_all_blocks:
           + if False:
-        library: nobody is told of a loop without an end
+        library: no warning about a loop without an end
           - if loop.steps_done and not loop.is_synchronized:
           + if False:
-        library: nobody is told that all steps were synchronous
+        library: no warning that all steps were synchronous
           - and period.is_synchronous(self.steps_done):
           + and False:
     """,
     "llmtrain/sync/own_loop/gradients.py": r"""
     seen by distributed/test_local_updates.py
-        a loop of one's own: a gradient that a replica lacks is not 0
+        a loop of one's own: a missing gradient counts as 1
           - parameter.grad = torch.zeros_like(parameter)
           + parameter.grad = torch.ones_like(parameter)
     seen by unit/test_buckets.py
@@ -172,7 +172,7 @@ TABLES = {
         library: anything may be a layer
           - and all(isinstance(one, nn.Module) for one in layers)
           +
-        library: time may be negative
+        library: a timeout may be negative
           - and timeout_seconds > 0):
           + ):
     seen by distributed/test_loop_checks.py
@@ -182,39 +182,39 @@ TABLES = {
         a loop of one's own: FSDP2 may average gradients over the replicas
           - if placement.is_replicate()]
           + if not placement]
-        library: every process may use all GPUs
+        library: DataParallel is accepted
           - if isinstance(model, DataParallel):
           + if False:
-        library: FSDP1 may shard the module
+        library: FSDP1 is accepted
           - if uses_fsdp1(model):
           + if False:
-        library: an optimizer may have another one inside
+        library: an optimizer may wrap another one
           - if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
           + if False:
-        library: a rate that never falls ends no synchronous steps
+        library: a learning rate that never falls far enough is accepted
           - and warmup_of(sync, lr) >= lr.total_steps:
           + and False:
-        library: any GPU is the current one
+        library: any GPU counts as the current one
           - if device.type == "cuda" and device.index !=
           + if device.type == "gpu" and device.index !=
     seen by unit/test_lr.py
         library: only the first parameter group's learning rate counts
           - for group in groups):
           + for group in groups[:1]):
-        library: rates of the warm-up are compared, too
+        library: learning rates of the warm-up are compared, too
           - if step <= lr_schedule.warmup_steps:
           + if step < 1:
     """,
     "llmtrain/sync/own_loop/module_replica.py": r"""
     seen by distributed/test_local_updates_state.py
-        loops: what FSDP2 has gathered stays as it was
+        loops: parameters gathered by FSDP2 remain stale
           - release_gathered(self._model)
           + pass
-        loops: the root keeps what it has gathered of a layer's block
+        loops: the root keeps its gathered copy of a layer's block
           - release_gathered(self._model)
           + release_gathered(dict(zip([b.name for b in self.blocks], self._modules, strict=True))[block.name])
     seen by distributed/test_loop_checks.py
-        library: a parameter may be frozen later
+        library: a parameter may be frozen during the loop
           - if not all(parameter.requires_grad for parameter in self.parameters):
           + if False:
     """,

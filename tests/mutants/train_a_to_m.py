@@ -3,13 +3,13 @@
 TABLES = {
     "llmtrain/train/background_eval.py": r"""
     seen by unit/test_background_eval.py
-        suite runs: due at exact multiples only
+        suite runs: they are due at exact multiples only
           - step // period > before // period
           + step % period == 0
     """,
     "llmtrain/train/build_trainer.py": r"""
     seen by distributed/test_engine.py
-        run: what is decided about resharding does not reach the engine
+        run: the engine does not receive the decision about resharding
           - with_reshard_after_forward_decided(recipe, prepared.vocab_size, mesh.replicas, mesh.shard_comms.size),
           + recipe.parallel,
     seen by multi_node/test_two_sites.py
@@ -17,7 +17,7 @@ TABLES = {
           - if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
           + if mesh.unencrypted:
     seen by end_to_end/test_training.py
-        warnings: none in training
+        warnings: training prints none
           - yield f"warning: {line}"
           + yield from ()
     """,
@@ -26,36 +26,36 @@ TABLES = {
         checkpoint: the host waits for each copy from a GPU
           - to("cpu", copy=True, non_blocking=True)
           + to("cpu", copy=True)
-        checkpoint: written before copies from a GPU have come
+        checkpoint: it is written before copies from a GPU are complete
           - torch.cuda.current_stream().synchronize()  # for all copies at once
           + pass  # for all copies at once
         train: a checkpoint of another version ends in a traceback
           - stored_recipe(state["recipe"], str(path))
           + Recipe.model_validate(state["recipe"])
     seen by unit/test_checkpoint_state.py, distributed/test_resume_training.py
-        checkpoint: random generators not restored
+        checkpoint: random generators are not restored
           -         torch.set_rng_state(generators["rng"])
           -
     seen by unit/test_mirror.py, unit/test_background_eval.py
-        checkpoint: deletes one that is in use
+        checkpoint: a checkpoint in use is deleted
           - if not any(step in follower.pending_steps() for follower in self.followers):
           + if True:
     seen by unit/test_checkpoint_state.py, distributed/test_bad_disks.py
-        checkpoint: written from tensors that go on changing
+        checkpoint: it is written from tensors that training changes
           - keep = _stage_to_cpu if is_staged else as_is
           + keep = as_is
     seen by distributed/test_bad_disks.py
-        writing: the other site writes what all have
+        writing: ranks at another site write shared tensors
           - prune, spans_hosts, self._holder)
           + prune, holder=self._holder)
     seen by distributed/test_initial_weights.py
-        weights: a resumed run forgets where it started
+        weights: a resumed run forgets its initial weights
           -         self.from_weights = state.get("from_weights")
           -
     """,
     "llmtrain/train/checkpoint_files.py": r"""
     seen by unit/test_checkpoint_files.py
-        resume: all hosts look where the first one has the folder
+        resume: all hosts use the first host's path of the folder
           - broadcast_from_main(lambda: [path.name for path in checkpoint_folders(directory)])
           + broadcast_from_main(lambda: [str(path) for path in checkpoint_folders(directory)])
         writing: latest is not written
@@ -65,19 +65,19 @@ TABLES = {
           -             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
           +             self._on_complete()
           +             atomic_write(self.temporary / STATE_FILE, dump_state(self._state))
-        writing: a run that another process has taken over deletes what that one writes
+        writing: a run that another process has taken over deletes that process's files
           - rank == 0 and self._taken_over() is None:
           + rank == 0:
         writing: a run that another process has taken over goes on
           - self._taken_over() or problem or
           + problem or
-        writing: a run whose lock's record is gone ends
+        writing: a run ends if the record of its lock is gone
           - in ("", self._holder):
           + == self._holder:
-        integrity: a mount that is gone is damage
+        integrity: a missing mount counts as damage
           - {*NO_ANSWER, errno.EACCES,
           + {errno.EACCES,
-        writing: a rank reads back what another has written
+        writing: a rank reads back files of another rank
           - if writer % ranks == rank)
           + if (writer + 1) % ranks == rank)
         integrity: digests are not compared
@@ -87,7 +87,7 @@ TABLES = {
           -             if error.errno != errno.EIO:
           -                 raise
           -
-        integrity: a checkpoint whose disk fails for a second is damaged
+        integrity: a passing disk error counts as damage
           - for pause in RETRY_PAUSES:
           + for pause in ():
         integrity: the digest of state.json is not compared
@@ -104,7 +104,7 @@ TABLES = {
         writing: a checkpoint may lack the files of a host that does not share the folder
           - if not any(map(TENSOR_FILE.fullmatch, names))]
           + if False]
-        writing: an error of one rank that is not the disk's leaves the others waiting
+        writing: other ranks wait after an error that is not the disk's
           -         return work()
           -     except (CheckpointException, Exception) as error:
           +         return work()
@@ -117,23 +117,23 @@ TABLES = {
           - ChainMap(*of_ranks)
           + ChainMap(*of_ranks[:1])
     seen by unit/test_checkpoint_retention.py
-        checkpoints: the one from which the run continues is set aside, too
+        checkpoints: the checkpoint from which the run continues is set aside, too
           -         if step_of(path) <= step:
           +         if step_of(path) < step:
     """,
     "llmtrain/train/checkpoint_reader.py": r"""
     seen by unit/test_foreign_checkpoints.py
-        checkpoint: one that can't be read now is damaged
+        checkpoint: a checkpoint that can't be read now counts as damaged
           -             raise_if_transient(self.path, error)
           -
           +             pass
           +
     seen by distributed/test_export.py
-        export: the mean has one replica too few in its divisor
+        export: the divisor of the mean is one replica too small
           - total.div_(count)
           + total.div_(count - 1)
     seen by unit/test_reshard.py
-        reshape: the mean of equal negative zeros is positive
+        reshape: the mean of negative zeros is positive
           - next(tensors).double().contiguous(), 1
           + next(tensors).double().contiguous() + 0.0, 1
     """,
@@ -142,13 +142,13 @@ TABLES = {
         devices: the user's settings of torch's allocator are replaced
           - if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
           + if torch.cuda.is_available():
-        devices: freed memory goes back to the kernel
+        devices: freed memory returns to the kernel
           - libc.mallopt(M_MMAP_MAX, 0)
           + libc.mallopt(M_MMAP_MAX, 65536)
     """,
     "llmtrain/train/initial_weights.py": r"""
     seen by distributed/test_initial_weights.py
-        weights: those of the first replica instead of the mean
+        weights: they are those of the first replica, not the mean
           - self._written, prefixes = state["files"], validated_weights(state)
           + self._written, prefixes = state["files"], ["replica0.weights."]
     seen by unit/test_pretrained.py
@@ -161,14 +161,14 @@ TABLES = {
         weights: nodes start from different files
           - if files.get(name) != first.get(name)]
           + if False]
-        weights: another tokenizer is as good
+        weights: another tokenizer is accepted
           - if ids.get(token) != number:
           + if False:
-        weights: a run that has begun still looks for them
+        weights: a run with checkpoints still looks for them
           - if name is None or checkpoint_folders(directory.checkpoints):
           + if name is None:
     seen by unit/test_pretrained.py, distributed/test_initial_weights.py
-        weights: damage is not seen
+        weights: damage goes unnoticed
           - if self._written is not None and tuple(self._written.get(name, ())) != found[name]:
           + if False:
     """,
@@ -180,13 +180,13 @@ TABLES = {
         resume: exports of steps that are trained again count as the run's
           - if moved := directory.set_aside_after(resumed_step):
           + if moved := None:
-        console: time left by the steps of the whole run, not of this start
+        console: the time left is computed from all steps, not those of this start
           - max(1, step - self._first)
           + max(1, step)
         loggers: lines lost before the checkpoint are not named
           - if jsonl.last_step < resumed_step:
           + if False:
-        loggers: losses over tokens are over steps
+        loggers: losses over tokens are plotted over steps
           - tags[tag], tokens)
           + tags[tag], step)
         loggers: a resumed run loses its earlier losses over tokens
@@ -198,7 +198,7 @@ TABLES = {
         console: every line repeats the last divergence
           - if tags["sync/count"] > self._shown_count else 0.0
           + if True else 0.0
-        console: a synchronous run is in its warm-up
+        console: a synchronous run counts as a warm-up
           - if self._rounds == 0 else
           + if self._rounds is None else
     """,
@@ -215,43 +215,43 @@ TABLES = {
         metrics: reserved memory is the sum over ranks
           - line.largest("reserved_memory")
           + line.total("reserved_memory")
-        metrics: speed of the mean rank, not the slowest
+        metrics: the speed is that of the mean rank, not of the slowest
           - in_turns else step_seconds.max())
           + in_turns else step_seconds.mean())
-        metrics: an infinite loss passes
+        metrics: an infinite loss is accepted
           - if not values.isfinite().all():
           + if values.isnan().any():
-        metrics: bytes of the mean rank, not of all
+        metrics: the bytes are those of the mean rank, not of all
           - line.total("bytes_total")
           + line.mean("bytes_total")
-        in process: the rate is that of as many devices
+        in process: the speed is that of one device per replica
           - step_seconds.sum() if self._in_turns else
           + step_seconds.max() if self._in_turns else
     seen by unit/test_device_numbers.py
-        metrics: time after a line was opened is nobody's
+        metrics: time after a line was opened is lost
           - row["step_seconds"] + self.more_step_seconds
           + row["step_seconds"]
-        metrics: numbers are gathered in each rank's own order
+        metrics: each rank gathers numbers in its own order
           - names = sorted(row)
           + names = list(row)
     """,
     "llmtrain/train/metrics.py": r"""
     seen by end_to_end/test_training.py
-        metrics: no warning of a block that is always excluded
+        metrics: no warning about a block that is always excluded
           - for warning in self.method.take_warnings():
           + for warning in ():
-        metrics: a run that diverges is not named
+        metrics: no warning about a run that diverges
           - self.run_log.warn(state.global_step, line)
           + pass
     seen by unit/test_run_log.py
-        metrics: every rise of the loss diverges
+        metrics: every rise of the loss counts as divergence
           - if last <= first * (1 +
           + if last < 0 * (1 +
-        metrics: a run of trained weights diverges when its rate is warmed again
+        metrics: a rise during warm-up from trained weights counts as divergence
           - (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)
           + CLEAR_RISE
     seen by distributed/test_resume_training.py
-        trainer: a rank stops when it is asked itself
+        trainer: a rank stops on its own request alone
           - self._stop_agreed |= line.any("stop")
           + self._stop_agreed |= self.stop.requested
     seen by end_to_end/test_documents.py
@@ -259,46 +259,46 @@ TABLES = {
           - tokens = count_tokens(micro_batches)
           + tokens = count_positions(micro_batches)
     seen by unit/test_sample.py
-        metrics: the last round of seconds is one too many
+        metrics: the number of the last round of seconds is one too high
           - .count + (not state.is_done) if
           + .count + 1 if
     """,
     "llmtrain/train/mirror.py": r"""
     seen by unit/test_mirror.py
-        mirror: the run's own folder is one
+        mirror: the run's own folder may be its mirror
           - os.path.realpath(self._root) == os.path.realpath(folder):
           + self._root == str(folder):
         remote: state.json is not copied last
           - for path in checkpoint.iterdir() if path.name != STATE_FILE)
           + for path in checkpoint.iterdir())
-        mirror: one that can't be reached now is no use
+        mirror: a mirror that can't be reached now is refused
           - except UNUSABLE as error:
           + except Exception as error:
-        mirror: any copy counts as the last one's
+        mirror: any finished copy counts as the last one
           - or self._last_complete == self._last_submitted:
           + or self._last_complete is not None:
     seen by unit/test_mirror_fetch.py
-        mirror: fetches a checkpoint that is here already
+        mirror: a checkpoint that exists locally is fetched
           - if step > newer_than)
           + if step >= newer_than)
     seen by unit/test_best_in_mirror.py
-        best: the mirror lacks one that was passed over
+        best: the mirror lacks a best checkpoint that was passed over
           -                 self._copy_best(step)
           -
           +                 pass
           +
-        best: at the end, the mirror may lack it
+        best: the mirror may lack it at the end
           - or self._last_complete == self._last_submitted:
           + or self.newest == self._last_submitted:
-        best: a start copies the newest again with it
+        best: a start copies the newest checkpoint again with it
           - if step != self._there_at_start:
           + if True:
-        best: one of the mirror that the run has gone back from
+        best: a checkpoint after the step to which the run went back counts
           - self._remote.losses().items() if step <= newest}
           -             best
           + self._remote.losses().items()}
           +             best
-        best: it is deleted while it is copied
+        best: it may be deleted while it is copied
           - return self.worker.pending_steps() | self._candidates
           + return self.worker.pending_steps()
         best: the mirror knows the old loss of a checkpoint copied again

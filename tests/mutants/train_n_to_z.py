@@ -6,20 +6,20 @@ TABLES = {
         output: a pipe without a reader ends the run
           - if stream is not None and not isinstance
           + if stream is not None and stream.isatty() and not isinstance
-        output: after a full disk, nothing is written any more
+        output: nothing is written after a full disk
           - if error.errno in READER_IS_GONE:
           + if True:
     """,
     "llmtrain/train/prepare_data.py": r"""
     seen by unit/test_wrong_tokens.py
-        mixture: token files are taken for tokens of the tokenizer that is trained
+        mixture: token files count as tokens of a trained tokenizer
           -     check_token_files(recipe.data, texts)
           -
     seen by unit/test_text_list.py
         mixture: texts may have other versions of a hub tokenizer
           -     if recipe.data.sources:
           +     if False:
-        mixture: what is kept of the second text is looked for under another tokenizer
+        mixture: prepared tokens of the second text are not found
           -         own = with_tokenizer_of(prepared, section)
           -         kept
           +         own = section
@@ -40,15 +40,15 @@ TABLES = {
           - common_values(recipe) if world.size > 1 else {}
           + {}
     seen by multi_node/test_bad_starts.py::test_hosts_that_do_not_share_the_run_directory
-        run: nobody looks whether hosts share the run directory
+        run: hosts need not share the run directory
           -         check_is_shared(run.directory.path, run.mesh, recipe.run.timeout_seconds)
           -
     seen by end_to_end/test_training.py::test_a_run_starts_from_another_and_later_needs_it_no_more
-        weights: a resumed run reads them again
+        weights: a resumed run reads the initial weights again
           - open_initial_weights(run.recipe, run.mesh, run.prepared) if checkpoint is None else None
           + open_initial_weights(run.recipe, run.mesh, run.prepared)
     seen by unit/test_mirror_fetch.py
-        resume: a newer version's checkpoint is given up for an older one of the mirror
+        resume: an older checkpoint in the mirror replaces one of a newer version
           -     except NewerFormatError:
           +     except ZeroDivisionError:
         length: a finished run begins anew because its mirror is empty
@@ -57,11 +57,11 @@ TABLES = {
           +         pass
           +
     seen by distributed/test_mirror.py
-        run: its mirror belongs to nobody
+        run: the mirror is not claimed
           - run.mirror.claim(run.mesh)
           + pass
     seen by distributed/test_resume_training.py::test_a_run_is_not_continued_on_another_text
-        resume: a refused start has overwritten the recipe
+        resume: a refused start overwrites the recipe
           -         alter(trainer)
           -
           +         _claim(run, checkpoint)
@@ -78,11 +78,11 @@ TABLES = {
           -         trainer.method.close()
           -
     seen by distributed/test_bad_disks.py
-        run: ends before its loggers have
+        run: the run ends before its loggers
           -     run.at_end.callback(trainer.metrics.run_log.wait)
           -
     seen by end_to_end/test_training.py
-        run directory: damaged weights leave a run behind
+        run directory: a start with damaged weights leaves a run
           -     directory.lock()
           -
           +     directory.claim()
@@ -90,11 +90,11 @@ TABLES = {
     """,
     "llmtrain/train/run_dir.py": r"""
     seen by unit/test_run_dir.py
-        run directory: curves over steps that are trained again stay
+        run directory: curves over steps that are trained again remain
           - content.get("checkpoints", [content])
           + [content]
     seen by unit/test_run_dir.py::test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file
-        run directory: a full disk ends a run with checkpoints for good
+        run directory: a full disk counts as a wrong recipe despite checkpoints
           - if number in PASSING and complete_checkpoints(self.checkpoints):
           + if False:
     seen by unit/test_waiting.py
@@ -109,7 +109,7 @@ TABLES = {
           +     "optim",
           +
     seen by unit/test_run_dir.py, distributed/test_resume_training.py
-        rundir: the old summary stays
+        rundir: the old summary remains
           -             (self.path / SUMMARY).unlink(missing_ok=True)
           -
     seen by unit/test_run_dir.py
@@ -131,7 +131,7 @@ TABLES = {
         run dir: an older checkpoint counts as the last one
           - and newest != summary["steps"]:
           + and False:
-        run dir: another method's keys are all named
+        run dir: all keys of another method are named
           - if methods[0] != methods[1]:
           + if False:
         run dir: weights of another architecture are offered
@@ -163,39 +163,39 @@ TABLES = {
     """,
     "llmtrain/train/run_length.py": r"""
     seen by unit/test_run_length.py, distributed/test_run_length.py
-        length: fewer steps than are done end the run at once
+        length: a run shorter than its finished steps ends immediately
           - if self.steps_differ and self.step >= total and not is_end:
           + if False:
-        length: another outer step is not said
+        length: a change of the outer step is not reported
           - {batch if self.old_global_batch else ''}{self._outer_step_changes()}"
           + {batch if self.old_global_batch else ''}"
-        batch: a new rate is a jump that the length causes
+        batch: a new learning rate counts as a jump due to the length
           -         if not self.steps_differ:
           -             return None
           -
-        batch: with a length in tokens, steps change with it
+        batch: it may change the steps of a length in tokens
           - if here.steps is None and here.total_steps != there.total_steps:
           + if False:
-        batch: a length in tokens is refused though it gives as many steps
+        batch: a length in tokens is refused even if the steps stay the same
           - if here.steps is None and here.total_steps != there.total_steps:
           + if here.steps is None:
-        batch: text that is read twice is not said
+        batch: text that is read twice is not reported
           - if lacking > 0 and not all
           + if False and not all
-        batch: it may change where documents are sorted by it
+        batch: it may change although documents are sorted by batch
           - if after.data.packing == "none":
           + if False:
-        length: a decay that begins with the next step is a jump
+        length: a decay that begins with the next step counts as a jump
           - _is_close(new.at(step), last) or␣
-        length: the old rate is a jump
+        length: a rate on the old schedule counts as a jump
           -  or _is_close(found, old.at(following))
         length: the rate of step 0 is read
           - max(1, self.step)
           + self.step
-        length: wsd, the checkpoint that would not jump is within a decay
+        length: with wsd, the advised checkpoint is within a decay
           - min(old.last_peak_step, new.last_peak_step)
           + max(old.last_peak_step, new.last_peak_step)
-        length: wsd, another peak is no jump from an early checkpoint
+        length: with wsd, a new peak from an early checkpoint is no jump
           -  and old.peak == new.peak
         length: a stopped run may end within its round
           - is_end = self.step == total and self.before.train.total_steps <= self.step
@@ -203,14 +203,14 @@ TABLES = {
     """,
     "llmtrain/train/run_log.py": r"""
     seen by unit/test_sample.py
-        metrics: files continue after this replica's own step
+        metrics: files are continued at this replica's own step
           - self.directory, state.global_step, tokens
           + self.directory, state.step, tokens
     seen by unit/test_run_log.py
-        metrics: a disk that is full hides why the run has failed
+        metrics: a full disk hides the reason of a failure
           - with suppress(Exception):  # the disk may have ended the run
           + with suppress():  # the disk may have ended the run
-        metrics: a logger that can't be closed hides why the run has failed
+        metrics: a logger that can't be closed hides the reason of a failure
           - with suppress(Exception):  # the disk may have ended the run
           + with suppress(OSError):  # the disk may have ended the run
         metrics: a run that fails leaves the bar on the terminal
@@ -225,7 +225,7 @@ TABLES = {
         weights: a value that is not finite is trained on
           - if not tensor.isfinite().all():
           + if False:
-        weights: quantized ones are taken for numbers
+        weights: quantized weights are read as numbers
           - if part.get_dtype() not in FLOATS:
           + if False:
     """,
@@ -241,56 +241,56 @@ TABLES = {
         sample: a text that fails ends the run
           - except Exception as error:
           + except ValueError as error:
-        sample: large models write at each validation
+        sample: large models generate text at each validation
           - self.is_wanted and size * recipe.eval.sample_tokens <= CHEAP_READS
           + self.is_wanted
     """,
     "llmtrain/train/shared_folder.py": r"""
     seen by unit/test_shared_folder.py
-        shared folder: a host that does not see it is left in the run
+        shared folder: a host that does not see the folder is accepted
           - for host, path, is_there in hosts if not is_there]
           + for host, path, is_there in hosts if False]
-        shared folder: a mount that is missing now ends the run for good
+        shared folder: a missing mount counts as a wrong recipe
           - (TrainingError if any(has_recipe for *_, has_recipe in hosts) else RecipeError)(
           + RecipeError(
-        shared folder: what NFS knew before is true
+        shared folder: NFS's stale cache is trusted
           -             revalidate(path.parent)
           -
     """,
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py
-        signals: a rank that stops is asked again, which ends it
+        signals: a stopping rank handles a second request, which ends it
           - if not any(stop.requested for stop in _installed):
           + if True:
-        signals: a repeated signal ends the run at once
+        signals: a repeated signal ends the run immediately
           - SAME_REQUEST_SECONDS = 2.0
           + SAME_REQUEST_SECONDS = -1.0
-        signals: a rank that has failed can be ended before it says why
+        signals: a failed rank can be ended before it reports the reason
           - if not is_ignored(number):
           -                 signal.signal(number, request.handle)
           + pass
     """,
     "llmtrain/train/state.py": r"""
     seen by distributed/test_bad_numbers.py
-        trainer: a good step does not end a row of skipped ones
+        trainer: a good step does not end a series of skipped steps
           - (self.skipped_in_a_row + 1) * skipped
           + self.skipped_in_a_row + skipped
     seen by unit/test_device_numbers.py
-        trainer: a checkpoint ends a row of skipped steps
+        trainer: a checkpoint ends a series of skipped steps
           - skipped_in_a_row: Number = resharded(0, by=by_replica(max))
           + skipped_in_a_row: Number = 0
     seen by distributed/test_resume_training.py
-        trainer: due at exact multiples only
+        trainer: actions are due at exact multiples only
           - return every is not None and self.global_step // every > self.previous_global_step // every
           + return every is not None and self.global_step % every == 0
     """,
     "llmtrain/train/summary.py": r"""
     seen by unit/test_run_log.py
-        summary: gradients are averaged among the last replicas from the start
+        summary: the last number of replicas counts for all gradients
           - (line["comm/replicas"] - 1)
           + (list(lines)[-1]["comm/replicas"] - 1)
     seen by end_to_end/test_training.py::test_a_large_model_writes_only_at_the_end
-        sample: the one before is printed as that of a large model
+        sample: the summary prints an older sample
           - if sampled_at != step:
           + if False:
     """,
@@ -300,10 +300,10 @@ TABLES = {
           - return joined([replace(self.validated_by_all(name), share=weights[name]) for name in self.texts])
           + return joined([self.validated_by_all(name) for name in self.texts])
     seen by distributed/test_sites.py::test_every_site_is_validated_by_its_own_ranks
-        sites: replicas make different numbers of forward passes
+        sites: replicas run different numbers of forward passes
           - for _ in range(count - given):
           + for _ in range(0):
-        sites: losses are weighted equally, however many tokens
+        sites: losses are not weighted by tokens
           - batches=partial(_padded, own.batches, batches), share=site.validated)
           + batches=partial(_padded, own.batches, batches), share=1.0)
         sites: a shard is checked by the ranks of another site
@@ -316,7 +316,7 @@ TABLES = {
           - self.method.end_threads()
           + self.method.close()
     seen by distributed/test_bad_disks.py
-        trainer: writes a checkpoint after lost metrics
+        trainer: a checkpoint is written after lost metrics
           -         self.checkpointer.wait()
           -         self.metrics.run_log.io_errors.check()
           +         self.checkpointer.wait()
@@ -324,7 +324,7 @@ TABLES = {
         trainer: a validation hides how late the slowest rank is
           - self.metrics.wait_for_ranks(self.state)
           + pass
-        trainer: messages arrive during a validation, whose time does not count
+        trainer: waits for messages are hidden in a validation
           - self.method.wait_for_messages()
           + pass
     seen by distributed/test_resume_training.py, distributed/test_bad_numbers.py
@@ -336,23 +336,23 @@ TABLES = {
           - self.loader.load_state_dict(loader_state)
           + pass
     seen by distributed/test_resume_training.py, distributed/test_reshard.py, distributed/test_export.py, end_to_end/test_training.py
-        trainer: no synchronization at the end
+        trainer: replicas are not synchronized at the end
           -                 self.method.finish()
           -
           +                 pass
           +
     seen by distributed/test_run_length.py
-        length: the method is not told of another length
+        length: the method is not told of a new length
           - if length.steps_differ:
           + if False:
-        length: a jump of the rate is not said
+        length: a jump of the learning rate is not reported
           - for warning in length.warnings() if length is not None else ():
           + for warning in ():
         batch: synchronous steps end before the step at which a run continues
           -             self.method.keep_warmup(loaded.step)
           -
     seen by end_to_end/test_documents.py
-        documents: the trainer does not say how many tokens the batch has
+        documents: the trainer does not pass the tokens of the batch
           - forward_backward(micro_batches, self._tokens_per_gradient())
           + forward_backward(micro_batches)
     seen by distributed/test_batch_shares.py
@@ -373,7 +373,7 @@ TABLES = {
         trainer: each replica validates its own weights
           - keeps_parameters = given is None and (is_synchronized or self.mesh.replicas == 1)
           + keeps_parameters = given is None
-        validation: the sum of replicas, not their mean
+        validation: the weights are the sum of replicas, not their mean
           - replica.all_reduce(flat_view(block) / replica.size,␣
           + replica.all_reduce(flat_view(block),␣
         validation: the mean replaces the replica's weights
@@ -386,10 +386,10 @@ TABLES = {
     """,
     "llmtrain/train/wandb_logger.py": r"""
     seen by unit/test_wandb_logger.py
-        wandb: what is no OSError is shown as a traceback
+        wandb: exceptions other than OSError end in a traceback
           - except BaseException as error:
           + except OSError as error:
-        wandb: a copied folder continues the other run
+        wandb: a copied folder continues the original run
           - or owner not in ("", name):
           + or False:
         wandb: at the end, every child is killed

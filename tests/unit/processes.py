@@ -1,4 +1,4 @@
-"""What unit tests have done in a process of its own, forked by `tests.mother`: it is killed, holds a lock, or ends badly."""
+"""Functions that unit tests call in a separate process, forked by `tests.mother`, which is killed, holds a lock, or fails."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ KILLED_AT = {
     "half written": (ShardWriter, "_write_header", 11),
     "no index yet": (Path, "rename", 4),
 }
-"""Where preparing is killed: in which call of what."""
+"""Points at which `prepare_until_killed` is killed: the owner and name of a function, and the number of its call."""
 
 
 def fail(message: str, on_gpu: bool) -> None:
-    """Fail as a command does, with a thread left that ends after a moment, or with `on_gpu` never."""
+    """Fail as a command does, while a thread is still running. The thread ends after a moment, or never if `on_gpu`."""
     torch.cuda.is_initialized = lambda: on_gpu
     goes_on = threading.Event()
 
-    def wait_for_others() -> None:  # as an interpreter does that ends while its GPU is in a collective
+    def wait_for_others() -> None:  # like the end of an interpreter while its GPU is in a collective
         goes_on.wait(None if on_gpu else 0.1)
         print("the thread has ended")
 
@@ -52,7 +52,7 @@ def fail(message: str, on_gpu: bool) -> None:
 
 
 def prepare_until_killed(data: str, where: str) -> None:
-    """Prepare `data`, a DataSection as JSON, and be killed in the middle."""
+    """Prepare `data`, a DataSection as JSON, and kill this process at the point `where` of KILLED_AT."""
     extending.BATCH_CHARACTERS, extending.COMMIT_SECONDS = 1000, 0.0
     owner, name, number = KILLED_AT[where]
     setattr(owner, name, _killed_in_call(number, getattr(owner, name)))
@@ -73,7 +73,7 @@ def _killed_in_call(number: int, inner: Callable[..., Any]) -> Callable[..., Any
 
 
 def prepare_and_say_when(data: str) -> None:
-    """Prepare `data` as JSON; print when the folder was made."""
+    """Prepare `data`, a DataSection as JSON, and print the modification time of the index."""
     made = preparing.prepare(DataSection.model_validate_json(data), 500, 100)
     print((made.directory / "index.json").stat().st_mtime_ns, flush=True)
 
@@ -82,14 +82,14 @@ def hold_lock(path: str) -> None:
     """Hold a lock until this process is killed."""
     import filelock
 
-    lock = filelock.FileLock(path)  # which its deletion would release
+    lock = filelock.FileLock(path)  # in a variable, because deleting the object would release the lock
     lock.acquire()
     print("held", flush=True)
     signal.pause()
 
 
 class _Disk:
-    """A loader of many tensors, or one that never answers."""
+    """A loader that returns many tensors, or that never answers."""
 
     state_dict, tokens, mean_replica_tokens, relative_part = dict, TokenShards([]), 1.0, 1.0
 
@@ -97,14 +97,14 @@ class _Disk:
         self._answers = answers
 
     def next(self) -> list[torch.Tensor]:
-        """Return what takes a while to draw."""
+        """Return tensors that take a while to draw, or block forever."""
         if not self._answers:
             threading.Event().wait()
         return [torch.randn(100) for _ in range(5000)]
 
 
 def read_from_a_silent_disk() -> None:
-    """Give a batch up; the thread that reads it is never done."""
+    """Give up on a batch, and print the error. The thread that reads the batch never finishes."""
     try:
         PrefetchLoader(_Disk(answers=False), timeout_seconds=0.05).next()
     except TrainingError as error:
@@ -112,14 +112,14 @@ def read_from_a_silent_disk() -> None:
 
 
 def end_while_a_batch_is_read() -> None:
-    """Take a batch and end, while the next one is read. Nothing is said about a slow one."""
+    """Take a batch and return while the next one is being read. No line about a slow batch is printed."""
     loader.QUIET_SECONDS = 100.0
     PrefetchLoader(_Disk(answers=True), timeout_seconds=100).next()
 
 
 def launch(looks: str, failed: str, *commands: str) -> None:
-    """Start shell commands as a launcher does ranks; print their process ids, then how they ended. The file `looks` grows
-    by a byte whenever the launcher looks at them. Ranks of another node have failed once the file `failed` exists."""
+    """Start shell commands as a launcher starts ranks. Print their process ids, then their return codes. The file `looks` grows
+    by a byte whenever the watchdog asks whether ranks of another node have failed; they have once the file `failed` exists."""
     watchdog.POLL_SECONDS, watchdog.PATIENCE_SECONDS = 0.05, 0.3
 
     def asked() -> bool:
@@ -134,6 +134,6 @@ def launch(looks: str, failed: str, *commands: str) -> None:
 
 
 def be_stopped_while_the_recipe_is_read() -> int:
-    """Be asked to stop before training begins; return the launcher's exit code."""
+    """Launch, with a signal to stop while the recipe is read. Return the launcher's exit code."""
     torchrun.load_recipe = lambda *arguments: os.kill(os.getpid(), signal.SIGUSR1)
     return torchrun.launch_torchrun(Path("r.yaml"), [])

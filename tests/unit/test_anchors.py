@@ -1,4 +1,4 @@
-"""One number for all that replicas should hold alike: what changes it."""
+"""Tests of the fingerprint of anchors and momenta, which should be equal on all replicas, and of norms in half precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def anchors(anchor: list[torch.Tensor], momentum: list[torch.Tensor]) -> Anchors
 
 
 def drawn(dtype: torch.dtype, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Anchors and momenta of three blocks, of equal sizes so that they can be mistaken for each other."""
+    """Return anchors and momenta of three blocks. All sizes are equal, so that blocks and kinds can be swapped."""
     generator = torch.Generator().manual_seed(seed)
     flats = torch.randn(6, 5, generator=generator).to(dtype)
     return list(flats[:3]), list(flats[3:])

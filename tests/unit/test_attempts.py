@@ -1,4 +1,4 @@
-"""Attempts to train: when ranks that have failed are started again, on which nodes, and how it ends."""
+"""Tests of the attempts to train: when and on which nodes failed ranks are restarted, and the exit code at the end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from llmtrain.launch.attempts import Attempt, NodeExit, train_with_restarts
 from llmtrain.launch.nodes import Nodes
 
 THREE = Nodes(3, 2, "alpha", 5)
-"""The last of three."""
+"""The last node of three."""
 
 
 class Story:
-    """Run of `train_with_restarts` on one node, whose attempts end with the given codes, by node."""
+    """A call of `train_with_restarts` on the last node. Each attempt ends with given exit codes, by node."""
 
     def __init__(self, *attempts: dict[int, NodeExit]):
         self.attempts, self.runs = attempts, []

@@ -1,4 +1,4 @@
-"""GPT-Neo's attention against sums written out in NumPy, and documents that are packed but do not see each other."""
+"""Tests of attention: GPT-Neo's against explicit sums in NumPy, and packed documents that must not attend to each other."""
 
 import copy
 import itertools
@@ -49,7 +49,7 @@ def written_out(
 
 WINDOWS, LENGTHS = [None, 1, 4, 5, 99], [1, 4, 5, 8, 13]
 PAIRS = [(window, length, (i + j) % 2 == 1) for i, window in enumerate(WINDOWS) for j, length in enumerate(LENGTHS)]
-"""Every window with every length, and either with documents and without."""
+"""Every window with every length, alternately with and without documents."""
 
 
 @pytest.mark.parametrize(("window", "length", "has_documents"), PAIRS)
@@ -62,7 +62,7 @@ def test_attention_by_hand(window: int | None, length: int, has_documents: bool)
     expected = written_out(*arrays, window, None if documents is None else documents.numpy())
     np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-12)
 
-    upstream = draw(*found.shape, seed=3)  # the gradient, along one direction, by differences
+    upstream = draw(*found.shape, seed=3)  # the gradient along one direction, against finite differences
     (found * upstream).sum().backward()
     step, directions = 1e-6, [draw(*q.shape, seed=seed).numpy() for seed in (4, 5, 6)]
     ends = [
@@ -113,7 +113,7 @@ def model_of(family: str, separator: int | None):
     for block in blocks_of(model):
         initialize(model, block, 1, torch.device("cpu"), torch.float64)
     with torch.no_grad():
-        for parameter in model.parameters():  # a fresh model hardly attends to anything
+        for parameter in model.parameters():  # with its initial weights, a model hardly depends on attention
             parameter.add_(0.3 * draw(*parameter.shape, seed=parameter.ndim))
     return model.double().eval()
 
@@ -138,7 +138,7 @@ def test_parameters_and_values_are_those_of_transformers() -> None:
     assert [name for name, _ in theirs.named_parameters()] == [name for name, _ in ours.causal_lm.named_parameters()]
     theirs.load_state_dict(copy.deepcopy(ours.causal_lm.state_dict()), strict=False)
     ids = torch.randint(0, 97, (3, 40), generator=torch.Generator().manual_seed(0))
-    # Theirs multiplies queries and keys in fp32.
+    # The model of transformers multiplies queries and keys in fp32, which limits the agreement.
     torch.testing.assert_close(theirs.transformer(ids).last_hidden_state, ours.hidden(ids), rtol=1e-4, atol=1e-5)
 
 

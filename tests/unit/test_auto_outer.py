@@ -1,4 +1,4 @@
-"""Outer steps of short runs: what `sync.outer: auto` chooses, and the warning of a momentum that is there too early."""
+"""Tests of outer steps in short runs: the choice of `sync.outer: auto`, and the warning about too early momentum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = ["sync.warmup_steps=0", "sync.period=5"]
 
 
 def of_early_momentum(recipe: Recipe) -> list[str]:
-    """Return the warnings of outer momentum that is there too early."""
+    """Return the warnings about outer momentum that starts too early."""
     return [line for line in recipe_warnings(recipe) if line.startswith("sync.outer.momentum is")]
 
 
@@ -30,11 +30,11 @@ def of_early_momentum(recipe: Recipe) -> list[str]:
         (["train.steps=35", "sync.outer.rounds.momentum_warmup=1"], None),
         (["train.steps=35", "parallel.replicas=1"], None),
         (["train.steps=9"], 2),  # the second round is shorter
-        (["train.steps=5"], None),  # one round has no momentum yet
+        (["train.steps=5"], None),  # in the first round, there is no momentum yet
         (["train.steps=155"], None),
         (["train.steps=155", "sync.warmup_steps=5"], 30),
         (["train.steps=35", "optim.kind=muon"], None),
-        (["train.steps=300", "sync.period={kind: qsr, base: 5, alpha: 0.008}"], 20),  # its rounds grow
+        (["train.steps=300", "sync.period={kind: qsr, base: 5, alpha: 0.008}"], 20),  # QSR's rounds grow
         (["train.steps=35", "sync.outer.lr=0.4"], None),
         (["train.steps=35", "sync.outer=auto"], None),
     ],
@@ -43,7 +43,7 @@ def of_early_momentum(recipe: Recipe) -> list[str]:
 def test_outer_momentum_from_the_first_round_of_a_short_run_is_a_warning(
     method: str, changed: Sequence[str], rounds: int | None
 ) -> None:
-    own = ["sync.outer.rounds.momentum_warmup=0"] if method == "edit" else []  # the recipe has one
+    own = ["sync.outer.rounds.momentum_warmup=0"] if method == "edit" else []  # the recipe warms it up
     keys = [f"sync.method={method}", *own, *SHORT, "schedule.warmup_steps=1"]
     warnings = of_early_momentum(load_recipe(RECIPE, [*keys, *changed]))
     assert len(warnings) == (rounds is not None)
@@ -90,7 +90,7 @@ def test_the_rule_has_the_best_step_of_the_study_and_that_of_averaging() -> None
     ("keys", "rounds", "length"),
     [
         (["train.steps=400", "sync.warmup_steps=100", "sync.period=10"], 30, 10),
-        (["sync.warmup_steps=0", "sync.period=40"], 8, 37.5),  # the last one is short
+        (["sync.warmup_steps=0", "sync.period=40"], 8, 37.5),  # the last round is shorter
         (["sync.method=qsr", "sync.period.alpha=1e-9", "sync.period.base=6", "sync.warmup_steps=0"], 50, 6),
     ],
     ids=["steps", "a-short-one", "qsr"],

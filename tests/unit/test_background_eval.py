@@ -1,4 +1,4 @@
-"""Evaluations beside training, with processes that only pretend to evaluate."""
+"""Tests of evaluations in the background of training, with fake evaluation processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCORES = "piqa acc_norm 0.500 ± 0.100 near chance"
 
 
 class Child:
-    """An evaluation that ends when the test says so."""
+    """A fake evaluation process, which ends when the test calls `end`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         self.command, self.environment, self.log = command, environment, log
@@ -51,7 +51,7 @@ class Child:
 
 
 class Beside:
-    """The evaluations of a run of 50 steps, what was started for them and what the console says."""
+    """Background evaluations of a run of 50 steps, with the fake processes that were started and the lines on the console."""
 
     def __init__(self, folder: Path, *overrides: str):
         keys = [f"run.out_dir={folder}", "run.name=a", "train.steps=50", "checkpoint.every=10"]
@@ -97,7 +97,7 @@ def beside(tmp_path: Path) -> Beside:
 
 @pytest.fixture
 def killed(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(step, signal) of what was sent to the children, who heed it."""
+    """Return a list that receives (step, signal) for each signal sent to a fake process, which then ends."""
     sent = []
 
     def kill(group: int, number: int) -> None:
@@ -156,10 +156,10 @@ def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside
     ("overrides", "steps", "evaluated"),
     [
         (["eval.suite.every=2"], [10, 20, 30, 40, 50], [20, 40, 50]),
-        (["eval.suite.every=2"], [13, 31, 44, 50], [31, 44, 50]),  # with rounds of seconds
+        (["eval.suite.every=2"], [13, 31, 44, 50], [31, 44, 50]),  # checkpoints at the ends of rounds of seconds
         (["checkpoint.every=null"], [7, 50], [50]),
         (["eval.suite.every=9"], [10, 50], [50]),
-        ([], [10, 14, 20], [10, 20]),  # a stop's checkpoint
+        ([], [10, 14, 20], [10, 20]),  # the checkpoint of step 14 was written by a stop
         (["eval.suite=null"], [10, 50], []),
     ],
 )
@@ -339,7 +339,8 @@ def test_one_that_does_not_heed_a_request_is_killed(beside: Beside, monkeypatch:
 def test_the_process_yields_to_all_others_and_hears_no_ctrl_c(tmp_path: Path) -> None:
     yields = "import os, time\nwhile os.nice(0) < 19: time.sleep(0.01)\n"
     code = yields + "print(os.nice(0), os.getsid(0) == os.getpid(), sorted(os.environ)[:1])"
-    command = [sys.executable, "-I", "-S", "-c", code]  # which starts fast, because all others come first
+    # -I and -S shorten the start, because all other processes come first.
+    command = [sys.executable, "-I", "-S", "-c", code]
     process = start_in_background(command, {"A": "b", **path()}, tmp_path / "x/log")
     assert process.wait(250) == 0
     assert (tmp_path / "x/log").read_text() == "19 True ['A']\n"
@@ -351,7 +352,7 @@ def path() -> dict[str, str]:
 
 def test_a_suite_that_can_not_be_evaluated_is_refused_before_training(tmp_path: Path) -> None:
     section = Beside(tmp_path, f"eval.suite.data_dir={tmp_path}").recipe.eval.suite
-    check_suite(section)  # a laptop need not have the data
+    check_suite(section)  # accepts a suite without its data, which a laptop may lack
     with pytest.raises(UserError) as error:
         check_suite_data(section)
     assert str(error.value) == (

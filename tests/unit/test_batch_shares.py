@@ -1,4 +1,4 @@
-"""Replicas that read unequal parts of a batch (`train.batch_shares`)."""
+"""Tests of replicas that read unequal parts of a batch (`train.batch_shares`)."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SHARES = ((), (2, 1), (1, 2, 3), (1, 1, 2), (3, 1))
 
 
 def shape_of(shares: Sequence[int], replicas: int = 0, batch: int = BATCH, shards: int = 1) -> BatchShape:
-    """The first rank's shape in a run with as many replicas as shares, or with `replicas` that read equal parts."""
+    """Return the first rank's batch shape in a run with one replica per share, or with `replicas` that read equal parts."""
     return BatchShape(LENGTH, batch, 1, 7, replicas=len(shares) or replicas, shards=shards, shares=tuple(shares))
 
 
 def loaders(run: BatchShape, sites: str = "") -> list[Loader]:
-    """The loader of each replica, all on one text, or each at the site of its letter."""
+    """Return the loader of each replica, all on one text, or each at the site named by its letter in `sites`."""
     shapes = [replace(run, replica=replica) for replica in range(run.replicas)]
     return [SiteLoader(TOKENS, [*sites], shape) if sites else Loader(TOKENS, shape) for shape in shapes]
 
 
 def read(loader: Loader, steps: int) -> list[int]:
-    """The samples that a rank reads in so many steps."""
+    """Return the samples that a rank reads in the next `steps` steps."""
     return [int(row[0]) // LENGTH for _ in range(steps) for batch in loader.next() for row in batch]
 
 
@@ -162,7 +162,7 @@ def test_shares_that_do_not_fit_are_one_line(keys: tuple[str, ...], parts: list[
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_that_make_no_such_number_of_replicas_are_one_line(ranks: int) -> None:
-    """With the default mesh, nothing else says how many replicas there are."""
+    """With the default mesh, only the shares determine the number of replicas."""
     with pytest.raises(RecipeError, match=rf"has 2 shares, one for each replica, but {ranks} ranks? can't be divided"):
         check(recipe("train.batch_shares=[2, 1]"), ranks)
 

@@ -1,4 +1,4 @@
-"""The benchmarks' tables and pages, of runs that were never made."""
+"""Tests of the benchmarks' tables and pages, with made-up results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ rounding, step_overhead, stream = map(importlib.import_module, ("rounding", "ste
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000, of all ranks."""
+    """Write a DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000 bytes, summed over ranks."""
     summary = {
         "method": "diloco",
         "replicas": 4,
@@ -108,12 +108,12 @@ def test_the_overheads_rows() -> None:
     seconds = {step_overhead.PLAIN: [1.0] * 3, step_overhead.LOCAL: [1.0, 1.1, 1.2], "trainer, sync": [2.38] * 3}
     rows = step_overhead.rows_of(seconds)
     assert rows[1] == (step_overhead.LOCAL, "1100.0", "1.100", "1.000 to 1.200", "", "")
-    assert rows[2][-1] == "+0.91 %"  # 1.28 / 128 of 1.1
+    assert rows[2][-1] == "+0.91 %"  # (2.38 - 1.1) / 128 = 0.01 s, relative to 1.1 s
     assert all(len(row) == len(step_overhead.COLUMNS) for row in rows)
 
 
 def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
-    """The ranks of the sign test's interval: 6 and 15 of 20 values, 10 and 21 of 30."""
+    """The sign test's interval has ranks 6 and 15 of 20 values, and 10 and 21 of 30."""
     assert step_overhead.interval_of_median(range(1, 21)) == (6, 15)
     assert step_overhead.interval_of_median(range(1, 31)) == (10, 21)
     assert step_overhead.interval_of_median(range(1, 7)) == (1, 6)
@@ -223,7 +223,7 @@ def test_texts_rows() -> None:
 
 
 def test_starts_after_a_kill_have_a_line_of_their_own() -> None:
-    """The second start follows Ctrl-C, and the third one a kill, after which steps are made again."""
+    """The second start follows Ctrl-C. The third one follows a kill, after which some steps are repeated."""
     first, killed = stream.first_steps([3.0, 4.0, 9.0, 2.0], ["Ctrl-C", stream.KILLED, "Ctrl-C", stream.KILLED])
     assert first == ("first step after", "3.0 s (median), 4.0 s (longest) of 3 starts")
     assert killed[0].startswith("first new step after a SIGKILL of the run")
@@ -233,11 +233,11 @@ def test_starts_after_a_kill_have_a_line_of_their_own() -> None:
 
 def test_a_stragglers_row() -> None:
     def speeds(fast: float, slow: float, between: float) -> list[list[float]]:
-        """Steps in 10 s, of a fast replica and of one that is twice as slow, and a fast one's between global averages."""
+        """Return speeds of two fast replicas and of one that is half as fast: steps in 10 s, in all and between averages."""
         one = [fast, 10.0, fast, between, 10.0, between, 0.25]
         return [one, one, [slow, 10.0, 2 * slow, slow, 10.0, 2 * slow, 0.75]]
 
-    alone = [0.1, 0.1, 0.1]  # seconds: 100 steps in 10 s, the slow one 50
+    alone = [0.1, 0.1, 0.1]  # seconds per step: 100 steps in 10 s, of a replica that is half as fast 50
     nobody, one = {"factor": 1.0, "slow": None}, {"factor": 2.0, "slow": 2}
     results = [
         {"scenario": nobody, "method": "wagma_10", "alone": alone, "rows": [[90, 10, 90, 90, 10, 90, 0]] * 3},

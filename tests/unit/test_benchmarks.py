@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and what they run. What they measure is not a test's business."""
+"""Tests of the benchmarks' arithmetic and of the runs that they start. Their measurements are not tested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARED = (
 )
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
 
-sys.path.append(str(ROOT / "benchmarks"))  # where a script finds the others
+sys.path.append(str(ROOT / "benchmarks"))  # scripts import each other from there
 exo_gym, in_process = map(importlib.import_module, ("exo_gym", "in_process"))
 loops, loss, methods, peaks = map(importlib.import_module, ("loops", "loss", "methods", "peaks"))
 step_parts, stragglers, sync_cost = map(importlib.import_module, ("step_parts", "stragglers", "sync_cost"))
@@ -67,7 +67,7 @@ def test_a_checkout_of_exo_gym_is_named_by_its_file_or_by_git(tmp_path: Path) ->
 
 
 def test_bytes_per_round_are_without_the_synchronous_steps(tmp_path: Path) -> None:
-    """A run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000, of all ranks."""
+    """The run has 4 replicas, 50 synchronous steps of 600 bytes and 13 rounds of 1000 bytes, summed over ranks."""
     (tmp_path / "summary.json").write_text('{"replicas": 4}')
     totals = [(10, 6_000, 0), (60, 30_000, 0), (70, 31_000, 1), (300, 43_000, 13)]
     lines = [{"step": step, "comm/bytes_total": sent, "sync/count": count} for step, sent, count in totals]
@@ -77,7 +77,7 @@ def test_bytes_per_round_are_without_the_synchronous_steps(tmp_path: Path) -> No
 
 
 def test_runs_name_the_commits_at_which_they_were_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a run that is continued at another commit, one that is complete, and one that was begun without a record."""
+    """Runs may also be continued at another commit, be complete, or have been started without a record of the commit."""
     started: list[list[str]] = []
     monkeypatch.setattr(table.subprocess, "run", lambda command, **_: started.append(command))
     summary = {"stopped": "done", "steps": 10**9, "final_eval_loss": 2.0}
@@ -174,7 +174,7 @@ def test_the_first_turn_warms_up_and_every_other_is_backwards() -> None:
 
 
 def test_as_many_messages_arrive_as_are_sent_while_a_turn_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method waits for each message one round later. None is in flight when the bytes alone are sent."""
+    """The method waits for each message one round later. No message is in flight while the bytes are sent alone."""
     steps, sent, arrived, timed = 0, 0, 0, []
 
     def train_step() -> None:
@@ -259,7 +259,7 @@ def test_which_rows_a_throughput_has() -> None:
 
 def test_the_allocators_peak_is_of_what_is_there_at_a_time() -> None:
     def work() -> None:
-        torch.ones(3_000_000)  # gone at once
+        torch.ones(3_000_000)  # freed at once
         kept = torch.ones(1_000_000)
         del kept
 
@@ -271,7 +271,7 @@ def test_the_allocators_peak_is_of_what_is_there_at_a_time() -> None:
     assert (peaks.allocator_peak(work), peaks.allocator_peak(both)) == (12_000_000, 16_000_000)
     kept: list[torch.Tensor] = []
     assert peaks.allocator_peak(lambda: kept.append(torch.ones(500_000))) == 2_000_000
-    kept.clear()  # unseen: the profiler's own total stays where it is
+    kept.clear()  # not profiled, so the profiler's own total still includes these bytes
     assert peaks.allocator_peak(both) == 16_000_000
 
 

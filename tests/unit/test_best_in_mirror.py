@@ -1,4 +1,4 @@
-"""The best checkpoint in a mirror: kept there, and copied though newer ones took its turn."""
+"""Tests of the best checkpoint in a mirror: it is kept there, and copied even if newer checkpoints went first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_mirror_keeps_the_best_also_for_a_machine_that_lacks_it(tmp_path: Path
     assert second.start().name == "step-00000050" and second.steps() == [50]
     for step, loss in ((60, 1.5), (70, 1.6), (80, 1.7)):
         second.save(step, loss)
-    assert steps_at(url) == [20, 70, 80], "the best of this machine's is no better"
+    assert steps_at(url) == [20, 70, 80], "the best checkpoint on this machine is worse than the best in the mirror"
     second.save(90, 0.5)
     second.save(100, 0.9)
     second.save(110, 0.8)
@@ -47,8 +47,8 @@ def test_a_best_that_was_passed_over_is_copied_with_the_next(
     machine, upload = Machine(tmp_path / "disk", url), RemoteRun.upload
     machine.start()
     machine.save(10, 3.0)
-    write(machine.directory.checkpoints, 20, loss=1.0)  # completed during a copy that another one followed
-    write(machine.directory.checkpoints, 90, loss=0.1)  # of a part that was trained again since
+    write(machine.directory.checkpoints, 20, loss=1.0)  # completed during a copy, then passed over for a newer one
+    write(machine.directory.checkpoints, 90, loss=0.1)  # of steps that have been trained again since
     pinned = []
 
     def recorded(self: RemoteRun, checkpoint: Path, step: int, metrics: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_best_that_was_passed_over_is_copied_with_the_next(
 
     monkeypatch.setattr(RemoteRun, "upload", recorded)
     machine.save(30, 2.0)
-    assert pinned == [{30}, {30, 20}], "what is copied is not deleted"
+    assert pinned == [{30}, {30, 20}], "a checkpoint is protected from deletion while it is copied"
     machine.save(40, 2.0)
     assert steps_at(url) == [20, 30, 40] and machine.mirror.pending_steps() == set()
 

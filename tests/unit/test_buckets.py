@@ -1,4 +1,4 @@
-"""Gradients in messages of a limited size, each of one dtype."""
+"""Test of the division of gradients into messages of limited size and one dtype."""
 
 from __future__ import annotations
 

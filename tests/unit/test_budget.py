@@ -1,4 +1,4 @@
-"""CPU seconds are counted wherever a test spends them, and too many of them fail the run."""
+"""Tests of the CPU budget: seconds are counted wherever a test spends them, and too many of them fail the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_pytest(*arguments: str) -> int:
 
 
 def outcome(folder: Path, seconds: float, *options: str) -> tuple[int, str]:
-    """Run tests that take so many CPU seconds each; (exit code, output)."""
+    """Run tests that take `seconds` of CPU time each. Return (exit code, output)."""
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_burns.py").write_text(BURNS.format(seconds=seconds))
     options = ("-p", "no:cacheprovider", "-c", "pyproject.toml", f"--rootdir={folder}", *options, str(folder))
@@ -51,7 +51,7 @@ def outcome(folder: Path, seconds: float, *options: str) -> tuple[int, str]:
 
 
 def test_a_test_over_its_limit_fails_the_run_wherever_it_computes(tmp_path: Path) -> None:
-    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.6", "-m", "")  # at most 0.9 on a slow machine
+    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.6", "-m", "")  # 0.9 on a very slow machine
     assert code == 1, output
     assert "4 passed" in output
     excesses = [line for line in output.splitlines() if line.startswith("ERROR: ")]

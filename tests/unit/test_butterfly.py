@@ -1,4 +1,4 @@
-"""Who averages with whom in WAGMA: the printed example, the groups' shape, and how fast an update reaches everybody."""
+"""Tests of WAGMA's groups: the paper's examples, their shape, and the iterations until an update reaches all replicas."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def group_size(replicas: int, size: int | str) -> int:
 
 
 def exchanged(iteration: int, size: int, replicas: int) -> list[list[int]]:
-    """The groups by the text of the paper: in each of log2 S rounds everybody meets the partner in one bit, and knows
-    then what the partner knew."""
+    """Return the groups by the text of the paper. In each of log2 S rounds, each replica meets the partner whose number differs
+    in one bit, and learns what the partner knew."""
     per_step, total = int(math.log2(size)), int(math.log2(replicas))
     known = [{replica} for replica in range(replicas)]
     for turn in range(per_step):
@@ -37,7 +37,7 @@ def exchanged(iteration: int, size: int, replicas: int) -> list[list[int]]:
 
 
 def test_the_papers_example() -> None:
-    """P = 8, S = 4, which the algorithm as printed and the published code both get wrong."""
+    """P = 8 and S = 4. The algorithm as printed and the published code both get this example wrong."""
     expected = [
         [[0, 1, 2, 3], [4, 5, 6, 7]],
         [[0, 1, 4, 5], [2, 3, 6, 7]],
@@ -47,7 +47,7 @@ def test_the_papers_example() -> None:
 
 
 def test_the_paper_s_64_replicas() -> None:
-    """S = 8: first the eights that are neighbors, then those that are eight apart."""
+    """With S = 8, groups are first eight neighbors, then replicas whose numbers differ by multiples of eight."""
     assert at(0, 8, 64) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
     assert at(1, 8, 64) == [list(range(first, 64, 8)) for first in range(8)]
 
@@ -67,11 +67,11 @@ def test_groups_are_those_of_recursive_doubling() -> None:
 
 
 def test_an_update_reaches_everybody_in_log_s_of_p_iterations() -> None:
-    """Wherever one starts, also where log2 S does not divide log2 P; and one iteration less is not enough."""
+    """This holds from any iteration on, even if log2 S does not divide log2 P. One iteration less is not enough."""
     for replicas, size in PAIRS:
         needed = next(n for n in range(1, 11) if size**n >= replicas)
         for first in range(replicas.bit_length() - 1):  # the pattern repeats after log2 P iterations or sooner
-            reached = [1 << replica for replica in range(replicas)]  # whose updates each has, as a bit mask
+            reached = [1 << replica for replica in range(replicas)]  # bit mask by replica: the updates that it has
             for iteration in range(first, first + needed):
                 assert not all_reached(reached), (replicas, size, first)
                 for group in at(iteration, size, replicas):

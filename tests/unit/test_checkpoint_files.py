@@ -1,4 +1,4 @@
-"""A checkpoint's way to the disk, and what is found there later: whole, damaged, or not there."""
+"""Tests of writing checkpoints, and of finding them later: complete, damaged, or missing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALONE = SimpleNamespace(world=World(0, 1, 0, 1), all_ranks=Comms(None), broadcas
 
 
 def write(folder: Path, step: int, numbers: int = 1000, loss: float | None = None) -> CheckpointWriter:
-    """Write a checkpoint, whose step was validated if there is a `loss`."""
+    """Write a checkpoint. With a `loss`, its state says that its step was validated."""
     validated = {"last_eval": {"loss": loss, "tokens": 100}, "last_evaluated": step}
     writing = CheckpointWriter(
         folder / f"step-{step:08d}",
@@ -54,7 +54,7 @@ def write(folder: Path, step: int, numbers: int = 1000, loss: float | None = Non
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With checkpoints of steps 10 and 20."""
+    """Provide a folder with checkpoints of steps 10 and 20."""
     for step in (10, 20):
         write(tmp_path, step)
     return tmp_path
@@ -128,7 +128,7 @@ def test_a_file_that_can_not_be_read_now_is_not_damaged(
 def test_a_file_with_an_io_error_is_read_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, errors: int, step: int
 ) -> None:
-    """A checkpoint that counts as damaged is set aside for good."""
+    """A passing error must not count as damage, because a damaged checkpoint is set aside for good."""
     left, slept = [OSError(errno.EIO, "Input/output error")] * errors, []
 
     def fail(path: Path) -> None:
@@ -184,7 +184,7 @@ def test_old_checkpoints_that_can_not_be_deleted_do_not_make_the_new_one_fail(tm
 
 
 def test_ranks_do_not_wait_until_old_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That may take longer than their timeout, and the new checkpoint is complete."""
+    """Deletion may take longer than the timeout of the ranks, and the new checkpoint is already complete."""
     events: list[str] = []
     monkeypatch.setattr(Comms, "broadcast_object", lambda comms, value, what: events.append(what) or value)
     final = tmp_path / "step-00000010"
@@ -194,7 +194,7 @@ def test_ranks_do_not_wait_until_old_checkpoints_are_deleted(tmp_path: Path, mon
 
 
 def test_a_run_that_another_process_has_taken_over_changes_nothing(tmp_path: Path) -> None:
-    """It has lost its lock, and both would write and delete checkpoints of one folder."""
+    """The run has lost its lock. Otherwise both processes would write and delete checkpoints in one folder."""
     folder, state, deleted = tmp_path / "checkpoints", {"format": FORMAT, "step": 20}, []
     (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nboot")
     write(folder, 10)
@@ -206,7 +206,7 @@ def test_a_run_that_another_process_has_taken_over_changes_nothing(tmp_path: Pat
         )
 
     writing(20).start(in_thread=False)
-    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nlater")  # the pod that replaces another has its name
+    (tmp_path / LOCK_HOLDER).write_text("process 1 on here\nlater")  # a pod that replaces another one has the same name
     with pytest.raises(TrainingError, match=rf"30 could not be written: process 1 on here works in {tmp_path} now"):
         writing(30).start(in_thread=False)
     assert deleted == [20] and list(complete_checkpoints(folder)) == [10, 20]

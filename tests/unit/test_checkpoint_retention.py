@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, that it is kept, and how it is asked for."""
+"""Tests of checkpoint retention: which checkpoint is the best, that it is kept, and how users select it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llmtrain.train.checkpoint_files import set_aside_newer
 
 
 def losses(**of_step: float | None) -> dict[int, CheckpointLoss | None]:
-    """`step10=1.5`: the checkpoint of step 10 has that loss."""
+    """Return losses by step: `step10=1.5` is a loss of 1.5 for the checkpoint of step 10."""
     found = {int(name.removeprefix("step")): loss for name, loss in of_step.items()}
     return {step: None if loss is None else CheckpointLoss(loss, 100) for step, loss in found.items()}
 
@@ -73,7 +73,7 @@ def test_the_best_stays_beside_the_newest_and_the_multiples() -> None:
     assert expired(found, CheckpointSection(keep=2, keep_best=False)) == [1, 2, 3]
     uneven = CheckpointSection(keep=1, keep_every=1000, keep_best=False)
     assert expired(dict.fromkeys([400, 1037, 1500, 2050, 2100, 3010]), uneven) == [400, 1500, 2100]
-    assert expired(found, CheckpointSection(keep=4)) == [1], "it is among the newest"
+    assert expired(found, CheckpointSection(keep=4)) == [1], "the best is among the newest"
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
     assert said == [f"step-00000{step}, which is damaged, is now step-00000{step}.damaged" for step in (300, 400)]
     assert list(complete_checkpoints(folder)) == [100, 200]
     assert best_step(read_losses(folder)) == 200
-    assert (folder / "step-00000400.damaged" / STATE_FILE).exists(), "instead of an older one"
+    assert (folder / "step-00000400.damaged" / STATE_FILE).exists(), "it replaces the one set aside before"
     assert (folder / "latest").read_text() == "step-00000200\n"
 
 
@@ -124,7 +124,7 @@ def test_a_disk_needs_room_for_those_that_are_kept_for_good_and_one_more() -> No
     assert max_on_disk(23_842, CheckpointSection(keep=3, keep_best=True)) == 5
     assert max_on_disk(23_842, CheckpointSection(keep=3, keep_best=False, keep_every=10_000)) == 6
     every_100 = CheckpointSection(keep=1, keep_best=False, every=1000, keep_every=100)
-    assert max_on_disk(23_842, every_100) == 24, "all that are written"
+    assert max_on_disk(23_842, every_100) == 24, "all checkpoints that the run writes"
 
 
 def test_a_disk_needs_room_for_no_more_checkpoints_than_the_run_writes() -> None:

@@ -1,4 +1,5 @@
-"""What a checkpoint holds: the state at its step, random numbers included, whatever training does while it is written."""
+"""Tests of the content of checkpoints: the state at a step, random number generators included, whatever training does
+during the write."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Training:
             blocks=[Block("all", [self.weight], ["w"])],
             returns_copies=False,
             state_dict=lambda keep: {"weights.w": keep(self.weight), "optimizer.w.moments": keep(self.moments)},
-            load_state_dict=lambda state: None,  # its tensors have been read into
+            load_state_dict=lambda state: None,  # the checkpoint is read into the tensors themselves
             to_dtensors=lambda block, flat: {"w": flat},
             from_dtensors=lambda block, tensors: tensors["w"],
         )
@@ -140,7 +141,8 @@ def test_a_checkpoint_that_can_not_be_completed_does_not_hide_the_error(
 
 
 def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process is killed meanwhile, the next start deletes the rest, as it does with half-written ones."""
+    """If the process is killed during the deletion, the next start deletes the rest, as it does with half-written
+    checkpoints."""
     checkpoints = Training(tmp_path).checkpoints
     checkpoints.section = CheckpointSection(keep=1)
     for step in (1, 2):
@@ -152,7 +154,7 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch:
 
 
 def test_nothing_is_deleted_while_a_loss_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the best one's."""
+    """The checkpoint whose loss can't be read may be the best one."""
     checkpoints = Training(tmp_path).checkpoints
     checkpoints.section = CheckpointSection(keep=1)
     for step in (1, 2, 3):
@@ -182,7 +184,7 @@ def test_a_resumed_run_drops_what_the_undisturbed_one_drops(tmp_path: Path, back
 
 
 def test_ranks_that_the_old_mesh_did_not_have_drop_by_their_positions_and_the_seed(tmp_path: Path) -> None:
-    """On two replicas of two shards, after a run of one rank, whose numbers the first rank continues."""
+    """A run of one rank continues on two replicas of two shards. Only the first rank continues the old random numbers."""
     training = Training(tmp_path)
     training.save()
     continued = torch.rand(4)
@@ -196,7 +198,7 @@ def test_ranks_that_the_old_mesh_did_not_have_drop_by_their_positions_and_the_se
 
     first, *others = (drawn(replica, shard) for replica in range(2) for shard in range(2))
     assert torch.equal(first, continued) and torch.equal(drawn(0, 0, seed=1), continued)
-    assert torch.equal(drawn(1, 1), others[-1]), "the same after another stop"
+    assert torch.equal(drawn(1, 1), others[-1]), "the numbers are the same after another restart"
     seen = [continued, *others, drawn(1, 1, seed=1)]
     assert len({tuple(numbers.tolist()) for numbers in seen}) == 5
 

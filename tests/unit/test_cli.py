@@ -1,4 +1,4 @@
-"""The commands that look at recipes and prepare text, as `main` runs them."""
+"""Tests of the command line, mostly of the commands that inspect recipes and prepare text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT += [f"train.{key}" for key in ("sequence_length=32", "micro_batch=2", "glo
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what a command prints that ends well."""
+    """Run a command, which must succeed, and return its output."""
     with pytest.raises(SystemExit) as left:
         main(arguments)
     output = capsys.readouterr()
@@ -41,7 +41,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_help_has_no_line_breaks_of_its_source() -> None:
-    """In a narrow terminal, they would lie between those of the terminal."""
+    """In a narrow terminal, line breaks of the source would be mixed with the terminal's own."""
     commands = [*app.registered_commands, *recipe_app.registered_commands]
     assert len(commands) > 10 and all(re.fullmatch(r".+(\n\n.+)*", command.help) for command in commands)
 
@@ -51,7 +51,7 @@ def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:
     keys = [f"data.source={write_text(tmp_path)}", "data.tokenizer=train:400", f"data.cache_dir={folder}"]
     keys += [*SHORT, "eval.tokens=64", "data.validation_fraction=0.2"]
     prepare = [sys.executable, "-m", "llmtrain", "prepare", RECIPE, *keys]
-    for _ in range(2):  # the second time it is there already
+    for _ in range(2):  # the second time, the folder already exists
         process = start(prepare, environment())
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -168,7 +168,7 @@ def test_two_recipes_or_runs_are_compared_key_by_key(capsys: pytest.CaptureFixtu
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
     assert rows[0] == ["key", str(tmp_path), str(tmp_path / "other.yaml")]
     assert rows[1:3] == [["optim.lr", "0.5", "0.0003"], ["sync.outer.kind", '"average"', '"nesterov"']]
-    assert ["sync.outer.momentum", "not given", "0.9"] in rows  # of the method's preset
+    assert ["sync.outer.momentum", "not given", "0.9"] in rows  # from the method's preset
     assert not any(row[0].startswith(("run.", "model.")) for row in rows)
     assert said(capsys, "recipe", "diff", "quickstart", "quickstart") == "The recipes do not differ.\n"
 
@@ -206,7 +206,7 @@ def test_a_file_that_exists_is_no_run(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_spawned_worker_that_imports_the_main_module_runs_no_command() -> None:
-    """multiprocessing does that, under this name."""
+    """Workers of multiprocessing import the main module under this name."""
     assert runpy.run_module("llmtrain.__main__", run_name="__mp_main__")["main"] is main
 
 

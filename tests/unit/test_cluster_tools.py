@@ -1,4 +1,4 @@
-"""What a virtual cluster does with the system's programs, replaced by scripts, and with processes of this machine."""
+"""Tests of virtual clusters, with scripts in place of system programs, and of their processes on this machine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from llmtrain.errors import ClusterError
 
 REFUSES = "echo 'Error: Specified qdisc kind' >&2; echo ' is unknown.' >&2; exit 2"
 DEAD = f"llmtrain-{os.getpid()}-0-7"
-"""A cluster of a process that had this one's pid before."""
+"""Name of a cluster whose creator has ended. The creator had the pid that is now this process's."""
 Script = Callable[..., None]
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Puts a shell script into the place of programs."""
+    """Provide a function that puts a shell script in the place of programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
@@ -48,7 +48,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
 
 @pytest.fixture
 def be(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this process another user's."""
+    """Provide a function that sets the user that this process seems to belong to."""
     return lambda user: monkeypatch.setattr(os, "geteuid", lambda: user)
 
 
@@ -83,7 +83,7 @@ def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be:
     assert why is not None and why.startswith("network namespaces, bridges or veth can't be made (ip -n llmtrain-")
     assert why.endswith(" link add eth0 type veth peer name port: Operation not permitted)")
     first, *_, last = asked.read_text().splitlines()
-    assert last == first.replace("add", "delete"), "what was made for the trial is gone"
+    assert last == first.replace("add", "delete"), "the namespace that was made for the check is deleted"
 
 
 @pytest.mark.parametrize("count", [0, 255])
@@ -177,7 +177,7 @@ def test_nothing_runs_in_a_namespace_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_processes_that_survive_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process that waits in the kernel, for a disk that is gone, say."""
+    """A process that waits inside the kernel, for example for a disk that is gone, does not obey SIGKILL."""
     clock, sent = iter([0.0, 9.9, 10.1]), []
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     monkeypatch.setattr(processes, "stat_of", lambda pid: ["D"])
@@ -190,7 +190,7 @@ def test_processes_that_survive_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def dead_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of one, beside a folder that is no cluster's; it has no namespaces and no control groups."""
+    """Provide the folder of a dead cluster without namespaces or control groups, beside an unrelated folder."""
     folder = tmp_path / "run" / DEAD
     folder.mkdir(parents=True)
     (folder.parent / "others").mkdir()
@@ -231,7 +231,7 @@ def test_a_cluster_of_another_pid_namespace_is_kept(
     pids: tuple[int, ...],
     is_removed: bool,
 ) -> None:
-    """To kill pid 0, as which its processes are listed, would be to kill this process."""
+    """Control groups list the processes of another namespace as pid 0. Killing pid 0 would kill this process, too."""
     be(0)
     group = dead_cluster / "host0"
     group.mkdir()
@@ -245,7 +245,7 @@ def test_a_cluster_of_another_pid_namespace_is_kept(
 
 
 def test_a_process_on_its_way_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has left its network namespace, and so is no longer found, a moment before it has ended."""
+    """An exiting process leaves its network namespace, where it is searched for, a moment before it has ended."""
     states, seen, sent = iter([["R"], ["R"], ["X"]]), iter([[7]]), []
     monkeypatch.setattr(processes, "stat_of", lambda pid: next(states))
     monkeypatch.setattr(processes, "send", lambda pid, number: sent.append((pid, number)))

@@ -1,4 +1,4 @@
-"""Collectives that fail: what they were for, what is said of the reason, and whether a peer is lost."""
+"""Tests of collectives that fail: the error tells their purpose, the reason, and whether a peer was lost."""
 
 from __future__ import annotations
 

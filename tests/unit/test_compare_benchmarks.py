@@ -1,4 +1,4 @@
-"""Benchmarks of a comparison: which trials are evaluated against which, and what the report says of them."""
+"""Tests of the benchmarks of a comparison: which trials are evaluated against which, and what the report shows."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def result(
     model: str | Path = "runs/plain/diloco/seed-1",
     baseline: str | Path = "runs/plain/synchronous/seed-1",
 ) -> dict:
-    """Return a result as `llmtrain eval` writes it. `against`: metric of arc_easy -> (difference, p). `model` and `baseline` are
-    run directories."""
+    """Return a result as `llmtrain eval` writes it. `against` maps metrics of arc_easy to (difference, p). `model` and
+    `baseline` are run directories."""
     found: dict[str, Any] = {
         "suite": "tinystories",
         "model": f"{model}/export/step-00000010",
@@ -53,7 +53,7 @@ def write_result(trial: Path, content: dict[str, Any], name: str = "tinystories"
 
 
 def evaluated(folder: Path) -> None:
-    """Two runs with three seeds, of which the second has one trial that failed."""
+    """Write evaluated trials of two runs with three seeds each. The last trial of diloco has failed."""
     for seed, (ours, theirs) in enumerate(((0.31, 0.30), (0.33, 0.36), (0.32, 0.29)), 1):
         write_result(write_trial(folder, "plain", "synchronous", seed, straight(60, 4.0)), result(ours, 2.0, 3.5))
         state = "done" if seed < 3 else "failed"
@@ -106,13 +106,14 @@ def test_other_numbers_of_documents_and_other_windows_are_named(tmp_path: Path) 
 
 
 def cells(folder: Path, baseline: str) -> dict[str, str]:
-    """The accuracies, by title of their column."""
+    """Return the first row of the table, which has the accuracies, by title of the column."""
     [(_, _, table)] = benchmark_tables(gather(load_trials([folder]), baseline))
     return table.to_dict("records")[0]
 
 
 def test_tests_count_against_the_baseline_that_they_were_made_against(tmp_path: Path) -> None:
-    """The folder may have been moved since. Another baseline of the report, or one with another seed, was not tested."""
+    """The folder may have been moved since the test. Tests against a trial with another seed, or against a run that is
+    not the report's baseline, do not count."""
     better = {"acc": (0.02, 0.001)}
     for seed in (1, 2, 3):
         for run in ("synchronous", "diloco", "edit"):
@@ -221,7 +222,7 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
     assert not evaluate_trials(everything, "base", SUITE, said.append)
     options = ["--suite", "tinystories", "--device", "cpu", "--limit", "7", "--data-dir", "texts"]
     against = [*options, "--baseline", str(tmp_path / "fast/base/seed-1")]
-    # The baseline has not finished with seed 2 on the slow network, and another run has failed with seed 1.
+    # On the slow network, the baseline has not finished with seed 2, and run a has failed with seed 1.
     assert [name for name, _ in commands] == [
         "fast-base-1",
         "slow-base-1",
@@ -252,7 +253,7 @@ def test_finished_trials_are_evaluated_once_and_against_the_baseline_of_their_se
         elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"limit": limit}))
         begun = len(commands)
         assert evaluate_trials(everything, "a", SUITE, said.append)
-        assert [name for name, _ in commands[begun:]] == names, "a result of as many documents stays"
+        assert [name for name, _ in commands[begun:]] == names, "only a result with the limit of the suite is kept"
     elsewhere.write_text(json.dumps(json.loads(elsewhere.read_text()) | {"suite_digest": "of another suite"}))
     begun = len(commands)
     assert evaluate_trials(everything, "a", SUITE, said.append)

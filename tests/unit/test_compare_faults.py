@@ -1,4 +1,4 @@
-"""The faults that ranks of a comparison inject: delays, and garbage in place of text."""
+"""Tests of the faults that ranks of a comparison inject: delays, and garbage in place of text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_garbage_leaves_padding_where_it_is() -> None:
 
 
 def injected(host: int, **asked: Any) -> tuple[SimpleNamespace, list[Any]]:
-    """A trainer on a host to which faults happen, and what it calls before each block."""
+    """Inject faults into a trainer on a host. Return the trainer and the hooks that it calls before each block."""
     hooks: list[Any] = []
     trainer = SimpleNamespace(
         loader=Text(), engine=SimpleNamespace(register_block_hook=hooks.append), state=SimpleNamespace(step=0)

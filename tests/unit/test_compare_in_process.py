@@ -1,4 +1,4 @@
-"""Comparisons of runs whose replicas take turns in one process."""
+"""Tests of comparisons of runs whose replicas take turns in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_replicas_that_take_turns_have_no_times_to_compare(tmp_path: Path) -> No
 
 
 def test_times_of_a_virtual_clock_are_compared(tmp_path: Path) -> None:
-    """A validation before the clock's first line has a part of its time."""
+    """The time of a validation before the first line with a virtual time is interpolated."""
     for run, end in (("synchronous", 100.0), ("edit", 20.0)):
         lines = straight(7.0, 4.0)
         lines[1]["perf/virtual_seconds"] = end

@@ -1,4 +1,4 @@
-"""CPU time of other programs beside a trial: what is counted as the trial's own, and what is not."""
+"""Tests of the CPU time that other programs take during a trial, and of what counts as the trial's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_cpu_time_of_children_that_have_ended_is_the_trials_own() -> None:
 
 
 def test_cpu_time_of_children_that_run_is_the_trials_own() -> None:
-    """As that of the switch, which ends with the hosts."""
+    """The process that delays packets, for example, still runs when the trial has ended."""
     before = cpu_seconds()
     burning = f"{BURN}\nprint('burned', flush=True)\ninput()"
     with subprocess.Popen(
@@ -37,7 +37,7 @@ def test_cpu_time_of_children_that_run_is_the_trials_own() -> None:
 
 
 class Machine:
-    """A machine on which this process has a child, and has ended another one while they were counted."""
+    """Machine on which this process has two children, one of which ends while the children are counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = {

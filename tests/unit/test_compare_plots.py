@@ -1,4 +1,4 @@
-"""Where the pictures of a comparison put things: conditions on an axis of their numbers, medians of seeds, the target."""
+"""Tests of the plots of a comparison: positions of the conditions, medians over seeds, the target, and the axes."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_the_thick_curve_is_the_median_at_the_steps_that_all_seeds_have_or_else_
 def test_the_thick_curve_of_seeds_with_few_steps_in_common_follows_them_all(
     tmp_path: Path, cost: str, points: int
 ) -> None:
-    """As with rounds of seconds: only the first validation of all seeds is at the same step. Points of 0 bytes are left out, so
-    that curves over bytes begin at steps 10, 13 and 16."""
+    """Only the first validation is at the same step for all seeds, as when rounds last a number of seconds. Points at 0
+    bytes are left out, so curves over bytes begin at steps 10, 13 and 16."""
     for seed, (shift, last) in enumerate([(0, 100), (3, 101), (6, 102)], 1):
         lines = []
         for step in [0, *range(10 + shift, 100, 10), last]:
@@ -104,7 +104,7 @@ def test_the_thick_curve_of_seeds_with_few_steps_in_common_follows_them_all(
     axes = losses(tmp_path, cost)
     thick, seeds = labeled(axes, "edit"), axes.lines[:3]
     costs, values = thick.get_xdata(), thick.get_ydata()
-    assert len(values) == points and costs[-1] == seeds[0].get_xdata()[-1], "to the end of the seed that ends first"
+    assert len(values) == points and costs[-1] == seeds[0].get_xdata()[-1], "it ends with the seed that ends first"
     of_seeds = [np.interp(costs, line.get_xdata(), line.get_ydata()) for line in seeds]
     assert values == pytest.approx(np.median(of_seeds, axis=0))
     assert axes.get_ylim()[1] < 6, "the axis ends at the loss after a quarter of the validations"
@@ -118,7 +118,7 @@ def test_the_target_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     write_trial(tmp_path, "thin", "edit", 1, straight(10.0, 5.0))
     axes = losses(tmp_path / "thin")
     assert not axes.texts and list(labeled(axes, "edit").get_ydata()) == [8.0, 5.0]
-    assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early ones"
+    assert axes.get_ylim() == pytest.approx((5.0 - 0.18, 8.0 + 0.18)), "from the lowest loss to the early losses"
 
 
 @pytest.mark.parametrize("least", [26e6, 5e6], ids=["less than a decade", "one power of ten"])
@@ -132,7 +132,7 @@ def test_a_logarithmic_axis_of_a_short_range_has_numbers(tmp_path: Path, least: 
 
 
 def test_a_bar_of_the_training_time_is_of_one_seed(tmp_path: Path) -> None:
-    """The medians of its parts would be 94 s together."""
+    """The medians of the parts over the seeds would add up to 94 s, which is no seed's time."""
     for seed, (seconds, exposed, waited) in enumerate([(99.0, 39.0, 30.0), (100.0, 30.0, 5.0), (101.0, 21.0, 15.0)]):
         write_trial(tmp_path, "plain", "edit", seed, [logged(10, seconds, 1000.0, exposed, waited)])
     write_trial(tmp_path, "plain", "diloco", 1, [logged(10, 50.0, 1000.0, 10.0, 0.0)])

@@ -1,4 +1,4 @@
-"""The headline, the tables, the timelines' windows, and the files of a report."""
+"""Tests of reports: headline, tables, windows of timelines, and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SYNCHRONOUS = [(100.0, 4.0), (110.0, 4.0), (120.0, 4.0)]
 
 
 def write(folder: Path, condition: str = "plain", **runs: list[tuple[float, float | None]]) -> None:
-    """Straight curves from a loss of 8 by (seconds, final loss) of each seed; edit sends a fiftieth."""
+    """Write trials with straight loss curves from 8. `runs` maps each run to (seconds, final loss) of its seeds. edit sends a
+    fiftieth of the bytes of other runs."""
     for run, seeds in runs.items():
         for seed, (seconds, loss) in enumerate(seeds, 1):
             lines = straight(seconds, loss, sent=20.0 if run == "edit" else 1000.0)
@@ -45,7 +46,7 @@ def headline(folder: Path, **options) -> str:
 
 
 def rows(folder: Path, **options) -> dict[str, dict[str, str]]:
-    """The table of the first condition, by run."""
+    """Return the rows of the table of the first condition, by run."""
     results = results_of(folder, **options)
     table = report.runs_table(results, next(iter(results.targets)))
     return {row["run"]: row for row in table.to_dict("records")}
@@ -152,7 +153,7 @@ def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path:
 
 
 def test_the_headline_without_ratios_names_the_fastest_run(tmp_path: Path) -> None:
-    """It is neither the first run nor under the first condition."""
+    """The fastest run is neither the first run nor under the first condition."""
     for condition, times in (("100mbit", (5.0, 4.0)), ("30mbit", (6.0, 3.0))):
         runs = {run: [(seconds, 4.0)] * 3 for run, seconds in zip(("diloco", "edit"), times, strict=True)}
         write(tmp_path, condition, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], **runs)
@@ -211,7 +212,8 @@ def test_numbers_as_words(show, value, text: str) -> None:
 
 
 def spans_of(every: int, kind: str, steps: int = 30) -> pd.DataFrame:
-    """Steps of a second on one rank, with a synchronization of half a second in every so many and a glance in all."""
+    """Return spans of one rank with steps of one second. Every step has a negligible exposed wait; one step in `every`
+    begins a synchronization of half a second, in a span of `kind`."""
     made = []
     for step in range(steps):
         made.append((0, "step", step, float(step), step + 1.0))
@@ -279,7 +281,8 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
 
 
 def test_reports_of_little(tmp_path: Path) -> None:
-    """One trial that broke at once; then one with a loss that was never finite and no synchronization."""
+    """The first report has one trial, which failed at once. The second report also has a trial whose loss was never
+    finite and which sent nothing."""
     write_trial(tmp_path, "plain", "edit", 1, [], state="failed", last_lines=["gone"])
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
     assert "plots/" not in text and "    gone" in text and "| edit | 1 failed | baseline | – |" in text
@@ -298,7 +301,7 @@ def test_reports_of_little(tmp_path: Path) -> None:
 
 
 def test_a_report_names_trials_beside_other_work(tmp_path: Path) -> None:
-    """Trials of failed runs, whose own processes may count as others, are left out."""
+    """Failed trials are left out, because their own processes may count as other programs."""
     loads = {("edit", 1): 0.23, ("edit", 2): 0.04, ("diloco", 1): 0.061, ("diloco", 2): None, ("wagma", 1): 0.9}
     for (run, seed), load in loads.items():
         state = "failed" if run == "wagma" else "done"
@@ -324,7 +327,8 @@ def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_n
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path) -> None:
-    """The baseline, whose loss is the target, ends far above all others: its line would be outside of the picture."""
+    """The baseline, whose final loss is the target, ends far above all others. The line of the target would otherwise be
+    outside of the picture."""
     for run, loss in {"synchronous": 5.95, "edit": 5.78, "diloco": 5.69, "palsgd": 5.64}.items():
         write_trial(tmp_path, "plain", run, 1, straight(20, loss)[1:])
     write_report(results_of(tmp_path, baseline="synchronous"), tmp_path)
@@ -347,7 +351,7 @@ def test_a_report_warns_of_trials_of_several_commits(tmp_path: Path) -> None:
 
 
 def test_a_report_tells_a_run_whose_hosts_changed_from_one_whose_hosts_did_not(tmp_path: Path) -> None:
-    """Both begin with the same overrides."""
+    """Both runs begin with the same overrides."""
     keys = {"recipe": "a.yaml", "overrides": ["parallel.replicas=2"]}
     section = ComparedRunSection(replicas=2, restarts=[{"after_step": 60, "replicas": 4}])
     spec = TrialSpec("plain", "grows", 1, Path("a.yaml"), (), tmp_path, section.stages(4))

@@ -1,4 +1,4 @@
-"""What is read from trials and computed from it; every expected number was worked out by hand."""
+"""Tests of reading trials, and of the measures computed from them. Every expected number was worked out by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def results_of(folder: Path, **options) -> Results:
 
 
 def runs_of(folder: Path, **options) -> dict[str, pd.Series]:
-    """The row of each run under the only condition."""
+    """Return the row of each run under the only condition."""
     runs = results_of(folder, **options).runs
     return {run: runs.loc[("plain", run)] for run in runs.index.get_level_values("run")}
 
@@ -179,13 +179,13 @@ def test_a_recipe_that_holds_nothing_is_as_none(tmp_path: Path) -> None:
 
 def test_costs_are_interpolated_between_validations(tmp_path: Path) -> None:
     trial = one(tmp_path, CURVE)
-    # From 6.0 after 20 s, 1000 tokens and 2200 bytes to 5.0 after 60 s, 2000 tokens and 4000 bytes: a quarter of the way.
+    # 5.75 is a quarter of the way from 6.0 (20 s, 1000 tokens, 2200 bytes) to 5.0 (60 s, 2000 tokens, 4000 bytes).
     for loss, costs in {5.75: [30, 1250, 2650], 5.0: [60, 2000, 4000], 9.0: [0, 0, 0], 4.99: [math.inf] * 3}.items():
         assert list(cost_to_reach(trial, loss)[COSTS]) == costs
 
 
 def test_bytes_are_interpolated_over_steps(tmp_path: Path) -> None:
-    # Between 400 bytes at step 4 and 2200 at step 10; and between nothing at the start and 400 at step 4.
+    # Step 7 is halfway between 400 bytes at step 4 and 2200 at step 10, and step 1 is between 0 at the start and 400.
     lines = [logged(4, 8.0, 400.0), logged(10, 20.0, 2200.0), validation(7, 14.0, 6.0), validation(1, 2.0, 7.0)]
     assert list(validations(one(tmp_path, lines))["bytes"]) == [1300.0, 100.0]
 
@@ -216,21 +216,21 @@ def test_interface_counters_are_set_beside_what_was_counted(tmp_path: Path) -> N
     others = [line | {"comm/other_bytes_total": 200.0} for line in CURVE if "comm/bytes_total" in line]
     assert measure(one(tmp_path / "others", others, hosts=hosts))["wire_ratio"] == 1.0
     stopped = measure(one(tmp_path / "stopped", CURVE, hosts=hosts, state="stopped"))
-    assert not set(WIRE) & set(stopped), "the counters went on after its last line"
+    assert not set(WIRE) & set(stopped), "the counters went on after the last logged line"
     hosts[1]["sent"] = None
     assert not set(WIRE) & set(measure(one(tmp_path / "loopback", CURVE, hosts=hosts)))
 
 
 def write_runs(folder: Path, ends: dict[str, list[tuple[float, float]]], condition: str = "plain") -> None:
-    """Straight curves from a loss of 8, by (seconds, final loss) of each seed."""
+    """Write trials with straight loss curves from 8. `ends` maps each run to (seconds, final loss) of its seeds."""
     for run, seeds in ends.items():
         for seed, (seconds, loss) in enumerate(seeds, 1):
             write_trial(folder, condition, run, seed, straight(seconds, loss))
 
 
 def test_speed_up_and_its_range(tmp_path: Path) -> None:
-    # The target is 4.0, the median of the ends. The baseline's seeds are there after 90 and 100 s, its third one never is;
-    # edit's curves fall by 4 in the seconds given, so they are there at their ends.
+    # The target is 4.0, the median of the baseline's final losses. Its first two seeds reach it after 100 and 90 s, and
+    # the third one never does. edit's seeds all end at 4.0, so they reach it at their ends.
     ends = {"synchronous": [(100, 4.0), (90 * 5 / 4, 3.0), (80, 4.2)], "edit": [(20, 4.0), (25, 4.0), (18, 4.0)]}
     write_runs(tmp_path, ends)
     assert results_of(tmp_path).targets == {"plain": 4.0}
@@ -255,7 +255,7 @@ def test_slower_and_never(tmp_path: Path) -> None:
     runs = runs_of(tmp_path)
     assert outcome(runs["slow"]) == Outcome.SLOWER and spread(runs["slow"], "speed_up") == (0.5, 0.5, 0.5)
     assert outcome(runs["worse"]) == Outcome.NOT_REACHED and math.isnan(runs["worse"]["speed_up", "median"])
-    # The baseline was at 6.0 after 50 s, halfway from 8 to 4: as soon as the run that ends there.
+    # The baseline reached 6.0, halfway from 8 to 4, after 50 s, when the other run ended at 6.0.
     assert runs["worse"]["own_speed_up", "median"] == 1.0
 
 
@@ -275,7 +275,7 @@ def test_of_two_seeds_the_target_is_the_one_that_both_reach(tmp_path: Path) -> N
 def test_share_of_bytes(tmp_path: Path) -> None:
     write_trial(tmp_path, "plain", "synchronous", 1, straight(100, 4.0, sent=5000.0))
     write_trial(tmp_path, "plain", "edit", 1, straight(50, 2.0, sent=300.0))
-    # edit is at 4.0 after two thirds of its way, with 200 of its 300 bytes.
+    # edit reaches 4.0 after two thirds of the way from 8 to 2, when it has sent 200 of its 300 bytes.
     runs = runs_of(tmp_path)
     assert runs["edit"]["byte_share", ""] == pytest.approx(200 / 5000)
     assert math.isnan(runs["synchronous"]["byte_share", ""])
@@ -297,7 +297,7 @@ def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped
         (1, 0, 20, Outcome.MIXED),
         (4, 0, 20, Outcome.MIXED),
         (1, 1, 20, Outcome.FASTER),
-        (2, 3, 20, Outcome.MIXED),  # in half of them
+        (2, 3, 20, Outcome.MIXED),  # half of edit's seeds reach the target
         (1, 1, 200, Outcome.SLOWER),
         (0, 1, 200, Outcome.MIXED),
         (1, 0, 200, Outcome.SLOWER),
@@ -374,7 +374,7 @@ def test_conditions_that_differ_in_one_number(names: list[str], families: list[d
 
 
 NESTED = (("gradient", 1.0, 2.0), ("step", 0.5, 3.0))
-"""(kind, start, end), the inner one first."""
+"""Nested spans as (kind, start, end), the inner span first."""
 
 
 def test_bytes_received_are_known_where_all_hosts_tell(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_bytes_received_are_known_where_all_hosts_tell(tmp_path: Path) -> None:
 
 
 def test_a_span_comes_before_those_within_it(tmp_path: Path) -> None:
-    """A timeline draws one over the other; they are written as they end."""
+    """Spans are written when they end, so inner ones come first, but a timeline draws them over the outer ones."""
     path = write_trial(tmp_path, "plain", "edit", 1, straight(100.0, 4.0))
     spans = [{"kind": kind, "name": "", "step": 1, "start": begin, "end": end} for kind, begin, end in NESTED]
     (path / "trace").mkdir()

@@ -1,4 +1,4 @@
-"""A comparison from its start: what is refused, what ends it, which trials are kept, and how long the missing ones take."""
+"""Tests of running comparisons: what is refused, what ends them, which trials are kept, and the time left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ runs: {{synchronous: {{overrides: [sync.method=synchronous, sync.warmup_steps=0]
 
 
 class Interrupted:
-    """What is interrupted as it goes away: Python reports the exception and drops it, as in callbacks of its imports."""
+    """Object that sends a signal when it is deleted. Python reports an exception there but drops it, as it does in
+    callbacks of its import system."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
@@ -73,7 +74,7 @@ def test_an_interruption_that_python_drops_ends_it_before_the_next_trial(
 def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each trial takes 600 seconds, unless it fails after two."""
+    """Each trial takes 600 seconds, unless it fails, which takes two."""
     file, failing = tmp_path / "small.yaml", {("synchronous", 1), ("synchronous", 2), ("diloco", 2)}
 
     def make(planned: Any, *_: Any) -> Any:
@@ -94,7 +95,7 @@ def test_the_time_left_includes_trials_to_repeat_and_no_failure_shortens_it(
     monkeypatch.setattr(runner, "_results", lambda *_: None)
     monkeypatch.setattr(runner, "prepare_texts", lambda *_, **__: {"": SimpleNamespace(vocab_size=400)})
     assert times_left(retry=False) == ["", "about 20.0 min left", "about 10.0 min left", ""], (
-        "a failure alone says nothing"
+        "a failed trial alone gives no estimate"
     )
     failing.clear()
     assert times_left(retry=True) == ["about 20.0 min left", "about 10.0 min left", ""]
@@ -120,7 +121,7 @@ runs: {{diloco: {{overrides: [sync.warmup_steps=2]}}}}
 
 @pytest.fixture
 def goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison is interrupted as soon as it needs data."""
+    """Interrupt a comparison as soon as it needs data."""
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -206,7 +207,7 @@ def test_the_folder_of_another_comparison_is_not_gone_on_with(
 def test_another_suite_target_baseline_or_seed_leaves_ended_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every trial is made once, and the suite's tasks are loaded before the first one."""
+    """Every trial is made once, and the suite's tasks are loaded before the first trial."""
     made: list[tuple[str, int | None]] = []
 
     def make(planned: Any, comparison: Any, *_: Any) -> Any:
@@ -234,7 +235,7 @@ def test_another_suite_target_baseline_or_seed_leaves_ended_trials(
     assert made_with("seeds: [1]\nsuite: offline\n") == []
     assert made_with("seeds: [1]\ntarget: {loss: 3.5}\nbaseline: diloco\n") == []
     assert made_with("seeds: [1, 2]\n") == [(None, None), ("synchronous", 2), ("diloco", 2)]
-    assert "- 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text(), "the file is that of the last start"
+    assert "- 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text(), "the last start's file is stored"
     with pytest.raises(RecipeError, match=r"another version of this comparison \(count: 2 there, count: 4 here\)"):
         made_with("seeds: [1]\n", FILE.replace("count: 2", "count: 4"))
     assert "count: 2" in (tmp_path / "runs" / "small" / "comparison.yaml").read_text()
@@ -259,7 +260,7 @@ def test_ended_trials_of_versions_that_named_no_faults_without_limits_are_kept(
 def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another recipe file, or with limits. What is repeated is not compared."""
+    """A change of the recipe file, or of whether limits apply, is refused. Trials that are repeated are not compared."""
     monkeypatch.setattr(runner, "why_no_cluster", lambda: None)
     recipe, file = (
         tmp_path / "recipe.yaml",
@@ -269,7 +270,7 @@ def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
     first, second = trials(load_comparison(file), file)
     for one, state, words in ((first, "done", "on loopback, without limits"), (second, "failed", None)):
         one.directory.mkdir(parents=True)
-        stored = load_recipe(one.recipe, (*one.overrides, "parallel.replicas=2"))  # a last stage's
+        stored = load_recipe(one.recipe, (*one.overrides, "parallel.replicas=2"))  # as in a run's last stage
         (one.directory / "recipe.yaml").write_text(resolved_yaml(stored))
         record = {"state": state, **({"condition_in_words": words} if words else {})}
         (one.directory / "trial.json").write_text(json.dumps(record))
@@ -288,7 +289,7 @@ def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
         added.write("optim: {lr: 0.0123}\n")
     lr = load_recipe(first.directory / "recipe.yaml").optim.lr
     assert outcome().startswith(other.format(f"1: optim.lr: {lr} there, 0.0123 here"))
-    (first.directory / "recipe.yaml").unlink()  # a run that failed before it wrote it
+    (first.directory / "recipe.yaml").unlink()  # as after a run that failed before it wrote its recipe
     assert outcome().startswith(other.format(f"2: optim.lr: {lr} there, 0.0123 here"))
     (second.directory / "recipe.yaml").write_text("optim: {momentum: 1}\n")
     assert "optim.momentum is not a key" in outcome()

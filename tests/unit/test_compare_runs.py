@@ -1,4 +1,4 @@
-"""`llmtrain compare RUN RUN`, and which runs can be compared in which unit."""
+"""Tests of `llmtrain compare RUN RUN`, and of which runs can be compared in which unit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines_of(loss: float, bytes_per_token: float) -> list[dict[str, Any]]:
 def write(
     folder: Path, name: str, loss: float, *keys: str, tokenizer: str = "{}", ratio: float = BYTES_PER_TOKEN
 ) -> Path:
-    """A run directory as training leaves it."""
+    """Write a run directory as training leaves it."""
     recipe = load_recipe(RECIPE, [f"run.out_dir={folder}", f"run.name={name}", *keys])
     path = folder / name
     (path / "tokenizer").mkdir(parents=True)
@@ -55,7 +55,7 @@ def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 
 def test_runs_are_listed_by_their_validation_loss_and_drawn(tmp_path: Path, capsys) -> None:
     folders = [write(tmp_path, "a", 4.5), write(tmp_path, "b", 4.25, "sync.method=diloco")]
-    with FileLock(folders[0] / ".lock"):  # it still runs
+    with FileLock(folders[0] / ".lock"):  # held while a run is in progress
         code, output, _ = compared(capsys, *folders, "--out", tmp_path / "report")
     assert code == 0
     head, best, other, picture = output.splitlines()
@@ -164,7 +164,7 @@ OTHER = "data.tokenizer=train:999"
 
 
 def test_different_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path, capsys) -> None:
-    """A coarse tokenizer has the higher loss per token and the better model."""
+    """The run with the coarse tokenizer has the higher loss per token but the better model."""
     fine = write(tmp_path, "fine", 4.0, ratio=3.0)
     coarse = write(tmp_path, "coarse", 4.5, OTHER, tokenizer="other", ratio=4.0)
     _, output, _ = compared(capsys, fine, coarse, "--out", tmp_path)
@@ -210,7 +210,7 @@ def test_runs_on_different_texts_are_not_ranked(tmp_path: Path, capsys) -> None:
 def test_runs_whose_tokens_have_other_contexts_are_not_ranked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same text, and with as many bytes per token."""
+    """The runs have the same text and the same number of bytes per token."""
     titles: list[str] = []
     monkeypatch.setattr("llmtrain.compare.runs.draw_runs", lambda *given: titles.append(given[-1]))
     a, b = write(tmp_path, "a", 4.5), write(tmp_path, "b", 4.25, "data.packing=none")
@@ -259,7 +259,7 @@ def test_runs_whose_tokens_have_other_contexts_are_not_ranked(
     ],
 )
 def test_which_texts_are_the_same(tmp_path: Path, keys: tuple[str, ...], tokenizer: str, ratio: float, key) -> None:
-    """Texts with other paths are the same if one tokenizer makes as many bytes per token of them."""
+    """Texts at different paths count as the same if they have the same number of bytes per token with one tokenizer."""
     first = read_validated_text(write(tmp_path, "a", 4.0), lines_of(4.0, 3.0))
     path = write(tmp_path, "b", 4.0, *keys, tokenizer=tokenizer)
     assert first.differing_key(read_validated_text(path, lines_of(3.7, ratio))) == key

@@ -1,4 +1,4 @@
-"""A trial of a comparison: its hosts' faults at their times, its restarts and limits, and how it ends."""
+"""Tests of a trial of a comparison: faults of its hosts at their times, restarts, limits, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmtrain.errors import ResultsError
 
 
 class RecordingHost:
-    """A host that notes what is done to it."""
+    """Host that records how it is signaled."""
 
     def __init__(self, number: int, done: list[str]) -> None:
         self.number, self._done = number, done
@@ -51,7 +51,7 @@ def test_hosts_stop_go_on_and_die_at_their_times() -> None:
 
 
 class Torchrun:
-    """Ends at a time of a clock with a code, or when it is killed or asked to stop."""
+    """A torchrun process that ends with `code` at the time `ends_at`, unless it is killed or asked to stop before."""
 
     def __init__(self, ends_at: float, code: int = 0) -> None:
         self.ends_at, self.code, self.now = ends_at, code, 0.0
@@ -69,7 +69,7 @@ class Torchrun:
 
 
 class ScriptedHost:
-    """A host that starts what it is given, in turn, each of which says its host's name and then what torchrun says."""
+    """Host whose starts return the given torchruns in turn. Each start prints a line of the host, and then one of torch."""
 
     interface = "lo"
     address = "127.0.0.1"
@@ -103,9 +103,8 @@ class ScriptedHost:
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial.TrialRecord]:
-    """Makes a trial of a run, `plain` or `elastic`, where there is no git, and where time passes in naps alone.
-
-    After each nap `look` is called with the trial's folder.
+    """Provide a function that makes a trial of the run `plain` or `elastic`. There is no git, and time passes only while
+    the trial sleeps. After each sleep, `look` is called with the trial's folder.
     """
     file = tmp_path / "small.yaml"
     elastic = "{replicas: 1, restarts: [{after_step: 60, replicas: 2}]}"
@@ -151,7 +150,7 @@ def test_ranks_that_wait_for_ever_are_killed(
 ) -> None:
     record = made("plain", ScriptedHost(0, Torchrun(math.inf)), ScriptedHost(1, second))
     assert (record.state, record.exit_codes, record.last_lines) == ("failed", codes, [said])
-    assert record.wall_seconds == pytest.approx(310, abs=0.5), "the recipe's 10 s, and what ranks may take to start"
+    assert record.wall_seconds == pytest.approx(310, abs=0.5), "10 s from the recipe, and 300 s for the start"
 
 
 def test_ranks_that_begin_after_another_host_has_failed_are_killed_too(made: Callable[..., trial.TrialRecord]) -> None:
@@ -223,26 +222,26 @@ def test_hosts_stop_and_die_so_many_seconds_after_training_began(
 
     def look(folder: Path) -> None:
         seen.append([list(host.done) for host in hosts])
-        if len(seen) == 5:  # training begins when this line is seen, in the fifth nap
+        if len(seen) == 5:  # training begins when this line is seen, after the fifth sleep
             (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
     faults = "pauses: [{host: 0, at: 4, seconds: 3}, {host: 0, at: 9, seconds: 30}], kills: [{host: 1, at: 5.1}]"
     record = made("plain", *hosts, look=look, faults=faults)
-    changes = [(nap, done) for nap, (before, done) in enumerate(itertools.pairwise(seen), 2) if done != before]
-    assert [(nap - 1 - 5) * 0.25 for nap, _ in changes] == [4.0, 5.25, 7.0, 9.0]
+    changes = [(sleep, done) for sleep, (before, done) in enumerate(itertools.pairwise(seen), 2) if done != before]
+    assert [(sleep - 1 - 5) * 0.25 for sleep, _ in changes] == [4.0, 5.25, 7.0, 9.0]
     assert [done for _, done in changes] == [
         [["pause"], []],
         [["pause"], ["kill"]],
         [["pause", "resume"], ["kill"]],
         [["pause", "resume", "pause"], ["kill"]],
     ]
-    assert hosts[0].done[3:] == ["resume", "resume"], "a host that is paused when the trial ends goes on"
+    assert hosts[0].done[3:] == ["resume", "resume"], "a host that is paused when the trial ends is resumed"
     assert (record.state, record.exit_codes, record.missed) == ("failed", [0, -signal.SIGKILL], [])
 
 
 @pytest.mark.parametrize("also_kill", [False, True], ids=["the pause", "the kill of the hosts, too"])
 def test_a_fault_that_fails_is_a_failed_trial(made: Callable[..., trial.TrialRecord], also_kill: bool) -> None:
-    """Processes that do not stop are not waited for, and the trial has a record."""
+    """The trial does not wait for processes that do not obey, and writes its record."""
 
     def look(folder: Path) -> None:
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -274,7 +273,7 @@ def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., tr
 def test_the_load_of_other_programs_is_in_a_trials_record(
     made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From before the first process starts until the last one has ended."""
+    """The load is measured from before the first process starts until the last process has ended."""
     hosts = ScriptedHost(0, Torchrun(1.0)), ScriptedHost(1, Torchrun(1.0))
     seen: list[int] = []
 

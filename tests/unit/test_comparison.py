@@ -1,4 +1,4 @@
-"""Comparison files: what is planned, in which order, and what is refused."""
+"""Tests of comparison files: which trials they plan, in which order, and what is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ runs:
     assert "parallel.replicas=2" in planned.overrides
     more = (*planned.overrides, "parallel.replicas=4", "train.global_batch=64")
     assert planned.overrides_of(planned.stages[1]) == more
-    assert planned.overrides_of(planned.stages[2])[-1] == "train.global_batch=64", "as before"
+    assert planned.overrides_of(planned.stages[2])[-1] == "train.global_batch=64", "the batch is kept"
     assert planned.changes() == ["after step 60 with 4 hosts and 64 sequences per step", "after step 120 with 1 hosts"]
 
 

@@ -1,4 +1,4 @@
-"""torch.compile of a model's layers: complete graphs of static shapes, compiled once for each shape."""
+"""Tests of torch.compile on the layers of a model: graphs have no breaks, and are compiled once per shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.inside_torch import compilations, forget_compilations
 def test_layers_are_compiled_complete_and_static(
     monkeypatch: pytest.MonkeyPatch, section: ModelSection, graphs: int, checkpointing: bool | str
 ) -> None:
-    """One graph for each kind of layer and shape. Without the compiler's last part, which takes seconds."""
+    """One static graph is compiled per kind of layer and shape. The backend generates no code, because that takes seconds."""
     dynamic: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> torch.fx.GraphModule:
@@ -55,7 +55,8 @@ def test_layers_are_compiled_complete_and_static(
 def test_layers_for_all_lengths_are_compiled_before_torch_gives_up(
     monkeypatch: pytest.MonkeyPatch, section: ModelSection
 ) -> None:
-    """Also GPT-Neo, whose layers differ and whose local attention is another one for sequences within the window."""
+    """This also holds for GPT-Neo, whose layers differ, and whose local attention takes another path if a sequence fits
+    into the window."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(model_config(section, VOCABULARY), loss_chunk=11)
     blocks = blocks_of(model)

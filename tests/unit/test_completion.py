@@ -1,4 +1,5 @@
-"""Completion in a shell: recipes, sections, keys and values, with the script that typer makes, in bash on a pseudo-terminal."""
+"""Tests of shell completion of recipes, sections, keys and values, also with typer's script in bash on a
+pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SECONDS = 60.0
 
 
 def completed(incomplete: str, *before: str) -> list[str]:
-    """Return the completions of a word after the words `before` of a command with a recipe."""
+    """Return the completions of the word `incomplete` after the words `before` of a command."""
     context = typer.Context(get_command(app))
     context.params["overrides"] = list(before)
     return complete_override(context, incomplete)
@@ -37,7 +38,7 @@ def test_recipes_are_completed_by_name_and_files_by_the_shell() -> None:
 
 def test_keys_are_completed() -> None:
     assert {"optim.lr=", "optim.betas=", "sync.outer.lr="} <= set(completed(""))
-    assert completed("optim.l") == ["optim.lr=", "optim.lr=0.0003"], "two words, so that no space follows the sign"
+    assert completed("optim.l") == ["optim.lr=", "optim.lr=0.0003"], "two candidates, so that no space follows ="
     assert completed("nothing") == []
     assert not [key for key in completed("data.") if key.startswith(("data.sources.", "data.per_replica."))]
 
@@ -46,7 +47,7 @@ def test_values_are_completed_where_words_are_expected() -> None:
     assert completed("sync.method=stream") == ["sync.method=streaming_diloco"]
     assert completed("optim.ki") == [f"optim.kind={kind}" for kind in ("adamw", "muon", "sgd")]
     assert completed("train.deterministic") == ["train.deterministic=true", "train.deterministic=false"]
-    assert completed("=", "sync.method") == completed("", "sync.method", "="), "as bash cuts words"
+    assert completed("=", "sync.method") == completed("", "sync.method", "="), "bash splits words at ="
     assert completed("di", "sync.method", "=") == ["diloco"]
     assert completed("=") == []
 

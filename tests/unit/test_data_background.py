@@ -1,4 +1,5 @@
-"""The process that tokenizes beside training: started again when it fails, ended with the run, and nothing lost."""
+"""Tests of the process that tokenizes during training: it is restarted when it fails and ends with the run, and no
+tokens are lost."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ HANG = "import threading; threading.Event().wait()"
 
 
 def small(batches: int, then: str) -> tuple[str, ...]:
-    """A tokenizing process with small batches and blocks, to which something happens in one of its batches."""
+    """Return the command of a tokenizing process with small batches and blocks that runs `then` in batch `batches`."""
     return (sys.executable, "-c", SMALL.format(batches=batches, then=then))
 
 
@@ -131,10 +132,10 @@ def test_a_failure_that_may_end_by_itself_ends_only_ranks_that_wait_for_too_long
 def test_the_process_ends_with_the_run_and_keeps_what_it_has(
     data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    """A killed run closes the pipe as one that ends does, but does not wait."""
+    """A killed run closes the pipe, like a run that ends, but does not wait for the process."""
     prepared = begun(data)
     before = prepared.index.splits["train"].tokens
-    monkeypatch.setattr(background, "COMMAND", small(2, HANG))  # before a block is completed
+    monkeypatch.setattr(background, "COMMAND", small(2, HANG))  # hangs before a block is complete
     tokenizer = BackgroundTokenizer(data, MANY, 100, TIMEOUT)
     with tokenizer:
         process = psutil.Process(tokenizer._process.pid)
@@ -146,7 +147,7 @@ def test_the_process_ends_with_the_run_and_keeps_what_it_has(
         if ended == "killed":
             tokenizer._over.set()
             os.close(tokenizer._process.stdin.fileno())
-            wait_until(lambda: is_gone(process), "it has not ended")
+            wait_until(lambda: is_gone(process), "the process has not ended")
     assert is_gone(process)
     kept = open_dataset(prepared.directory)
     assert before + 300 < kept.index.splits["train"].tokens < len(expected)
@@ -163,7 +164,7 @@ def test_a_signal_to_the_process_alone_does_not_end_the_run(
     with BackgroundTokenizer(data, MANY, 100, TIMEOUT) as tokenizer:
         wait_until(lambda: stream.read_status(prepared.directory).get("tokens"), "nothing is reported")
         monkeypatch.setattr(background, "COMMAND", small(10**6, HANG))
-        tokenizer._process.send_signal(signal.SIGUSR1)  # Slurm's, which is for the ranks
+        tokenizer._process.send_signal(signal.SIGUSR1)  # from Slurm, meant for the ranks
         tokenizer._process.send_signal(signal.SIGTERM)
         assert growing(prepared).wait_for(MANY) == len(expected)
     assert "SIGUSR1" not in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The order of samples in blocks: that of the seed and the source alone, whatever is there when, on every mesh."""
+"""Tests of the order of samples in blocks. It depends on the seed and the source alone, not on the mesh or on when
+tokens become available."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.unit.test_data_loader import MESHES
 
 LENGTH, BATCH = 4, 8
 BLOCKS = [10, 20, 40, 40, 40]
-"""Samples of the blocks in these tests."""
+"""Numbers of samples in the first blocks in these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SlowTokens:
-    """Tokens that are their own positions, of a source that has `samples` of them. They come `ahead` tokens before they are
-    needed, or not before they are waited for."""
+    """Tokens of a source with `samples` samples. Each token equals its position. Tokens become available `ahead` tokens
+    before they are needed; if `ahead` is 0, only when they are waited for."""
 
     def __init__(self, samples: int, most: int | None = None, ahead: int = 0) -> None:
         self.total, self.ahead = samples * LENGTH + 1, ahead
@@ -48,7 +49,7 @@ class SlowTokens:
         return self.there
 
     def window(self, start: int, length: int) -> np.ndarray:
-        assert start + length <= self.there, "read before it is there"
+        assert start + length <= self.there, "tokens are read before they are available"
         return np.arange(start, start + length, dtype=np.uint16)
 
     def is_waiting(self, seconds: float) -> bool:
@@ -61,7 +62,7 @@ def loader(tokens: object, replica: int = 0, replicas: int = 1, shard_rank: int 
 
 
 def steps(tokens: list, replicas: int, shard: int, count: int) -> list[list[int]]:
-    """Samples of each step, in the order of ranks, each of which has its own of `tokens`."""
+    """Return the samples of each step in rank order. Each rank reads its own element of `tokens`."""
     ranks = [
         loader(mine, r, replicas, s, shard)
         for mine, (r, s) in zip(tokens, itertools.product(range(replicas), range(shard)), strict=False)
@@ -75,8 +76,8 @@ def test_blocks_follow_one_another_and_double() -> None:
     for sample in range(ends[-1]):
         number = next(number for number, end in enumerate(ends) if end > sample)
         assert block_of_sample(sample, LENGTH) == (ends[number - 1], ends[number])
-        assert block_of_sample(sample, 1) == block_of(sample), "a token alone"
-    for length in (3, 7, 11):  # which no block is a multiple of
+        assert block_of_sample(sample, 1) == block_of(sample), "a sample of one token"
+    for length in (3, 7, 11):  # no block is a multiple of these
         starts = {block_of_sample(sample, length) for sample in range(60)}
         assert all(one[1] == other[0] for one, other in itertools.pairwise(sorted(starts)))
 
@@ -110,11 +111,11 @@ def test_nothing_is_waited_for_before_it_is_needed() -> None:
     ranks[0].next()
     assert tokens.there == 30 * LENGTH + 1
     ranks[0].next()
-    assert tokens.there == 70 * LENGTH + 1, "the first rank waits for what the last one reads"
+    assert tokens.there == 70 * LENGTH + 1, "the first rank also waits for the tokens that the last rank reads"
     for _ in range(6):
         ranks[0].next()
     assert tokens.there == 110 * LENGTH + 1
-    assert len(ranks[0].order._parts) == 1, "what has been read is forgotten"
+    assert len(ranks[0].order._parts) == 1, "blocks that have been read are forgotten"
 
 
 @pytest.mark.parametrize("before", [1, 4, 9, 12])
@@ -136,7 +137,7 @@ def entries(made: Loader, count: int) -> list[int]:
 
 @pytest.mark.parametrize("old", [24, 30, 60])
 def test_a_longer_run_goes_on_with_the_order_of_the_shorter_one(old: int) -> None:
-    """A block that the shorter run has cut stays cut, whatever was tokenized by then."""
+    """A block that the shorter run has cut stays cut, however much was tokenized by then."""
     short = loader(SlowTokens(200, most=old))
     before = entries(short, old)
     short.next()
@@ -150,7 +151,7 @@ def test_a_longer_run_goes_on_with_the_order_of_the_shorter_one(old: int) -> Non
     assert sorted(one[old:70]) == list(range(old, 70)), "blocks end where they would have ended"
     ended = loader(SlowTokens(20, most=100))
     ended.load_state_dict(state)
-    assert entries(ended, 20) == entries(loader(SlowTokens(20, most=old)), 20), "a source that ends before"
+    assert entries(ended, 20) == entries(loader(SlowTokens(20, most=old)), 20), "a source that ends earlier"
 
 
 def test_a_source_that_ends_before_one_batch_is_an_error() -> None:
@@ -177,8 +178,8 @@ def test_a_wait_for_text_is_no_wait_for_the_disk(capsys: pytest.CaptureFixture[s
 
     made = loader(SlowTokens(90))
     ahead = PrefetchLoader(made, timeout_seconds=0.01)
-    made.tokens = Answers()  # and never a batch
+    made.tokens = Answers()  # no batch ever arrives
     with pytest.raises(TrainingError, match="does not answer"):
         ahead._receive()
-    assert made.tokens.left == -2, "asked whenever a limit has passed"
+    assert made.tokens.left == -2, "asked each time a timeout has passed"
     assert capsys.readouterr().err.count("waiting for the disk") == 1

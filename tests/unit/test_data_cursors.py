@@ -1,4 +1,4 @@
-"""Reading on where other replicas stopped: each entry once, whatever each of them had read."""
+"""Tests of cursors that continue where other replicas stopped. Each entry is read once, however far each replica was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH = 12
 
 
 def read(state: dict, steps: list[int]) -> tuple[list[int], list[dict]]:
-    """(entries read, states afterwards) of replicas that go on from a state, each for so many steps."""
+    """Continue replicas from `state`, each for its number of `steps`. Return the entries read and the final states."""
     replicas, entries, share = [SampleCursor() for _ in steps], [], BATCH // len(steps)
     for number, (replica, count) in enumerate(zip(replicas, steps, strict=True)):
         replica.load_state_dict(json.loads(json.dumps(state)))

@@ -1,4 +1,4 @@
-"""Token shards that a disk has changed, and preparing that is killed or has no room: nothing half-written is used."""
+"""Tests of damaged token shards, and of preparing that is killed or finds a full disk. Nothing half-written is used."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_cut_off_or_gone_after_the_opening_is_found_too(prepared: TokenD
 def test_a_shard_that_can_not_be_read_now_is_not_damaged(
     prepared: TokenDataset, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The run ends so that launchers start it again, and the line does not tell to delete the tokens."""
+    """The run ends with an error after which launchers restart it. The error does not say to delete the tokens."""
 
     def refuse(path: Path, skip: int) -> int:
         raise OSError(number, os.strerror(number), str(path))
@@ -117,7 +117,7 @@ def test_preparing_that_is_killed_goes_on_and_makes_the_same_tokens(data: DataSe
     else:
         kept = open_dataset(directory).index.splits["train"]
         assert left == [directory.name] and 0 < kept.tokens < whole.index.splits["train"].tokens
-        assert {path.name for path in directory.glob("*.npy")} - set(names(open_dataset(directory))), "not named yet"
+        assert {path.name for path in directory.glob("*.npy")} - set(names(open_dataset(directory))), "not indexed yet"
 
     prepared = prepare(data, MANY, MANY)
     assert tokens_of(prepared) == tokens_of(whole)

@@ -1,4 +1,4 @@
-"""A prepared folder: how many bytes its tokens stand for, and shards that are not what its index says."""
+"""Tests of prepared folders: bytes per token, and shards that differ from the index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A prepared folder of five tokens, that stand for twenty bytes, in either split."""
+    """Provide a prepared folder with five tokens, which stand for twenty bytes, in each split."""
     splits = {}
     for split in ("train", "validation"):
         writer = ShardWriter(tmp_path, split, np.dtype("<u2"))

@@ -1,4 +1,5 @@
-"""Documents without packing: every token predicted once, one order for every mesh, little padding, resumable at any step."""
+"""Tests of documents without packing: every token is predicted once, the order is equal on every mesh, there is
+little padding, and a run can resume at any step."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 
 
 def text(lengths: list[int]) -> np.ndarray:
-    """Documents of these lengths, with their eos. The other tokens are their own positions, from 1."""
+    """Return tokens of documents of these lengths, eos included. All other tokens equal their positions, counted from 1."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     ids[np.cumsum(lengths) - 1] = EOS
     return ids
@@ -46,14 +47,14 @@ def samples_of(ids: np.ndarray, length: int = LENGTH, limit: int | None = None) 
 
 
 def drawn(count: int, seed: int = 0) -> DocumentSamples:
-    """Documents of many lengths, some of them longer than a sequence."""
+    """Return samples of documents of many lengths, some of them longer than a sequence."""
     return samples_of(text(np.random.default_rng(seed).integers(1, 2 * LENGTH, count).tolist()))
 
 
 @pytest.mark.parametrize("scanned", [1, 5, 1 << 24])
 def test_samples_tile_the_tokens_document_by_document(monkeypatch: pytest.MonkeyPatch, scanned: int) -> None:
     monkeypatch.setattr(documents, "SCANNED_TOKENS", scanned)
-    ids = np.concatenate([text([3, 1, 1, 9, 4, 5]), [7, 8, 9]])  # the last document has no end
+    ids = np.concatenate([text([3, 1, 1, 9, 4, 5]), [7, 8, 9]])  # the last document has no eos
     samples = samples_of(ids, length=4)
     assert all(samples.read(sample).flags.owndata for sample in range(len(samples))), "a view keeps a file open"
     rows = [samples.read(sample).tolist() for sample in range(len(samples))]
@@ -68,7 +69,7 @@ def test_samples_tile_the_tokens_document_by_document(monkeypatch: pytest.Monkey
     ("limit", "end"), [(0, 0), (1, 1), (3, 3), (4, 4), (12, 9), (13, 13), (19, 18), (25, 23), (26, 26)]
 )
 def test_the_last_sample_is_left_out_if_a_limit_cuts_it(limit: int, end: int) -> None:
-    """Unless it is the first one."""
+    """The first sample is kept even if the limit cuts it."""
     ids = text([3, 1, 1, 9, 4, 5, 3])
     samples = samples_of(ids, 4, limit)
     rows = [samples.read(sample).tolist()[1:] for sample in range(len(samples))]
@@ -85,7 +86,7 @@ def rank(samples: DocumentSamples, r: int = 0, replicas: int = 1, s: int = 0, sh
 
 
 def documents_in(batch: torch.Tensor) -> list[tuple[int, ...]]:
-    """The tokens that each row predicts; padding is at its end and nowhere else."""
+    """Return the tokens that each row predicts. Check that padding is at the end of rows only."""
     assert batch.dtype == torch.int64
     found = []
     for row in batch.tolist():
@@ -96,7 +97,7 @@ def documents_in(batch: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def steps(samples: DocumentSamples, replicas: int, shard: int, count: int, micro_batch: int = 1) -> list[list]:
-    """Documents of each step, in the order of ranks."""
+    """Return the documents of each step in rank order."""
     ranks = [rank(samples, r, replicas, s, shard, micro_batch) for r in range(replicas) for s in range(shard)]
     taken = []
     for _ in range(count):
@@ -132,7 +133,7 @@ def test_a_micro_batch_has_documents_of_similar_length_and_a_step_has_not() -> N
 
 
 def test_replicas_have_unequal_work_in_a_step_and_equal_work_in_the_long_run() -> None:
-    """The load for which wait-avoiding methods are made: positions that each of two replicas computes."""
+    """Wait-avoiding methods are made for such a load. Work is the number of positions that a replica computes."""
     samples = drawn(6000)
     ranks = [rank(samples, replica, 2, micro_batch=4) for replica in range(2)]
     work = np.array([[sum(batch.numel() for batch in one.next()) for one in ranks] for _ in range(300)])
@@ -252,11 +253,11 @@ def test_validation_is_of_the_first_documents_each_on_one_rank(world: int, max_t
         document_eval_batches(samples_of(text([3]), limit=0), rank=0, **shape)
 
 
-# -- the file of starts ---------------------------------------------------------------------------------------------
+# -- the file with the starts of samples ----------------------------------------------------------------------------
 
 
 def prepared(folder: Path, ids: np.ndarray, limit: int | None = None) -> TokenDataset:
-    """A folder of token shards as `prepare` leaves it."""
+    """Write a folder of token shards as `prepare` leaves it, and return its dataset."""
     folder.mkdir(exist_ok=True)
     empty = SplitIndex(tokens=0, documents=0, text_bytes=0, exhausted=True, position=Position(), shards=())
     writer = ShardWriter(folder, "train", np.dtype("<u4"))

@@ -1,4 +1,4 @@
-"""Hub datasets against a small hub of our own on this machine; and what is said, soon, when there is none."""
+"""Tests of hub datasets with a small hub on this machine, and of the errors if the hub can't be used."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ for keys, split in {attempts}:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's API that streaming a dataset of jsonl files needs. It never answers a request with "silent" in its path,
-    which is the worst that a network can do."""
+    """Part of the hub's API that streaming a dataset of jsonl files needs. Requests with "silent" in their path are never
+    answered, which is the worst that a network can do."""
 
     protocol_version = "HTTP/1.1"
     closed = threading.Event()
@@ -99,7 +99,7 @@ def hub() -> Iterator[str]:
 
 
 def attempt(endpoint: str, home: Path, *attempts: tuple[dict[str, object], str]) -> list[str]:
-    """What each attempt printed, in a process that takes `endpoint` for the hub (it is read on import)."""
+    """Return what each attempt printed. A new process makes the attempts, because the endpoint is read on import."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
@@ -110,7 +110,7 @@ def attempt(endpoint: str, home: Path, *attempts: tuple[dict[str, object], str])
 
 
 def test_hub_data_set_is_streamed_by_split_and_mistakes_are_named(hub: str, tmp_path: Path) -> None:
-    """That the hub can't be used is said before `attempt` gives the process up."""
+    """The error that the hub can't be used comes before the timeout of `attempt`."""
     source = {"source": "hf:o/d"}
     *read, no_source, no_tokenizer = attempt(
         hub,

@@ -1,4 +1,5 @@
-"""The loader: every sample once an epoch, one global order for every mesh, resumable by position; fixed validation."""
+"""Tests of the loader: every sample once per epoch, one global order on every mesh, resuming by position, and fixed
+validation windows."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MESHES = [(1, 1), (2, 2), (4, 1), (1, 4)]
 
 
 def sequence(samples: int) -> TokenShards:
-    """Tokens that are their own positions, in two shards, with a tail too short for a window."""
+    """Return tokens that equal their positions, in two shards, with a tail too short for a window."""
     return TokenShards(np.split(np.arange(samples * LENGTH + 3, dtype=np.uint32), [samples * LENGTH // 3]))
 
 
@@ -37,7 +38,7 @@ def loader(tokens: TokenShards, replica: int = 0, replicas: int = 1, shard_rank:
 
 
 def steps(tokens: TokenShards, replicas: int, shard: int, count: int, micro_batch: int = 1) -> list[list[int]]:
-    """Samples of each step, in the order of ranks."""
+    """Return the samples of each step in rank order."""
     ranks = [
         loader(tokens, r, replicas, s, shard, micro_batch=micro_batch) for r in range(replicas) for s in range(shard)
     ]
@@ -162,7 +163,7 @@ def test_a_process_ends_though_its_disk_never_answers() -> None:
 
 
 def test_a_process_that_ends_while_a_batch_is_read_does_not_crash() -> None:
-    """The interpreter aborts when it ends under a thread that is busy with tensors."""
+    """The interpreter aborts if it ends while a thread is busy with tensors."""
     for _ in range(2):
         process = session().fork(processes.end_while_a_batch_is_read, capture=True)
         assert process.communicate(timeout=60) == ("", None) and process.returncode == 0
@@ -181,7 +182,7 @@ def test_an_error_of_the_thread_is_raised_by_next() -> None:
 
 @pytest.mark.parametrize("replicas", [(2, 2, 2), (1, 2, 4), (4, 2, 1)])
 def test_another_batch_reads_on_where_the_replicas_stopped(replicas: tuple[int, ...]) -> None:
-    """Each replica has read another number of steps, and the batch is doubled twice."""
+    """Replicas stop after different numbers of steps, and the batch is doubled whenever the run continues."""
     tokens, batch, seen = sequence(800), BATCH, Counter()
     ranks = [loader(tokens, number, replicas[0]) for number in range(replicas[0])]
     for count in replicas:
@@ -212,8 +213,8 @@ def test_samples_that_are_added_come_after_those_that_were_there(done: int) -> N
     once = [second.order.sample(entry) for entry in range(40)]
     assert once[:24] == before and sorted(once[24:]) == list(range(24, 40)) != once[24:]
     following = [second.order.sample(entry) for entry in range(40, 80)]
-    assert sorted(following) == list(range(40)), "the next epoch has all"
-    assert set(following[:24]) != set(range(24)), "in one order"
+    assert sorted(following) == list(range(40)), "the next epoch has all samples"
+    assert set(following[:24]) != set(range(24)), "the next epoch mixes old and new samples"
     assert second.cursor.num_read == done * BATCH
     state = second.state_dict()
     assert state == {"position": done * BATCH, "sizes": [24, 40]}

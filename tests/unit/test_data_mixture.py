@@ -1,4 +1,5 @@
-"""Mixtures: exact shares in every block, each text in its own order, the same on every mesh and after a resume."""
+"""Tests of mixtures: every block has the exact shares, each text is read in its own order, and the order is the same
+on every mesh and after a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SHAPE = BatchShape(LENGTH, BATCH, micro_batch=1, seed=7)
 
 
 def text(samples: int, first: int) -> TokenShards:
-    """Tokens that count from `first` on, in two shards, with a tail too short for a sample."""
+    """Return tokens that count from `first` on, in two shards, with a tail too short for a sample."""
     return TokenShards(np.split(first + np.arange(samples * LENGTH + 3, dtype=np.uint32), [samples * LENGTH // 3]))
 
 
@@ -41,11 +42,11 @@ def loader(replica: int = 0, replicas: int = 1, shard_rank: int = 0, shard: int 
 
 
 def read(one: Loader, steps: int) -> list[tuple[str, int]]:
-    """(text, sample of it) that a rank reads, in order."""
+    """Return what a rank reads, in order, as (text, sample of the text)."""
     found = []
     for _ in range(steps):
         rows = torch.cat(one.next())
-        assert torch.equal(rows, rows[:, :1] + torch.arange(LENGTH + 1)), "a row is of one text"
+        assert torch.equal(rows, rows[:, :1] + torch.arange(LENGTH + 1)), "a row has tokens of one text only"
         found += [("abc"[int(first) // 10_000], int(first) % 10_000 // LENGTH) for first in rows[:, 0]]
     return found
 
@@ -183,4 +184,4 @@ def test_a_mixture_has_no_state_of_its_own() -> None:
 
 def test_a_disk_that_does_not_answer_is_told() -> None:
     with pytest.raises(TrainingError, match="does not answer"):
-        PrefetchLoader(loader(), timeout_seconds=0.01)._receive()  # without a request, so never a batch
+        PrefetchLoader(loader(), timeout_seconds=0.01)._receive()  # no batch was requested, so none arrives

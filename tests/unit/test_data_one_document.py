@@ -1,4 +1,4 @@
-"""An ordinary text file, which is one document unless a separator cuts it."""
+"""Tests of an ordinary text file, which is one document unless a separator cuts it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_texts_of_which_none_is_held_out_are_refused_before_one_is_tokenized(
     for number in range(3):
         (tmp_path / "books" / f"{number}.txt").write_text(f"Book {number}.")
     recipe = load_recipe(RECIPE, [*keys, f"data.source={tmp_path}/books"])
-    monkeypatch.setattr(prepare_module, "load_tokenizer", None)  # which may be trained for long
+    monkeypatch.setattr(prepare_module, "load_tokenizer", None)  # training a tokenizer may take long
     monkeypatch.setattr(prepare_module, "extend", None)
     for refuse in (lambda: check_here(recipe), lambda: prepare(recipe.data, 100, 10)):
         with pytest.raises(DataError, match=r"books: no validation documents; give more of them"):

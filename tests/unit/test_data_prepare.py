@@ -1,4 +1,4 @@
-"""Preparing: what is written, once, found again, made larger, safe when killed; and what is refused when opened."""
+"""Tests of preparing: what is written, reused, extended, and kept after an interruption, and what is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts_of(prepared: TokenDataset, split: str) -> list[str]:
 
 
 def made(prepared: TokenDataset) -> int:
-    """When it was prepared."""
+    """Return when the index was written."""
     return (prepared.directory / "index.json").stat().st_mtime_ns
 
 
@@ -117,7 +117,7 @@ def test_cache_is_reused_made_larger_and_never_changes_what_a_run_reads(data: Da
     assert third != second
     assert made(prepare(at_most(data, 10**10 + 1), 10**10, 10**10)) == third
     assert len(prepare(at_most(data, 600), 10**9, 100).tokens("train")) == 600
-    assert len(prepare(data, 10, 100).tokens("train")) > 3000, "files are tokenized whole unless told otherwise"
+    assert len(prepare(data, 10, 100).tokens("train")) > 3000, "without a limit, files are tokenized whole"
 
 
 def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) ->
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are tokenized from now on."""
+    """Provide a list to which texts are added as they are tokenized."""
     texts, tokenize = [], tokenizing.tokenize
 
     def counted(tokenizer: object, batch: list[tuple[str, str]]) -> object:
@@ -181,7 +181,7 @@ def test_what_was_tokenized_before_an_interruption_is_kept(
     assert {split: all_tokens(prepared, split) for split in ("train", "validation")} == {
         split: all_tokens(whole, split) for split in ("train", "validation")
     }
-    assert sorted(tokenized) == sorted(TEXTS), "none twice"
+    assert sorted(tokenized) == sorted(TEXTS), "no text is tokenized twice"
     assert searched(prepared) is None
     named = {shard.name for split in prepared.index.splits.values() for shard in split.shards}
     assert named == {path.name for path in prepared.directory.glob("*.npy")}
@@ -191,7 +191,8 @@ def test_what_was_tokenized_before_an_interruption_is_kept(
 def test_a_longer_run_adds_to_what_is_there(
     data: DataSection, tokenized: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where one split was read further than the other, and an interruption comes before it is reached again."""
+    """This holds even if one split was read further than the other, and an interruption comes before its position is
+    reached again."""
     few = prepare(at_most(data, 500), 500, 1500)
     first = {path.name: path.read_bytes() for path in few.directory.glob("*.npy")}
     assert few.index.splits["train"].position.documents < few.index.splits["validation"].position.documents
@@ -206,7 +207,7 @@ def test_a_longer_run_adds_to_what_is_there(
     assert all((few.directory / name).read_bytes() == content for name, content in first.items())
     for split in ("train", "validation"):
         assert texts_of(everything, split) == list(documents(data, split))
-    assert searched(few) is None and searched(everything) is None, "a run still looks through its own"
+    assert searched(few) is None and searched(everything) is None, "the earlier index is still valid"
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -218,7 +219,7 @@ def test_commits_are_made_while_text_is_read(data: DataSection, monkeypatch: pyt
 
 
 def test_a_hub_that_breaks_off_is_read_on(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the same commit of the dataset, from the file and the row after the last one that was tokenized."""
+    """The next start reads the same commit of the dataset, from the file in which the last start stopped."""
     import datasets
 
     read, revisions = [], []
@@ -246,7 +247,7 @@ def test_a_hub_that_breaks_off_is_read_on(data: DataSection, monkeypatch: pytest
         prepare(data.model_copy(update=tokenizer), 10**9, 10**9)
     broken = len(read)
     prepared = prepare(data.model_copy(update=tokenizer), 10**9, 10**9)
-    assert revisions == ["a", "a"] and read[broken][0] == 3, "whole files are passed over"
+    assert revisions == ["a", "a"] and read[broken][0] == 3, "whole files are skipped"
     for split in ("train", "validation"):
         assert all_tokens(prepared, split) == all_tokens(local, split)
 
@@ -325,13 +326,13 @@ def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path)
 
 def test_a_cache_that_can_t_be_written_is_named(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.1)
-    for given in (data.source, "/proc"):  # a file, and a folder that takes none
+    for given in (data.source, "/proc"):  # a file, and a folder in which no folder can be made
         with pytest.raises(DataError, match=rf"data\.cache_dir: {given}: .*; expected a folder to write in"):
             prepare(data.model_copy(update={"cache_dir": given}), 100, 100)
 
 
 def test_a_disk_that_fails_is_not_taken_for_a_full_one(data: DataSection, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its traceback: there is nothing to change in the recipe."""
+    """The error keeps its traceback, because no change of the recipe would help."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -372,7 +373,7 @@ def test_shards_are_plain_npy_read_as_one_sequence(tmp_path: Path, monkeypatch: 
         window = tokens.window(start, length)
         assert window.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(window, everything[start : start + length])
-    assert all(np.shares_memory(tokens.window(start, 100), arrays[start // 100]) for start in (0, 100, 900)), "no copy"
+    assert all(np.shares_memory(tokens.window(start, 100), arrays[start // 100]) for start in (0, 100, 900)), "views"
     assert len(TokenShards(arrays, 150)) == 150 and len(TokenShards(arrays, 5000)) == 1003
     with pytest.raises(AssertionError):
         TokenShards(arrays, 150).window(100, 51)

@@ -1,4 +1,4 @@
-"""The line of progress while text is tokenized."""
+"""Tests of the line of progress while text is tokenized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_the_rate_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_time_left_of_files_is_that_of_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a continued preparation skips is not counted in the speed. If fewer tokens are needed, these count."""
+    """Bytes that a continued preparation skips do not count toward the speed. If the tokens needed are reached before the
+    end of the files, the time left is that of the tokens."""
     clock = [1000.0]
     monkeypatch.setattr(extending.time, "monotonic", lambda: clock[0])
     progress = extending.ProgressBar("train tokens", sys.maxsize, show=False)
@@ -38,7 +39,7 @@ def test_the_time_left_of_files_is_that_of_their_bytes(monkeypatch: pytest.Monke
         clock[0] += 10
         for bar in (progress, few):
             bar.advance(10**6, 10**6, read * 10**6, 1000 * 10**6)
-    assert progress.line().endswith(", 6 min left")  # 460 MB at 40 MB in 30 s
+    assert progress.line().endswith(", 6 min left")  # 460 MB are left, at 40 MB in 30 s
     assert few.line().endswith(", 0 min left")
 
 
@@ -57,7 +58,7 @@ def test_bytes_read_of_files_come_to_their_size(tmp_path: Path, ending: str) -> 
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert stream.bytes_read.total == read[-1] == int(stream.bytes_read) == size
     assert read == sorted(read) and read[len(read) // 2 - 1] == size // 2
-    if ending not in ("txt.gz", "jsonl.gz"):  # which are read in one piece here
+    if ending not in ("txt.gz", "jsonl.gz"):  # these are read in one piece here
         assert 0 < read[0] < size // 2
 
 
@@ -71,7 +72,7 @@ def test_bytes_read_of_text_that_is_everywhere(source: str) -> None:
 def test_a_wait_for_validation_tokens_alone_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that needs few tokens of training reads much more text to hold its validation tokens out of it."""
+    """A run that needs few training tokens has to read much more text until enough validation tokens are held out."""
     monkeypatch.setattr(extending, "BATCH_CHARACTERS", 1000)
     monkeypatch.setattr(extending, "PLAIN_SECONDS", 0.0)
     folder = tmp_path / "texts"

@@ -1,4 +1,5 @@
-"""Token files of other tools: read in place, split at documents, checked; and ours, written in their formats."""
+"""Tests of token files of other tools, which are read in place, split at documents and checked, and of exports in
+their formats."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from llmtrain.export.token_export import KINDS, check_kind, export_tokens
 from tests.unit.token_file_writers import EOS, VOCABULARY, write_llm_c, write_megatron, write_tokenizer
 
 NEEDED = (500, 200)
-"""Training and validation tokens that a run reads."""
+"""Numbers of training and validation tokens that a run reads."""
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataSection, TokenDataset]:
-    """A prepared folder of stories with a tokenizer trained on them."""
+    """Provide a data section and its prepared dataset: stories, and a tokenizer trained on them."""
     folder = tmp_path_factory.mktemp("ours")
     (folder / "a.txt").write_text(
         "<|endoftext|>".join(f"A story of {n} böse cats, {n * n} 🙂 dogs." for n in range(400))
@@ -43,7 +44,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataSection, TokenDa
 
 
 def tokens_in(folder: Path, **keys: str | float) -> DataSection:
-    """The recipe's section for token files in `folder`, with the tokenizer beside them."""
+    """Return the data section of a recipe for token files in `folder`, with the tokenizer beside them."""
     given = {"source": str(folder), "tokenizer": str(folder / "tokenizer"), "cache_dir": str(folder.parent / "cache")}
     return DataSection(**{**given, **keys})
 
@@ -64,7 +65,7 @@ def made_by(folder: Path, ids: np.ndarray, kind: str = "nanogpt") -> Path:
 
 
 def documents(lengths: list[int]) -> np.ndarray:
-    """Tokens of documents of these lengths, eos included."""
+    """Return tokens of documents of these lengths, eos included."""
     return np.concatenate([np.r_[np.arange(length - 1) % 5, EOS] for length in lengths])
 
 
@@ -127,13 +128,13 @@ def test_every_kind_is_read_where_it_is_and_split_after_a_document(tmp_path: Pat
     folder = made_by(tmp_path / "tokens", ids, kind)
     prepared = prepare(tokens_in(folder, validation_fraction=0.3), *NEEDED)
     train, held_out = (prepared.tokens(split) for split in ("train", "validation"))
-    assert len(train) == 200 and len(held_out) == 50, "the first border at or after 70 % of 250 tokens"
+    assert len(train) == 200 and len(held_out) == 50, "split at the first border at or after 70 % of 250 tokens"
     read = np.concatenate([train.window(0, 200), held_out.window(0, 50)])
     assert np.array_equal(read, ids)
     assert {shard.name for split in prepared.index.splits.values() for shard in split.shards} == {
         str(next(folder.glob("tokens.*[np][py]*" if kind.startswith("<") else "tokens.bin")))
     }
-    assert prepared.bytes_per_token("validation") == 49 / 50, "a letter for each token, and nothing for eos"
+    assert prepared.bytes_per_token("validation") == 49 / 50, "one byte per token, and none for eos"
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "megatron"])
@@ -166,7 +167,7 @@ def test_shards_pairs_patterns_and_names_are_found(tmp_path: Path) -> None:
         found = prepare(tokens_in(pair, source=str(pair / name)), *NEEDED)
         assert found.index.ready_made.kind == "megatron"
     (pair / "notes.txt").write_text("text")
-    assert ready_made.find_ready_made(tokens_in(pair)) is None, "a folder with text is a folder of text"
+    assert ready_made.find_ready_made(tokens_in(pair)) is None, "a folder that also has text is not read as token files"
 
 
 def test_only_the_tokens_asked_for_are_decoded_and_a_longer_run_decodes_more(
@@ -272,7 +273,7 @@ def test_a_second_file_is_named_with_the_position_in_it(tmp_path: Path) -> None:
 
 
 def test_files_that_are_held_out_are_not_trained_on_though_another_run_did(tmp_path: Path) -> None:
-    """Read the same files in the same order each time, so that only the border between the splits differs."""
+    """All runs read the files in the same order, so that only the border between the splits differs."""
     folder = tmp_path / "tokens"
     folder.mkdir()
     write_tokenizer(folder / "tokenizer")
@@ -347,7 +348,8 @@ def test_an_export_replaces_only_an_export(ours: tuple[DataSection, TokenDataset
 
 
 def test_a_model_card_says_what_was_between_texts(ours: tuple[DataSection, TokenDataset], tmp_path: Path) -> None:
-    """That every text ended with eos is said of text that llmtrain tokenized; of token files, what is in them."""
+    """The card says that every text ended with eos only if llmtrain tokenized the text. For token files, it says whether
+    they contain eos."""
     hub = DataSection(source="hf:owner/name")
     separated = tokens_in(made_by(tmp_path / "separated", documents([20] * 20)), validation_fraction=0.2)
     write_tokenizer(tmp_path / "joined/tokenizer")

@@ -1,4 +1,4 @@
-"""SentencePiece models as tokenizers: the same ids as sentencepiece itself, on real text and on odd text."""
+"""Tests of SentencePiece models as tokenizers: ids are those of sentencepiece itself, on real text and on odd text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MORE = [
 
 
 def texts_of(shared_data: Path, count: int) -> list[str]:
-    """Real text: documents of FineWeb and stories, and Python files, which have runs of spaces."""
+    """Return real text: documents of FineWeb and stories, and Python files, which have runs of spaces."""
     web = DataSection(source=str(shared_data / "fineweb/fineweb_sample_valid.parquet"))
     stories = DataSection(source=str(shared_data / "tinystories/train.txt"))
     sources = (web, stories, DataSection(source="stdlib"))
@@ -122,7 +122,7 @@ def test_a_trained_tokenizer_keeps_its_model_and_what_it_was_trained_on(shared_d
     pieces = SentencePieceProcessor(model_file=str(tmp_path / "cache/tokenizer.model"))
     for text in texts_of(shared_data, 20) + MORE:
         assert ids(tokenizer, text) == pieces.encode(text) or "\u2581" in text
-    assert ids(tokenizer, "a\u2581b") != pieces.encode("a\u2581b"), "sentencepiece loses what it writes spaces as"
+    assert ids(tokenizer, "a\u2581b") != pieces.encode("a\u2581b"), "sentencepiece reads U+2581 as a space"
     recorded = json.loads((tmp_path / "cache/trained_on.json").read_text())
     assert recorded["source"] == source and recorded["pieces"] == 500 and 50_000 <= recorded["bytes"] <= 100_000
     more = load_tokenizer(data.model_copy(update={"tokenizer_sample_bytes": 200_000}), tmp_path / "more")

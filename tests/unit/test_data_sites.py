@@ -1,4 +1,4 @@
-"""A text per replica: equal parts within a site, cursors that belong to sites, and what becomes of them elsewhere."""
+"""Tests of a text per replica: replicas of a site share its text equally, and cursors belong to sites, on any mesh."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llmtrain.reshard import MeshChange
 
 LENGTH, BATCH = 4, 24
 TEXTS = {name: TokenShards([10_000 * number + np.arange(480 * LENGTH + 1)]) for number, name in enumerate("ABC")}
-"""480 samples at each site: no epoch ends in these tests."""
+"""Tokens of each site. They have 480 samples per site, so that no epoch ends in these tests."""
 SHAPE = BatchShape(LENGTH, BATCH, micro_batch=1, seed=7)
 
 
 def loaders(sites: str, shards: int = 1, batch: int = BATCH) -> list[list[SiteLoader]]:
-    """The loaders of each replica, which is at the site of its letter."""
+    """Return the loaders of each replica. `sites` has one letter per replica, the name of its site."""
     run = replace(SHAPE, replicas=len(sites), shards=shards, global_batch=batch)
     return [
         [SiteLoader(TEXTS[site], [*sites], replace(run, replica=replica, shard_rank=shard)) for shard in range(shards)]
@@ -36,7 +36,7 @@ def loaders(sites: str, shards: int = 1, batch: int = BATCH) -> list[list[SiteLo
 
 
 def read(replicas: list[list[SiteLoader]], steps: Sequence[int]) -> list[tuple[str, int]]:
-    """(site, sample) that replicas read which take so many steps."""
+    """Return what replicas read, each in its number of `steps`, as (site, sample)."""
     found = []
     for ranks, count in zip(replicas, steps, strict=True):
         for _ in range(count):
@@ -48,7 +48,8 @@ def read(replicas: list[list[SiteLoader]], steps: Sequence[int]) -> list[tuple[s
 def continued(
     replicas: list[list[SiteLoader]], sites: str, shards: int = 1, batches: tuple[int, int] = (BATCH, BATCH)
 ) -> list[list[SiteLoader]]:
-    """The loaders of a run that continues that of `replicas` at other sites, with the second of `batches`, through a checkpoint."""
+    """Return the loaders of a run at `sites` that continues `replicas` through a checkpoint. `batches` are the old and the
+    new global batch."""
     values = [{"loader": json.loads(json.dumps(rank.state_dict()))} for ranks in replicas for rank in ranks]
     there, old_batch = loaders(sites, shards, batches[1]), None if batches[0] == batches[1] else batches[0]
     for replica, ranks in enumerate(there):
@@ -71,7 +72,7 @@ def test_replicas_of_a_site_share_its_text_in_equal_parts(shards: int) -> None:
     assert max(Counter(found).values()) == 1, "no sample twice"
     alone = {site: [sample for one, sample in read(loaders(site), [20]) if one == site] for site in "AB"}
     assert {sample for site, sample in found if site == "A"} == set(alone["A"][:320])
-    assert [sample for site, sample in found if site == "B"] == alone["B"][:160], "in the order of the site"
+    assert [sample for site, sample in found if site == "B"] == alone["B"][:160], "samples are in the order of the site"
 
 
 def test_the_same_mesh_goes_on_exactly_also_if_replicas_are_not_at_one_step() -> None:
@@ -90,7 +91,7 @@ def test_a_site_goes_on_where_it_stopped_after_an_absence(shards: int) -> None:
         {"position": 40, "sizes": [480]}
     ] * 2 * shards
     found += read(replicas, [4, 4])
-    replicas = continued(replicas, "AB", shards)  # the same mesh keeps it
+    replicas = continued(replicas, "AB", shards)  # the same mesh keeps the cursor of C
     replicas = continued(replicas, "ABC")
     assert not any(rank.absent for ranks in replicas for rank in ranks)
     found += read(replicas, [5, 5, 5])
@@ -155,7 +156,8 @@ def test_a_longer_run_asks_for_its_site_s_samples() -> None:
 
 
 def test_tokenizers_are_the_same_if_they_separate_documents_alike(tmp_path: Path) -> None:
-    """Tell a base model's tokenizer from that of its chat version, which has the same tokenizer.json and another eos token."""
+    """The tokenizer of a base model differs from that of its chat version, which has the same tokenizer.json but another
+    eos token."""
     (tmp_path / "tokenizer").mkdir()
 
     def digest(eos: int = 5, size: int = 8, indent: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents, splits are disjoint, and what is wrong is said in one line."""
+"""Tests of sources: every kind gives its documents, splits are disjoint, and errors have one line."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_interpreter_without_its_librarys_sources(tmp_path: Path, monkeypatch
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# \xe9t\xe9".encode("latin-1"))
     (tmp_path / "plain.py").write_text("answer = 42\n" * 20)
     read = [*documents(DataSection(source="stdlib"), "train"), *documents(DataSection(source="stdlib"), "validation")]
-    assert read == ["answer = 42\n" * 20], "a file in another encoding is passed over"
+    assert read == ["answer = 42\n" * 20], "a file in another encoding is skipped"
 
 
 def test_fingerprint_follows_files_and_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_bad_sources_are_named_in_one_line(tmp_path: Path) -> None:
 
 
 def test_an_error_behind_the_first_document_says_what_a_correction_means(tmp_path: Path) -> None:
-    """It begins the tokens of all files anew, which may have taken days."""
+    """After a correction, all files are tokenized anew, which may take days."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": 5}\n')
     anew = "holds a number, expected text; after a correction, all files of this text are tokenized anew"
@@ -207,13 +207,13 @@ def test_an_error_behind_the_first_document_says_what_a_correction_means(tmp_pat
     with pytest.raises(DataError, match=r"holds a number, expected text$"):
         read(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").unlink()
-    (tmp_path / "b.jsonl").symlink_to("/proc/self/mem")  # which can't be read at its beginning
+    (tmp_path / "b.jsonl").symlink_to("/proc/self/mem")  # this can't be read at its beginning
     with pytest.raises(UnavailableError, match=r"b\.jsonl: can't be read .*look at its permissions and its disk$"):
         read(tmp_path)
 
 
 def test_text_that_is_skipped_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report it, because reading up to a later start can take longer than a run waits for news of its text."""
+    """Reading up to a later start can take longer than a run waits for progress."""
     monkeypatch.setattr(sources, "SKIPPED_DOCUMENTS", 10)
     data = DataSection(source=str(write_jsonl(tmp_path / "a.jsonl", [f"text {n}" for n in range(40)])))
     for start, expected, reported in (

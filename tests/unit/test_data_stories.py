@@ -1,4 +1,5 @@
-"""The stories that come with the package: whose they are, that none was edited, and that no other text is taken for them."""
+"""Tests of the stories in the package: their notice and license, that none was edited, and that no other text is
+mistaken for them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from llmtrain.errors import DataError
 SEPARATOR = "<|endoftext|>"
 STORIES = DataSection(source="stories", validation_fraction=0.05)
 AGREEMENT = "9e826cd126ad3f39340306f9455b5125da9b2e877689a9b950d56913a45ccaad"
-"""SHA-256 of the agreement's text as SPDX's license list has it."""
+"""SHA-256 of the text of the agreement in the SPDX license list."""
 SHARED = Path(os.environ.get("LLMTRAIN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def selected(text: str) -> list[str]:
-    """Return the stories of TinyStories that are in the package, in its order. This is what README.md there says."""
+    """Return the stories of `text` that the README.md beside the package's stories says are selected, in its order."""
     found = [story.strip() for story in text.split(SEPARATOR)]
     fitting = [
         story

@@ -1,4 +1,4 @@
-"""Tokens that are read while a process adds to them: waits that end, errors that are told, and nothing lost."""
+"""Tests of tokens that are read while a process adds to them: waits end, errors are reported, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.test_data_prepare import TEXTS
 
 MANY = 10**9
 FIRST = 600
-"""Tokens of the first block."""
+"""Number of tokens in the first block."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def growing(prepared: TokenDataset, timeout: float = 60.0, **options: object) ->
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let this process's tokenizing thread read so many documents more."""
+    """Provide a function that lets the tokenizing thread read a number of further documents."""
     may_read = threading.Semaphore(0)
 
     class Gated(TextStream):
@@ -106,7 +106,7 @@ def test_a_run_begins_with_the_first_block_and_reads_the_others_as_they_are_comp
     assert FIRST < prepared.index.splits["train"].tokens < 2 * FIRST and not prepared.index.splits["train"].exhausted
     assert len(first_block(prepared).tokens("train")) == FIRST + 1
     left = 400
-    while left:  # what the first start did not read
+    while left:  # take back the documents that the first start did not read
         left -= 1
         if not gate.__self__.acquire(blocking=False):
             break
@@ -117,10 +117,10 @@ def test_a_run_begins_with_the_first_block_and_reads_the_others_as_they_are_comp
     assert capsys.readouterr().err == ""
     found: list[int] = []
     reader = in_thread(lambda: found.append(tokens.wait_for(3 * FIRST + 1)))
-    wait_until(lambda: tokens.is_waiting(60.0), "does not wait")
+    wait_until(lambda: tokens.is_waiting(60.0), "the reader does not wait")
     gate(100)
     reader.join(60)
-    assert found == [len(tokens)] and 3 * FIRST < len(tokens) < len(expected), "committed as soon as it is complete"
+    assert found == [len(tokens)] and 3 * FIRST < len(tokens) < len(expected), "a complete block is committed"
     assert reports and max(reports) >= len(tokens)
     assert tokens.window(0, len(tokens)).tolist() == expected[: len(tokens)]
     assert capsys.readouterr().err == f"waiting for the tokenizer of {data.source}: 0.0 M of 0.0 M tokens\n"
@@ -148,7 +148,7 @@ def test_a_wait_without_progress_ends_and_one_with_progress_does_not(
         growing(prepared, 0.05).wait_for(3000)
     assert capsys.readouterr().err.count("waiting for the tokenizer") == 1
     clock = iter(range(0, 1000, 30))
-    monkeypatch.setattr(stream.time, "monotonic", lambda: float(next(clock)))  # 30 s a look
+    monkeypatch.setattr(stream.time, "monotonic", lambda: float(next(clock)))  # each look takes 30 s
     tokens, looks = growing(prepared, 50.0), iter(range(1, 100))
 
     def progress() -> bool:
@@ -157,7 +157,7 @@ def test_a_wait_without_progress_ends_and_one_with_progress_does_not(
 
     tokens.wait_until(progress, 10**8)
     lines = capsys.readouterr().err.splitlines()
-    assert 3 <= len(lines) <= 6 and lines[-1].endswith(" M of 100.0 M tokens"), "a line a minute"
+    assert 3 <= len(lines) <= 6 and lines[-1].endswith(" M of 100.0 M tokens"), "one line per minute"
     assert lines[0] != lines[-1]
 
 
@@ -187,7 +187,7 @@ def test_errors_end_a_wait(data: DataSection) -> None:
 
 @pytest.mark.parametrize("is_temporary", [False, True])
 def test_an_error_of_another_host_is_as_temporary_as_there(data: DataSection, is_temporary: bool) -> None:
-    """Expect the same kind of error on all hosts; otherwise only some of the launchers would start again."""
+    """All hosts raise the same kind of error. Otherwise only some of the launchers would restart."""
     store, tokens = dist.HashStore(), growing(begun(data))
     store.set("text/0", json.dumps({"committed": 600, "tokens": 700}))
     store.set("text/1", json.dumps({"error": "there: no hub", "is_temporary": is_temporary}))
@@ -198,7 +198,7 @@ def test_an_error_of_another_host_is_as_temporary_as_there(data: DataSection, is
 
 @pytest.mark.parametrize("other", [0, FIRST, 3 * FIRST])
 def test_hosts_compare_every_block_up_to_the_one_that_is_needed(data: DataSection, other: int) -> None:
-    """A run that continues in a later epoch needs the last block first, and reads those before it, too."""
+    """A run that continues in a later epoch needs the last block first, but also reads the blocks before it."""
     store, tokens = dist.HashStore(), growing(prepare(data, MANY, 100))
     for host in (0, 1):
         for start in (0, FIRST, 3 * FIRST):
@@ -226,7 +226,7 @@ def test_the_error_of_a_thread_that_posts_is_as_temporary_as_the_error(
 def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
     data: DataSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the file that can't be looked at can be read."""
+    """If only the status of the file can't be read, the index is read anyway."""
     tokens, read = growing(begun(data)), Path.read_bytes
     (tokens.directory / dataset.INDEX).touch()
 
@@ -242,7 +242,7 @@ def test_an_index_that_can_not_be_read_now_is_a_temporary_error(
 
 
 def test_few_shards_are_open_at_a_time(data: DataSection, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the shards that are open over all texts of a process, and within a batch."""
+    """The limit holds for all texts of a process together, and within a batch."""
     monkeypatch.setattr(extending, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(dataset, "open_shard", lru_cache(2)(dataset.open_shard.__wrapped__))
     prepared = prepare(data, MANY, 100)
@@ -278,7 +278,7 @@ def test_ctrl_c_within_a_commit_leaves_no_half_shard(
 
     begun(data)
     monkeypatch.setattr(os, "fsync", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             prepare(data, MANY, 100)

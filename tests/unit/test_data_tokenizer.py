@@ -1,4 +1,5 @@
-"""Tokenizers: trained ones give text back exactly and agree with sentencepiece; given ones need an eos."""
+"""Tests of tokenizers: trained ones reproduce text exactly and agree with sentencepiece, and given ones need an eos
+token."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def test_a_panic_of_the_tokenizers_library_is_one_line(tmp_path: Path) -> None:
 
 
 def bare_tokenizer(path: Path, special: str | None) -> Path:
-    """A tokenizer.json without a config beside it."""
+    """Write a tokenizer.json without a config beside it, and return its path."""
     from tokenizers import AddedToken, Tokenizer, models
 
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
@@ -217,7 +218,8 @@ PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((le
 
 
 def tokenizers_that_find_eos() -> dict[str, PreTrainedTokenizerBase]:
-    """Tokenizers as their publishers convert them: of pieces with scores, with and without a class of their own, and of words."""
+    """Return tokenizers that find eos in text, as their publishers convert them: of pieces with scores, with and without a
+    class of their own, and of words."""
     pieces = Tokenizer(models.Unigram(PIECES, 2, False))
     words = Tokenizer(models.WordLevel({"?": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="?"))
     pieces.pre_tokenizer, words.pre_tokenizer = pre_tokenizers.Metaspace(), pre_tokenizers.WhitespaceSplit()
@@ -246,7 +248,7 @@ def test_a_text_that_quotes_eos_does_not_end_there(tmp_path: Path, kind: str) ->
     assert after[0] == before[0] and not any(found.eos_token_id in ids for ids in after)
     assert vocab_size(found) == vocab_size(given) and found.eos_token == "</s>"
     assert found("a </s>", add_special_tokens=False)["input_ids"][-1] == found.eos_token_id, (
-        "a prompt may still have it"
+        "a prompt may still contain eos"
     )
     if kind != "words":
         assert [found.decode(ids) for ids in after[:3]] == texts[:3]

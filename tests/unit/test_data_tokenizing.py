@@ -1,4 +1,4 @@
-"""Several processes that tokenize: the tokens of one, whatever ends early; and none is left behind."""
+"""Tests of tokenizing in several processes: the same tokens as in one process, ends that come early, and long documents."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def files_of(prepared: TokenDataset) -> dict[str, bytes]:
 
 
 def test_files_do_not_depend_on_the_number_of_processes(data: DataSection) -> None:
-    """Of a text that is read completely, and of one that is read as far as a run needs."""
+    """This holds for a text that is read completely, and for one that is read only as far as a run needs."""
     assert files_of(prepare(several(data), MANY, MANY)) == files_of(prepare(data, MANY, MANY))
     few = {"cache_dir": data.cache_dir + "-few", "max_tokens": 2000}
     alone = prepare(data.model_copy(update=few), 1, 700)
@@ -108,7 +108,7 @@ def test_what_ends_early_loses_nothing_and_goes_on_with_another_number(
         prepare(two, MANY, MANY)
     index = open_dataset(cache_path(two)).index
     read = sum(split.documents for split in index.splits.values())
-    assert read > 130, "what was read before is tokenized"
+    assert read > 130, "the text that was read before the error is tokenized"
     with monkeypatch.context() as patch, pytest.raises(UnavailableError) as error:
         patch.setattr(extending, "BatchTokenizer", Killed)
         prepare(two, MANY, MANY)
@@ -117,7 +117,7 @@ def test_what_ends_early_loses_nothing_and_goes_on_with_another_number(
         "data.num_proc if memory is short"
     )
     index = open_dataset(cache_path(two)).index
-    assert sum(split.documents for split in index.splits.values()) > read, "what was tokenized before is kept"
+    assert sum(split.documents for split in index.splits.values()) > read, "the tokens from before the kill are kept"
     prepared = prepare(two.model_copy(update={"num_proc": 1}), MANY, MANY)
     for split in ("train", "validation"):
         assert all_tokens(prepared, split) == all_tokens(expected, split)
@@ -153,7 +153,7 @@ def test_a_tokenizer_that_panics_is_one_line(data: DataSection, monkeypatch: pyt
 
 
 def test_a_long_document_is_never_tokenized_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the ids of its earlier pieces are kept, because the library's own objects take many times their memory."""
+    """Of all pieces but the last, only the ids are kept, because the tokenizers library's own objects take many times their memory."""
     backend = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -182,7 +182,7 @@ def test_the_default_leaves_a_small_machine_to_one_process(monkeypatch: pytest.M
 
 def test_no_batch_is_kept_that_comes_after_one_that_failed() -> None:
     class Tokenizer(BatchTokenizer):
-        """Its second batch fails when the third one is done."""
+        """Tokenizer whose second batch fails once the third one is done."""
 
         killed: Future
 

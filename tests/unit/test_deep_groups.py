@@ -1,4 +1,4 @@
-"""The groups of deep tests: every deep test is in one, and they guard what their tests are about."""
+"""Tests of the groups of deep tests: every deep test is in a group, and a group guards the modules that its tests are about."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_deep_test_is_in_a_group_and_every_guard_exists() -> None:
     assert [path.name for path in DEEP if not is_below(path, *(group.tests for group in GROUPS))] == []
     named = {place for group in GROUPS for place in (group.tests, *group.guards)} | {*COMMON}
     assert [place for place in sorted(named) if not list(ROOT.glob(place))] == []
-    assert FILE.read_text() == table(recorded()), "write tests/DEEP.md anew: table(recorded())"
+    assert FILE.read_text() == table(recorded()), "tests/DEEP.md is out of date; write table(recorded()) to it"
 
 
 def test_deep_tests_named_after_a_package_guard_it() -> None:
@@ -36,7 +36,7 @@ def test_deep_tests_named_after_a_package_guard_it() -> None:
 
 
 def test_every_module_is_guarded() -> None:
-    """By a group of its own or by all."""
+    """Each module is guarded by a group or, as part of COMMON, by all groups."""
     guarded = {found for group in GROUPS for place in (*group.guards, *COMMON) for found in ROOT.glob(place)}
     modules = (ROOT / "llmtrain").rglob("*.py")
     assert [module.name for module in modules if guarded.isdisjoint((module, *module.parents))] == []
@@ -45,7 +45,7 @@ def test_every_module_is_guarded() -> None:
 def test_a_group_is_due_once_a_module_that_it_guards_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a repository of its own. Modules directly in llmtrain are no guard of those in its folders."""
+    """A guard of the modules directly in llmtrain does not cover those in its folders. The test has a git repository of its own."""
     monkeypatch.setattr(deep, "ROOT", tmp_path)
     for name in ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"):
         monkeypatch.setenv(name, "a@b")
@@ -70,7 +70,7 @@ def test_a_group_is_due_once_a_module_that_it_guards_has_changed(
 
 
 def test_ci_installs_what_tests_skip_without() -> None:
-    """A reason for skipping names the packages that are missing."""
+    """The reasons for which tests are skipped name the packages that are missing."""
     installed = re.search(r'packages="([^"]*)"', (ROOT / ".ci/run").read_text())[1].split()
     reasons = "".join(path.read_text() for path in (ROOT / "tests/multi_node").glob("*.py"))
     asked = {name for names in re.findall(r"\(packages? ([^)]*)\)", reasons) for name in names.split(", ")}

@@ -1,4 +1,4 @@
-"""Numbers that stay on the device until the host needs them, and steps that are skipped without asking the host."""
+"""Tests of numbers that stay on the device until the host needs them, and of steps that are skipped without asking the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_time_after_a_line_was_opened_is_time_of_its_steps() -> None:
 
 
 def test_numbers_are_gathered_in_one_order_whichever_a_gpu_computes() -> None:
-    """A GPU's numbers come last, and ranks may differ in which these are."""
+    """Numbers that a GPU computes come last in a row, and ranks may differ in which numbers these are."""
     sent: list[torch.Tensor] = []
 
     def start_all_gather(values: torch.Tensor, what: str) -> SimpleNamespace:
@@ -53,7 +53,9 @@ def test_skipped_steps_are_counted_by_number_or_by_scalar() -> None:
         assert (state.gradients, state.skipped, state.skipped_in_a_row) == (1, 2, 2)
         stored, resumed = state.state_dict(), TrainState(10)
         resumed.load_state_dict(stored, global_step=3)
-        assert resumed.skipped_in_a_row == stored["skipped_in_a_row"] == 2, "a checkpoint does not end a row"
+        assert resumed.skipped_in_a_row == stored["skipped_in_a_row"] == 2, (
+            "a checkpoint does not end a series of skipped steps"
+        )
         state.count_gradient(5, kind(0))
         assert (state.gradients, state.skipped, state.skipped_in_a_row) == (2, 2, 0)
         assert state.predicted_tokens == 20 and state.state_dict()["gradients"] == 2
@@ -62,7 +64,7 @@ def test_skipped_steps_are_counted_by_number_or_by_scalar() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "set"])
 def test_a_skipped_step_changes_nothing(kind: str) -> None:
-    """And the others change as much as without the choice."""
+    """The other steps have the same effect as without `step_unless`."""
     ends = []
     for skips in (True, False):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))

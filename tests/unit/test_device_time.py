@@ -1,6 +1,6 @@
-"""Times on a GPU are those of its stream: what the host's clock shows around a wait is not in them.
+"""Tests of times on a GPU, which are measured in its stream and not with the host's clock.
 
-The streams are emulated, and so is the host's clock. A second passes only where a test says so.
+The streams and the host's clock are emulated. Time passes only where a test says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNIX = 1e9
 
 @pytest.fixture
 def clock() -> Iterator[HostClock]:
-    """The host's clock, beside emulated streams."""
+    """Emulate streams and the host's clock, and yield the clock."""
     clock = HostClock(lambda: 0.0)
     patched = {"time": lambda: UNIX + clock(), "monotonic": clock}
     with (
@@ -46,7 +46,7 @@ def clock() -> Iterator[HostClock]:
 
 @pytest.fixture
 def heard(clock: HostClock) -> Iterator[list[str]]:
-    """Order in which streams and events were used."""
+    """Yield a list to which each use of a stream or an event is added."""
     heard: list[str] = []
 
     def hear(what: str, *_: Any) -> None:
@@ -63,7 +63,8 @@ def compute(seconds: float) -> None:
 
 
 class NcclWork:
-    """A message in a stream of its own. To wait for it is the current stream's affair, and its future is complete at once."""
+    """Message of NCCL, in a stream of its own. `wait` makes the current stream wait, and not the host. The future's callback is called
+    at once, in a stream that waits for the message."""
 
     def __init__(self, stream: Any, seconds: float):
         stream.wait_stream(torch.cuda.current_stream())
@@ -84,7 +85,7 @@ class NcclWork:
 
 
 class GlooWork(NcclWork):
-    """A message that the host waits for. It is called back when the message is there."""
+    """Message of gloo, for which the host waits. The callback is called at the end of the wait."""
 
     def __init__(self, clock: HostClock, seconds: float):
         self._clock, self._arrives_at = clock, clock() + seconds
@@ -118,10 +119,10 @@ def test_a_stream_waits_and_the_host_does_not(clock: HostClock, heard: list[str]
     comms, network = Comms(None, GPU), torch.cuda.Stream()
     compute(1.0)
     message = send(comms, lambda: NcclWork(network, 3.0))
-    compute(0.5)  # hides as much of the message
+    compute(0.5)  # hides 0.5 s of the message
     message.wait()
-    assert clock() == 0.0 and "host waits" not in heard, "the host has waited"
-    assert comms.traffic.waiting.seconds == 0.0, "nobody can know it yet"
+    assert clock() == 0.0 and "host waits" not in heard, "the host has not waited"
+    assert comms.traffic.waiting.seconds == 0.0, "the stream has not reached the wait yet"
     clock.advance(10.0)
     assert comms.traffic.waiting.seconds == 2.5
     assert "host waits" not in heard
@@ -191,7 +192,7 @@ def test_a_failure_is_not_timed(clock: HostClock) -> None:
     assert timer.seconds == 1.0
 
 
-# ---- what has not been read
+# ---- sections that the stream has not completed
 
 
 def test_events_are_used_again(clock: HostClock, heard: list[str]) -> None:
@@ -205,7 +206,7 @@ def test_events_are_used_again(clock: HostClock, heard: list[str]) -> None:
 
 
 def test_a_stream_that_is_far_behind_is_waited_for(clock: HostClock, heard: list[str]) -> None:
-    """But only for what it has done long before it is idle."""
+    """The host waits only for the oldest section, which ends long before the stream is idle."""
     timer, extra = DeviceTimer(GPU), 10
     for _ in range(MAX_PENDING):
         with timer.measure():
@@ -264,7 +265,7 @@ def test_a_message_of_nccl_is_as_long_as_in_its_stream(clock: HostClock, heard: 
                 for message in messages:
                     message.wait()
         assert clock() == 0.0 and "host waits" not in heard
-        assert path.read_text() == "", "nobody can know it yet"
+        assert path.read_text() == "", "the stream has not reached the messages yet"
         clock.advance(5.0)
         with step_span(2):
             assert spans(path, "message") == [(1.0, 4.0)]

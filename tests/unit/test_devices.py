@@ -1,4 +1,4 @@
-"""Devices: garbage collection at fixed steps, torch.profiler, memory and what is said when it runs out, peaks, and equal bits."""
+"""Tests of devices: garbage collection at fixed steps, profiles, out-of-memory errors, peak FLOP/s, determinism and malloc."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def steps_in(path: Path) -> list[str]:
 
 
 def profiled(section: ProfileSection, rank: int, folder: Path, steps: range) -> list[str]:
-    """Do the steps; returns what was said."""
+    """Run the steps with a profile of `section`, and return the messages."""
     said: list[str] = []
     with profile_steps(section, rank, folder, said.append) as after_step:
         for step in steps:
@@ -155,7 +155,7 @@ def test_segments_expand_on_gpus_unless_the_user_has_chosen(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool, given: str | None
 ) -> None:
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.setenv(name, "")  # so that monkeypatch undoes what is set below
         monkeypatch.delenv(name)
     chosen = {} if given is None else {given: "max_split_size_mb:512"}
     for name, value in chosen.items():
@@ -167,7 +167,7 @@ def test_segments_expand_on_gpus_unless_the_user_has_chosen(
 
 
 def test_the_peak_is_that_of_this_very_card(monkeypatch):
-    """A name that begins like another's is not mistaken for it."""
+    """A card whose name begins like another card's is not mistaken for that card."""
     names = {
         "NVIDIA H100 80GB HBM3": "H100",
         "NVIDIA H100 PCIe": "H100 PCIe",
@@ -188,7 +188,7 @@ def test_the_peak_is_that_of_this_very_card(monkeypatch):
 
 @pytest.mark.parametrize(("device", "asked"), [("cpu", (None, [])), ("cuda", (":4096:8", [True]))])
 def test_gpus_are_asked_for_the_same_bits(monkeypatch, device: str, asked: tuple):
-    """cuBLAS needs a workspace of its own for that."""
+    """Determinism needs a fixed workspace of cuBLAS."""
     calls = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
@@ -212,7 +212,7 @@ print(made * resource.getpagesize() / (4 * 4 * 2**24))
 
 
 def test_freed_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, whose main thread has malloc's main arena; a forked one may not."""
+    """The test starts a new process, whose main thread has malloc's main arena. In a forked process it may have another."""
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     part = subprocess.run([sys.executable, "-c", NEW_PAGES], capture_output=True, text=True, check=True).stdout

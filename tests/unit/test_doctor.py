@@ -1,4 +1,4 @@
-"""What the doctor finds, each kind of check by itself: fine, doubtful and broken."""
+"""Tests of the doctor's findings, one kind of check at a time: no problem, a warning, or a problem."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_gpus_are_listed_and_those_in_use_warned_of(monkeypatch):
     found = machine.gpus(World(0, 1, 0, 1))
     assert levels(found) == ["ok", "warning"]
     assert found[1].what == "GPU 1: H100, 20.0 of 80.0 GiB free"
-    assert machine.gpus(World(1, 2, 1, 2)) == found[1:]  # a rank asks after its own only
+    assert machine.gpus(World(1, 2, 1, 2)) == found[1:]  # a rank checks its own GPU only
 
 
 @pytest.mark.parametrize(("gpus", "size", "level"), [(8, 64 * 2**20, "warning"), (8, GIB, "ok"), (0, 64 * 2**20, "ok")])
@@ -197,7 +197,7 @@ def test_a_recipe_that_fits(tmp_path):
     assert found[0].what == "mesh: 2 replicas x 2 shards (no GPU: parallel.on_cpu)"
     assert found[2].what.startswith("traffic between replicas: 7.6 MB from each of 2 replicas per round")
     assert (plan.replicas, plan.shards) == (2, 2)
-    # A round's ring all-reduce sends 2 (N-1)/N of 4 bytes a parameter, split over the ranks of a replica.
+    # A round's ring all-reduce sends 2 (N-1)/N of 4 bytes per parameter, split over the ranks of a replica.
     assert round_bytes(loaded, plan.size, 2, 2) == 2 * (1 / 2) * 4 * plan.size.parameters / 2
 
 
@@ -238,7 +238,7 @@ def test_without_a_vocabulary_nothing_is_estimated(tmp_path):
 
 
 def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, monkeypatch) -> None:
-    """The oldest is deleted when the newest is complete. The best one may be older than those that are kept."""
+    """The oldest checkpoint is deleted once the newest is complete. The best one may be older than those that are kept."""
     needed = []
     monkeypatch.setattr(run_checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
     for keep, best in ((1, "false"), (3, "false"), (2, "true")):

@@ -1,4 +1,4 @@
-"""What the ranks of the doctor do together: they meet, complain, and say what a recipe would need of all of them."""
+"""Tests of the doctor on several ranks: rendezvous, measurements, complaints of other hosts, and needs of a recipe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recipe(tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def by_all(ranks: int, do: Callable[[World], Any]) -> list[Any]:
-    """What `do` returned or raised on each rank, all of them threads of this process."""
+    """Run `do` on each rank, as threads of this process, and return what it returned or raised, by rank."""
 
     def one(rank: int) -> Any:
         try:
@@ -108,15 +108,15 @@ def test_ranks_wait_longer_for_a_link_than_its_measurement_takes(monkeypatch: py
 
 
 class Opened(list):
-    """(replicas, shard, bytes of a round) of every mesh that was opened and measured."""
+    """Record of the meshes that were opened and measured: (replicas, shards, bytes per round) of each."""
 
     rate: float | None = None
-    """Bytes per second that are measured between replicas."""
+    """Bytes per second that a measurement between replicas returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: set[tuple[float, float]] = set()
-        """(round trip, timeout) in seconds that measurements were given."""
+        """Round trips and timeouts, in seconds, with which meshes were measured."""
 
     @contextmanager
     def open_process_mesh(self, world: World, replicas: int, shards: int, **others: Any) -> Iterator[SimpleNamespace]:
@@ -132,8 +132,8 @@ class Opened(list):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Meshes are not opened, since ranks that are threads have no process groups; links are measured briefly. Models
-    are built one at a time: to build one without its weights changes torch for the whole process."""
+    """Record meshes instead of opening them, because ranks that are threads have no process groups. Measure links briefly. Build
+    models one at a time, because building a model without its weights changes torch for the whole process."""
     found, one_at_a_time = Opened(), Lock()
 
     def fit_alone(*arguments: Any) -> tuple[list[Finding], Plan | None]:
@@ -150,7 +150,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
 def examined(
     recipe: Recipe | None, nodes: list[str], address: str | None = "127.0.0.1", **complaints: Finding
 ) -> list[Sections]:
-    """The sections of each rank, one a name of a node, that has found its node's `complaints` by itself."""
+    """Return the sections of each rank. `nodes` has the name of each rank's node. A rank of a node in `complaints` has already found
+    that complaint."""
     places = [RankInfo(node, node, address, GIB) for node in nodes]
     peers = Peers(dist.HashStore(), places, Networks())
 
@@ -169,7 +170,7 @@ def test_without_a_recipe_the_mesh_is_the_one_that_auto_gives(opened: Opened) ->
         assert sections["links"] == [ok("all ranks are on one host")]
         assert sections["collectives"] == [ok("measured")]
     assert opened == [(2, 1, None)] * 2
-    assert examined(None, ["a", "a", "b"])[0]["collectives"] == [ok("measured")]  # auto chooses none
+    assert examined(None, ["a", "a", "b"])[0]["collectives"] == [ok("measured")]  # uneven hosts: one rank per replica
     assert opened[2:] == [(3, 1, None)] * 3
 
 
@@ -188,7 +189,7 @@ def test_a_recipes_mesh_is_measured_and_its_round_if_there_is_one(
 def test_the_recipes_waits_are_predicted_from_what_was_measured(
     recipe: Callable[..., Recipe], opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rate of all ranks of a replica, and half of the longest round trip between hosts."""
+    """The prediction uses the rate of all ranks of a replica, and half of the longest round trip between hosts."""
     opened.rate = 1e6
     asked: list[int] = []
     monkeypatch.setattr(checks, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e10)
@@ -199,20 +200,20 @@ def test_the_recipes_waits_are_predicted_from_what_was_measured(
     for sections in examined(given, ["a", "a", "b", "b"]):
         assert sections["collectives"] == [ok("measured"), predicted]
     assert opened.waits == {(0.04, 20)}
-    assert set(asked) == {1}, "ranks on each host, as their `World` says"
+    assert set(asked) == {1}, "the `World` of each rank has one rank per host"
     assert round_trip_ms([Link(0, 1, 3.0), Link(0, 2, 80.0, error="timed out"), Link(1, 2, 5.0)]) == 5.0
     assert round_trip_ms([]) == 0.0
 
 
 def test_the_slowest_host_is_predicted_and_named_if_another_is_much_faster(recipe: Callable[..., Recipe]) -> None:
-    """One rank of each host has measured."""
+    """Only one rank per host has measured its rate."""
     equal, unequal = recipe(), recipe("train.batch_shares=[2, 1]")
     assert slowest_rate(["a", "a", "b"], [1e10, None, 1.4e10], equal, 1) == (1e10, [])
     rate, [found] = slowest_rate(["a", "a", "b", "c"], [4e10, None, 2.5e10, 1e10], equal, 2)
     assert rate == 1e10 and found.level == Level.WARNING and "sync.method=a_edit" in found.advice
     assert found.what == "ranks on a take a step 4.0 times as fast as those on c; the slowest is predicted below"
     shared = slowest_rate(["a", "a", "b", "b"], [4e10, None, 2e10, None], unequal, 2)
-    assert shared == (pytest.approx(3e10), []), "half the work for half the speed"
+    assert shared == (pytest.approx(3e10), []), "half the speed with half the work is not slow"
 
 
 def test_hosts_share_the_run_directory_or_are_named(
@@ -244,7 +245,7 @@ def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -
     assert first["other hosts"] == [Finding(Level.PROBLEM, "b (127.0.0.1): broken", "mend it")]
     assert second["other hosts"] == third["other hosts"] == [Finding(Level.WARNING, "a (127.0.0.1): few files", "")]
     assert first["network"] == [ok(f"{axis} axis: the backend chooses the interface") for axis in ("replica", "shard")]
-    # The third only listens, its host's first rank measures.
+    # The third rank only listens, because the first rank of its host measures.
     assert first["links"] == second["links"] == third["links"]
     assert first["links"][0].what.startswith("b (127.0.0.1) to a (127.0.0.1): ")
     for sections in (first, second, third):
@@ -253,7 +254,7 @@ def test_what_a_rank_of_another_host_complains_of_is_told_once(opened: Opened) -
 
 
 def test_links_between_hosts_without_ipv4_addresses_are_not_measured(opened: Opened) -> None:
-    """Each host's loopback address would have answered for the others."""
+    """Instead of the other hosts, each host's own loopback address would have answered."""
     for sections in examined(None, ["a", "b"], address=None):
         advice = "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked"
         assert sections["links"] == [warning("not measured, because no IPv4 address is known of a, b", advice)]
@@ -280,14 +281,14 @@ def test_the_disk_must_also_hold_what_evaluations_export(
     for suite in ("null", "{name: small, every: 5}"):
         _, plan = fit(recipe(*lengths, f"eval.suite={suite}"), ["a"] * 4, [GIB] * 4)
     without, _, with_suite, _ = needed
-    assert with_suite - without == 4 * 4 * plan.size.parameters, "after steps 500, 1000, 1500 and 1900"
+    assert with_suite - without == 4 * 4 * plan.size.parameters, "four exports, after steps 500, 1000, 1500 and 1900"
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.79, Level.OK), (0.81, Level.WARNING)])
 def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, share: float, level: Level
 ) -> None:
-    """Two nodes of two ranks, with an anchor and a momentum each."""
+    """There are two nodes of two ranks. First, each rank pins an offloaded anchor and momentum."""
     nodes = ["a", "a", "b", "b"]
     large = ["parallel.precision=fp32", "model.config.hidden_size=1000"]
     given = recipe("sync.offload=true", "checkpoint.background=false", *large)

@@ -1,4 +1,4 @@
-"""The disk space that the doctor asks for tokens of hub datasets."""
+"""Tests of the disk space that the doctor requires for tokens of hub datasets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from llmtrain.recipe_loader import load_recipe
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GPT2 = 50257
 VALIDATION = 1_000_002
-"""Tokens that the recipe is validated on, with a label, and one more."""
+"""Validation tokens that the recipe prepares: those that it reads, the last label, and one more."""
 READ = 23_841 * 1024 * 4096 + 2
-"""Training tokens of the *_1b recipes, likewise."""
+"""Training tokens that the *_1b recipes prepare, counted in the same way."""
 ONE_HOST = ["a"] * 8
 
 

@@ -1,4 +1,4 @@
-"""EDiT's statistics on norms made up round by round: what is left out, for how long, and what is remembered."""
+"""Tests of EDiT's penalty on synthetic norms: which are excluded, for how long, what a resume keeps, and what is clipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def noise(deviation: float, seed: int = 0) -> np.ndarray:
 def left_out(
     norms: np.ndarray, lr_sums: np.ndarray | None = None, steps: np.ndarray | None = None, **choices: float | str | None
 ) -> np.ndarray:
-    """Return whether a single replica's single block is left out, by round."""
+    """Return, by round, whether the only block of the only replica is excluded."""
     penalty = EditPenalty(EditPenaltySection(**choices), 1, 1)
     sums, counts = (np.ones(len(norms)) if given is None else given for given in (lr_sums, steps))
     found = [
@@ -33,16 +33,17 @@ def left_out(
 
 @pytest.mark.parametrize("change", [60, 300])
 def test_a_lasting_rise_is_followed_within_15_rounds(change: int) -> None:
-    """The recipe's key states this bound. Each block has a rise of another size; early, and after the bias correction has faded."""
+    """The recipe's key `statistics` states this bound. Each block has its own noise and size of rise. The rise comes early, or after
+    the bias correction has faded."""
     deviations, factors = np.meshgrid([0.01, 0.03, 0.1, 0.2], [1.1, 1.25, 2.0, 8.0, 30.0, 60.0, 100.0])
     deviations, factors = deviations.ravel(), factors.ravel()
     norms = np.exp(deviations * np.random.default_rng(0).standard_normal((change + 40, len(factors))))
     norms[change:] *= factors
     penalty, ones = EditPenalty(EditPenaltySection(), 1, len(factors)), torch.ones(1)
     found = np.stack([penalty.weigh(torch.from_numpy(of_round)[None], ones, ones).anomalous[0] for of_round in norms])
-    assert found[change].mean() > 0.7, "few rises are left out at all"
+    assert found[change].mean() > 0.7, "most rises are excluded at first"
     assert found[change : change + 15].sum(0).max() <= 14
-    assert found[change + 15 :].mean() < 0.01, "only chance leaves one out later"
+    assert found[change + 15 :].mean() < 0.01, "later, only chance excludes a norm"
 
 
 @pytest.mark.parametrize(("deviation", "factor"), [(0.01, 1.1), (0.03, 1.25), (0.1, 8.0)])
@@ -62,7 +63,7 @@ def test_single_spikes_are_left_out_every_time(statistics: str) -> None:
 
 
 def test_norms_that_grow_with_the_learning_rates_are_ordinary() -> None:
-    """QSR's rounds grow; a replica of A-EDiT that gets faster takes more steps in its rounds."""
+    """Rounds of QSR grow, and a replica of A-EDiT that becomes faster takes more steps per round."""
     sums = np.where(np.arange(ROUNDS) < CHANGE, 1.0, 4.0)
     norms = noise(0.03) * sums
     assert left_out(norms, sums).sum() <= 2
@@ -71,7 +72,7 @@ def test_norms_that_grow_with_the_learning_rates_are_ordinary() -> None:
 
 @pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
 def test_a_shorter_round_is_ordinary_and_a_spike_in_it_is_not(power: float) -> None:
-    """Steps that partly cancel each other: a norm grows with a power of their number."""
+    """Steps partly cancel each other, so a norm grows with a power of their number."""
     steps = np.full(ROUNDS, 30.0)
     steps[[CHANGE, -1]] = 1.0
     steps[CHANGE + 20 : -1] = 12.0
@@ -112,7 +113,8 @@ def test_rounds_in_a_row_are_counted_and_go_on_after_a_resume() -> None:
 
 @pytest.mark.parametrize("temperature", [None, 0.5])
 def test_a_mean_is_measured_only_where_it_may_exceed_the_clip(temperature: float | None) -> None:
-    """Where it may not, it does not: for means of any directions, an infinite one left out."""
+    """Where the bound rules out that a mean exceeds the clip, the mean does not. The pseudo-gradients have random directions, and an
+    infinite one is excluded."""
     penalty = EditPenalty(EditPenaltySection(clip=1.0, temperature=temperature), replicas=3, blocks=400)
     drawn = torch.Generator().manual_seed(0)
     parts = torch.randn(3, 400, 2, generator=drawn, dtype=torch.float64)

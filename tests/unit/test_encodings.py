@@ -1,4 +1,4 @@
-"""Encodings: files are UTF-8 in every locale, and no command fails because its output's encoding lacks a character."""
+"""Tests of encodings: files are UTF-8 in every locale, and no command fails because its output's encoding lacks a character."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmtrain.train.loggers import Console
 
 PACKAGE = Path(__file__).parents[2] / "llmtrain"
 OPEN = {"TextIOWrapper", "NamedTemporaryFile", "fdopen"}
-"""Functions that open text, unless a mode says otherwise; `open` is another."""
+"""Functions, besides `open`, that open text unless a mode says otherwise."""
 
 
 def without_encoding(source: str) -> Iterator[int]:
-    """Yield the lines of calls that read or write text in the encoding of the locale."""
+    """Yield the line numbers of calls that read or write text in the encoding of the locale."""
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         method = getattr(call.func, "attr", None)
         name = method or getattr(call.func, "id", "")
@@ -52,14 +52,14 @@ def test_text_without_an_encoding_is_found(source: str, is_found: bool) -> None:
 
 
 def test_every_text_file_has_an_encoding() -> None:
-    """A recipe.yaml with an umlaut, written as Latin-1, is none that can be read as UTF-8."""
+    """A recipe.yaml with an umlaut that was written as Latin-1 can't be read as UTF-8."""
     files = sorted(PACKAGE.rglob("*.py"))
     found = [f"{file}:{line}" for file in files for line in without_encoding(file.read_text(encoding="utf-8"))]
     assert len(files) > 200 and not found, "give encoding='utf-8'"
 
 
 def test_a_character_that_the_terminal_lacks_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of a model may have any character, and a run that ends by one ends so again after every restart."""
+    """A model's sample may have any character. A run that a character ends would end again after every restart."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
 

@@ -1,4 +1,4 @@
-"""How a command ends that has failed: with which code, and which rank says why."""
+"""Tests of the end of a failed command: its exit code, and which rank prints the error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ended(message: str, on_gpu: bool) -> tuple[int, str]:
     ],
 )
 def test_a_rank_that_fails_alone_says_why_and_does_not_wait_for_its_gpu(message: str, code: int, said: str) -> None:
-    """The interpreter would wait for the thread, which never ends."""
+    """At a normal exit, the interpreter would wait for a thread that never ends."""
     found, output = ended(message, on_gpu=True)
     assert found == code and output.startswith(said)
 

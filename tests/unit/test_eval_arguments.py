@@ -1,4 +1,4 @@
-"""Mistyped arguments of `eval`, `export` and `generate`, which are reported before anything large is imported."""
+"""Tests of the arguments of `eval`, `export` and `generate`: mistakes are reported before anything large is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps([name for name in sys.argv[2:] if name in sys.modules]))
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with checkpoints that exist in name only, and an export of one that does not."""
+    """Write a run with empty checkpoints of steps 10 and 20, and an export of step 5, which has no checkpoint."""
     run = tmp_path / "run"
     for step in (10, 20):
         (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_what_is_there_passes(run: Path, tmp_path: Path) -> None:
 def test_results_have_a_folder_that_can_be_written_and_is_of_no_other_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tell it before hours of work: of a colleague's model without --out, and of runs of the same name with it."""
+    """The error comes before hours of work: for a colleague's model without --out, and for models of the same name with it."""
     here, there = (write_model(tmp_path / name / "model") for name in "ab")
     (tmp_path / "out/model").mkdir(parents=True)
     result = tmp_path / "out/model/small.json"
@@ -120,7 +120,7 @@ def test_results_have_a_folder_that_can_be_written_and_is_of_no_other_model(
     message = r"a/model/eval\S*: \S+a/model can't be written; choose another folder with --out"
     with pytest.raises(UserError, match=message):
         check_arguments([here], "small")
-    check_arguments([run], "small", baseline=here)  # which may have been evaluated
+    check_arguments([run], "small", baseline=here)  # a baseline may be in the cache already
     with pytest.raises(UserError, match=message):
         unit = EvalUnit("quiz", {}, (), pytest.fail)
         command._evaluate_one(Checkpoint("a", here, here), [unit], None, "small", None, Console())
@@ -161,7 +161,7 @@ def test_one_model_has_no_steps_to_generate_from(run: Path, tmp_path: Path) -> N
 
 
 def test_a_device_that_this_machine_lacks_is_not_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-evaluation-harness would take the CPU or the first GPU, and say nothing."""
+    """Otherwise lm-evaluation-harness takes the CPU or the first GPU without a message."""
     found = SimpleNamespace(
         is_available=lambda: True, current_accelerator=lambda: torch.device("cuda"), device_count=lambda: 2
     )

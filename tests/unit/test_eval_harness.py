@@ -1,4 +1,4 @@
-"""Results of lm-evaluation-harness, and the part of them that is kept."""
+"""Tests of tasks and results of lm-evaluation-harness: the part that is kept, and errors in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmtrain.suites import TaskSection
 
 
 def sample(**changes: Any) -> dict[str, Any]:
-    """A document of lm-evaluation-harness, as it logs them."""
+    """Return a document as lm-evaluation-harness logs it, with `changes`."""
     two = [["question", " yes"], ["question", " no"]]
     likelihoods = [(-1.5, True), (-2.0, False)]
     usual = {
@@ -39,7 +39,9 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 def test_only_numbers_are_kept_of_a_document() -> None:
     assert per_document([sample()]) == {"doc": ["0:abcdef01"], "acc": [1.0], "nll": [1.5], "bytes": [4]}
-    assert per_document([sample(), sample(filter="strict", doc_id=1)]).keys() == {"doc"}, "two answers to one question"
+    assert per_document([sample(), sample(filter="strict", doc_id=1)]).keys() == {"doc"}, (
+        "two filters, so two answers per question"
+    )
 
 
 def test_answers_are_kept_in_the_order_of_documents() -> None:
@@ -73,13 +75,13 @@ def test_names_that_the_harness_knows_are_fine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(harness, "harness_version", lambda: "0.4")
     monkeypatch.setattr(harness, "task_manager", lambda *arguments: asked.append(arguments) or index)
     check_tasks(["offline_piqa"], ["offline_piqa"], (), None)
-    assert not asked, "to list its thousands of tasks takes many seconds"
+    assert not asked, "listing the harness's thousands of tasks takes many seconds"
     check_tasks(["piqa", "offline_piqa"], ["offline_piqa"], (), None)
     assert asked == [((), None, True)]
 
 
 class Task:
-    """A task of lm-evaluation-harness with one question, whose answer is `answer`."""
+    """Task of lm-evaluation-harness with one question, whose answer is `answer`."""
 
     def __init__(self, answer: str):
         self.instances = [SimpleNamespace(request_type="loglikelihood", args=("Question:", answer))]
@@ -89,7 +91,7 @@ class Task:
 
 
 def run_one(monkeypatch: pytest.MonkeyPatch, task: Task, evaluated: Callable[..., Any]) -> Entry | None:
-    """`run_task` on a model that sees three characters at once."""
+    """Call `run_task` with a model that sees three characters at once. `evaluated` replaces lm-eval's `simple_evaluate`."""
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=evaluated))
     manager = SimpleNamespace(load=lambda names: {"tasks": {"quiz": task}, "groups": {}})
     model = SimpleNamespace(tok_encode=list, max_length=3)
@@ -97,7 +99,7 @@ def run_one(monkeypatch: pytest.MonkeyPatch, task: Task, evaluated: Callable[...
 
 
 def test_only_a_task_with_a_local_file_has_a_file_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets raises ValueError without internet if its cache has another configuration of a dataset."""
+    """Without internet, the library datasets raises ValueError if its cache has another configuration of a dataset."""
 
     def load(names: list[str]) -> None:
         raise ValueError("Couldn't find cache for ai2_arc\nAvailable: ARC-Easy")
@@ -235,7 +237,7 @@ def test_a_standard_error_has_the_name_of_its_metric() -> None:
 
 
 def results_of(metrics: dict[str, float], **changes: Any) -> dict[str, Any]:
-    """Results of lm-evaluation-harness for a task of one document."""
+    """Return results of lm-evaluation-harness for a task of one document, which has `changes`."""
     return {
         "samples": {"quiz": [sample(**changes)]},
         "group_subtasks": {},
@@ -279,7 +281,7 @@ def test_bits_per_byte_are_added_where_they_can_be(
     ids=["cut", "not compressed", "empty", "half a row"],
 )
 def test_damaged_files_of_tasks_are_value_errors(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    """`run_task` makes one line of them."""
+    """`run_task` turns a ValueError into a message of one line."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         local_jsonl.load(data_dir=str(tmp_path), file=name)

@@ -1,4 +1,4 @@
-"""Scores: how they are kept, compared by pairs of documents, and what they may be called."""
+"""Tests of scores: their cache, paired tests by document, and the comparison with chance."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_results_that_can_not_be_written_are_one_line(tmp_path: Path) -> None:
 
 def test_mcnemar_by_hand() -> None:
     ours, theirs = [1, 1, 1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0]
-    assert mcnemar(ours, theirs) == mcnemar(theirs, ours) == 2 * (1 + 6) / 2**6  # 5 against 1
+    assert mcnemar(ours, theirs) == mcnemar(theirs, ours) == 2 * (1 + 6) / 2**6  # 5 documents against 1
     assert mcnemar([1, 0], [0, 1]) == 1.0
     assert mcnemar([1, 1], [1, 1]) == 1.0
     ours, theirs = [1] * 900 + [0] * 1100, [0] * 900 + [1] * 1100
@@ -75,7 +75,7 @@ def test_mcnemar_by_hand() -> None:
 
 def test_the_paired_bootstrap_sees_pairs() -> None:
     theirs = [float(10 + i % 7) for i in range(40)]
-    better = [value - 0.1 for value in theirs]  # far less than the documents differ among themselves
+    better = [value - 0.1 for value in theirs]  # far less than the documents differ from each other
     assert paired_bootstrap(better, theirs, [1.0] * 40) == pytest.approx(2 / 10_001)
     assert paired_bootstrap(theirs, theirs, [1.0] * 40) == 1.0
     mixed = [value + (0.1 if i % 2 else -0.1) for i, value in enumerate(theirs)]
@@ -106,7 +106,7 @@ def test_bits_per_byte_are_compared_over_the_same_bytes(changes: dict[str, Seque
 def test_bits_per_byte_and_its_standard_error() -> None:
     value, error = bits_per_byte([math.log(2) * 3, math.log(2) * 5], [2, 2])
     assert value == pytest.approx(2.0)
-    assert error == pytest.approx(0.5)  # of the mean of 1.5 and 2.5
+    assert error == pytest.approx(0.5)  # the standard error of the mean of 1.5 and 2.5
     assert ratio_of_sums([3.0], [2.0]) == (1.5, None)
 
 
@@ -115,9 +115,9 @@ def test_chance_is_a_guess_or_the_commonest_answer() -> None:
     fixed = ([["no", "yes"]] * 4, [1, 1, 1, 0])
     assert chance_of([fixed]) == 0.75
     assert chance_of([([["no", "yes"], ["bad", "good"]], [1, 1])]) == 0.5
-    assert chance_of([([["no", "yes"]], [1])]) == 0.5, "one answer is common by accident"
+    assert chance_of([([["no", "yes"]], [1])]) == 0.5, "the answer of a single document is the commonest by accident"
     subjects = [([["A", "B", "C", "D"]] * 6, [0, 0, 0, 1, 2, 3]), ([["A", "B", "C", "D"]] * 6, [3, 3, 3, 1, 2, 0])]
-    assert chance_of(subjects) == pytest.approx(4 / 12), "each subject has another commonest letter"
+    assert chance_of(subjects) == pytest.approx(4 / 12), "each subject has a different commonest letter"
     assert chance_of([*subjects, fixed]) == pytest.approx((4 + 3) / 16)
 
 

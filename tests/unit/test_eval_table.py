@@ -1,4 +1,4 @@
-"""Tables, lines and curves of scores: what is beside what, and what is left out."""
+"""Tests of tables, lines and curves of scores: what they show and compare, and what they leave out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_table_says_near_chance_and_names_the_test() -> None:
     lines = screen.getvalue().splitlines()
     row = next(line for line in lines if "quiz" in line and "acc" in line)
     assert "0.9375 ± 0.0435" in row and "0.5000 ± 0.0898 near chance" in row and row.count("chance") == 1
-    assert any("+0.4375, p = 0.00052" in line for line in lines)  # 15 against 1
+    assert any("+0.4375, p = 0.00052" in line for line in lines)  # 15 documents against 1
     assert any("guess (baseline)" in line for line in lines) and any("step 10, 1k tokens" in line for line in lines)
     assert notes[0].startswith("near chance: within 2 standard errors")
     assert notes[1] == (
@@ -69,7 +69,7 @@ def test_a_text_that_is_one_document_is_told_how_it_is_cut() -> None:
 
 
 def test_texts_read_one_document_at_a_time_are_tested_among_themselves() -> None:
-    """Do not test losses of documents in other contexts against each other, and say why."""
+    """Losses of documents that were read in different contexts are not tested against each other, and a note says why."""
     apart, also, joined = (evaluated(label, [1.0] * 30 + [0.0] * 2) for label in ("apart", "also", "joined"))
     for each in (apart, also):
         each.entries["quiz"].about["quiz"]["separate_documents"] = True

@@ -1,4 +1,4 @@
-"""Losses on texts, and texts that a model writes, without a trained model."""
+"""Tests of losses on texts and of texts that a model writes, without a trained model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_progress_bars_are_afterwards_as_they_were(shown: bool) -> None:
 
 
 class Letters:
-    """A tokenizer with a token for each of three letters."""
+    """Tokenizer with a token for each of three letters."""
 
     bos_token_id, eos_token_id = None, 3
 
@@ -75,7 +75,7 @@ class Letters:
 
 
 class Guessing:
-    """A model to which all of four tokens are equally likely."""
+    """Model to which all four tokens are equally likely."""
 
     config, device = SimpleNamespace(vocab_size=4), "cpu"
 
@@ -161,7 +161,7 @@ def test_a_text_begins_with_bos_or_else_eos(bos: int | None, eos: int | None, fi
 
 def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stripping:
-        """A tokenizer of words, which marks spaces before them, and none before the first word of a text."""
+        """Tokenizer of words whose tokens include the space before the word. `decode` strips the space before the first word."""
 
         words = ("▁once", "▁upon", "▁a", "▁time")
 
@@ -214,7 +214,7 @@ def test_an_export_knows_the_positions_that_training_has_reached(
 
 
 def test_a_model_of_separate_documents_reads_them_one_by_one() -> None:
-    """Predict each token, and the one after the document, from the document's own window, as in training without packing."""
+    """Each token, and the eos token at the end, is predicted from a window of this document alone, as in training without packing."""
     model, documents = tiny("llama", 8), ["abcab", "a", "cbacbacba", "bb"]
     apart = Loaded(model, Letters(), separate_documents=True)
     nll, tokens = losses(documents, apart, window=4, batch_size=3)
@@ -230,7 +230,7 @@ def test_a_model_of_separate_documents_reads_them_one_by_one() -> None:
 
 
 def fake_harness(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    """Let lm-eval load `model`, whatever the folder has."""
+    """Make lm-eval load `model`, whatever the folder has."""
     named = dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), print)
     fake = SimpleNamespace(HFLM=lambda **how: SimpleNamespace(how=how, model=model, **named))
     for name in ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface"):
@@ -251,7 +251,7 @@ def test_weights_that_a_folder_lacks_are_not_drawn_at_random(tmp_path: Path, mon
 
 
 def test_losses_are_summed_in_fp64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every GPU has fp64 (Apple's has not)."""
+    """Not every GPU has fp64: Apple's GPUs do not."""
     order = []
     for name in ("cpu", "double"):
         convert = getattr(torch.Tensor, name)
@@ -265,7 +265,7 @@ def test_losses_are_summed_in_fp64_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 def test_learned_positions_that_training_has_not_reached_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop texts, prompts, windows and questions at the length of training sequences, beyond which positions are random."""
+    """Texts, prompts, windows and questions end at the length of training sequences, because later positions are still random."""
     tiny("gpt2", 8).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     known = {"sequence_length": 6, "trained_positions": 6, "files": written_files(tmp_path)}
@@ -288,7 +288,7 @@ def test_learned_positions_that_training_has_not_reached_are_not_used(
 
 
 def test_the_standard_error_of_a_perplexity_follows_that_of_the_loss(tmp_path: Path, monkeypatch) -> None:
-    """By the delta method: the derivative of exp is exp."""
+    """This is the delta method: the derivative of exp is exp."""
     monkeypatch.setattr(texts, "losses", lambda documents, *_: ([30.0, 90.0, 60.0], [10, 20, 20]))
     (tmp_path / "text.txt").write_text("one|two|three")
     section = TextSection(name="text", file="text.txt", separator="|", window=8)

@@ -1,4 +1,4 @@
-"""Evaluation without a model: the units of a suite, the data that they need, and several processes."""
+"""Tests of evaluation without a model: the units of a suite, the data that they need, and several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.suites import Suite, TaskSection, load_suite
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder that passes for a model, as long as nobody loads it."""
+    """Write a folder that passes for a model as long as nothing loads it."""
     return write_model(tmp_path / "model")
 
 

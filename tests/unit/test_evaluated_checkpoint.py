@@ -1,4 +1,4 @@
-"""Evaluated checkpoints: models and runs, their labels, and folders that are neither."""
+"""Tests of evaluated checkpoints: models and runs, their labels, and folders that are neither."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     index.write_text("{}")
     refused("index.json is damaged")
     (tmp_path / "model.safetensors").write_bytes(whole)
-    check_model_folder(tmp_path)  # an old index beside a complete file, which transformers takes
+    check_model_folder(tmp_path)  # transformers takes the complete file, despite the old index
     with pytest.raises(ModelError, match="there is no such folder"):
         find_checkpoints(tmp_path / "none", "none", None, False)
 
@@ -87,7 +87,7 @@ def test_several_processes_do_not_export(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_is_as_new_as_its_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later export is of weights that were trained before. Without checkpoints, the newest export is all there is."""
+    """An export of a later step is of weights from an earlier training. It counts only if the run has no checkpoints."""
     (tmp_path / "recipe.yaml").write_text("{}")
     for step in (6, 12):
         complete(write_model(tmp_path / f"export/step-{step:08}"))
@@ -103,7 +103,7 @@ def test_a_run_is_as_new_as_its_newest_checkpoint(tmp_path: Path, monkeypatch: p
 def test_labels_are_as_long_as_needed() -> None:
     assert labels([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
     assert labels([Path("one/a"), Path("two/a"), Path("two/b")]) == ["one/a", "two/a", "b"]
-    assert labels([Path("/model"), Path("/base/model")]) == ["model", "base/model"], "no folder of the root"
+    assert labels([Path("/model"), Path("/base/model")]) == ["model", "base/model"], "the root folder has no name"
     with pytest.raises(UserError, match="a is given twice"):
         labels([Path("a"), Path("b/../a")])
 

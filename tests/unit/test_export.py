@@ -1,4 +1,4 @@
-"""What export says and writes, without a run: names, choices, cards, folders."""
+"""Tests of exports without a run: choices of weights, files, model cards, parity with training, and tokenizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe() -> Recipe:
 
 @pytest.fixture
 def source(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    """A checkpoint of two replicas with two shards that exists in name only."""
+    """Provide a checkpoint of two replicas with two shards each, whose files do not exist."""
     monkeypatch.setattr(Source, "load_tokenizer", lambda self: SimpleNamespace(eos_token="<|endoftext|>"))
     source = Source(tmp_path, 1000, tmp_path / "checkpoints/step-00001000", recipe)
     progress = {
@@ -83,7 +83,7 @@ def test_unknown_dtype() -> None:
 
 
 class FewWeights:
-    """Stands in for a checkpoint's weights."""
+    """Stand-in for a checkpoint's weights."""
 
     def __init__(self) -> None:
         self.shapes = dict.fromkeys("abcde", torch.Size([1000]))
@@ -184,12 +184,12 @@ def test_a_card_shows_the_results_of_its_own_step(source: Source) -> None:
     ]
     text = card.model_card(source, MANIFEST)
     assert "| suite1000 | piqa | acc | – | 0.5300 ± 0.0116 |" in text and "suite500" not in text
-    assert "| quick | quiz | acc | 200 | 0.2700 |" in text, "for a quick look, so not in the header"
+    assert "| quick | quiz | acc | 200 | 0.2700 |" in text, "an evaluation of few documents is not in the header"
     [entry] = header_of(text)["model-index"]
     assert entry["name"] == "mine"
     for other in ({"weights": "replica:0"}, {"weights": "anchor"}, {"dtype": "bf16"}):
         of_other = card.model_card(source, MANIFEST.model_copy(update=other))
-        assert "suite1000" not in of_other, "the scores are the mean's"
+        assert "suite1000" not in of_other, "the scores are those of the mean"
     found = {(r["dataset"]["type"], r["metrics"][0]["type"], r["metrics"][0]["value"]) for r in entry["results"]}
     assert found == {("piqa", "acc", 0.53), ("blimp", "acc", 1.0)}
 
@@ -216,7 +216,7 @@ def test_another_export_to_the_same_folder_keeps_the_results(
 ) -> None:
     monkeypatch.setattr("llmtrain.export.export._write", lambda *given: write_manifest(given[2], MANIFEST) or MANIFEST)
     source.checkpoint.mkdir(parents=True)
-    (source.checkpoint / "state.json").write_text("{}")  # its digest is none that the manifest has
+    (source.checkpoint / "state.json").write_text("{}")  # its digest is not the one in the manifest
     results = tmp_path / "out/eval/small.json"
     export(source, Request(), tmp_path / "out")
     results.parent.mkdir()
@@ -227,7 +227,7 @@ def test_another_export_to_the_same_folder_keeps_the_results(
         others = MANIFEST.model_copy(update=dict([changed]))
         monkeypatch.setattr("llmtrain.export.export._write", lambda *given, m=others: write_manifest(given[2], m) or m)
         export(source, Request(), tmp_path / "out")
-        assert not results.exists(), "they are of other weights"
+        assert not results.exists(), "the results are of other weights"
         old = tmp_path / f"out/eval.old{number or ''}/small.json"
         assert old.read_text() == "scores"
         results.parent.mkdir()
@@ -250,7 +250,7 @@ def test_parity_is_relative_to_the_largest_logit() -> None:
 def test_models_whose_logits_differ_by_more_than_rounding_are_not_the_same(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float, largest: float, is_same: bool
 ) -> None:
-    """Logits may differ by 1e-5 of the largest, however large that is."""
+    """Logits may differ by 1e-5 of the largest logit, however large it is."""
     logits = torch.linspace(-1, 1, 11, dtype=torch.float64) * largest
     exported = SimpleNamespace(logits=logits + difference * torch.eye(11, dtype=torch.float64)[4])
     monkeypatch.setattr(parity, "training_model", lambda *_: None)
@@ -280,7 +280,7 @@ def test_an_export_in_another_form_is_another_export(source: Source, request_: R
 
 
 def byte_tokenizer(**settings: bool | str) -> PreTrainedTokenizerFast:
-    """A token for each byte."""
+    """Return a tokenizer with a token for each byte, and an eos token."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
     bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -290,7 +290,7 @@ def byte_tokenizer(**settings: bool | str) -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A random Llama whose texts begin with no token of their own, and which sees 8 tokens at once."""
+    """Write a random Llama that has no bos token and sees 8 tokens at once."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=257, max_position_embeddings=8, bos_token_id=None, eos_token_id=256, **sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
@@ -338,7 +338,7 @@ def test_a_weight_of_another_name_is_found_out(model: Path) -> None:
 
 
 def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: Path, tmp_path: Path) -> None:
-    """A folder that transformers loads without this setting is found out."""
+    """The check refuses a folder that transformers loads without `split_special_tokens`."""
     with pytest.raises(TrainingError, match=r"they differ on '<unk> or <\|endoftext\|>'; nothing was kept"):
         parity.check_tokenizer(byte_tokenizer(), model)
     (tmp_path / "exported").mkdir()

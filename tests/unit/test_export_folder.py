@@ -1,4 +1,4 @@
-"""Exported folders: complete or absent, one process at a time, one line where a disk takes nothing, and each score once."""
+"""Tests of exported folders: complete or absent, one process at a time, one line if the disk is full, and each score once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MANIFEST = Manifest(
 
 
 def complete(folder: Path) -> None:
-    """Write the manifest of what is there."""
+    """Write a manifest that lists the files in the folder."""
     write_manifest(folder, MANIFEST.model_copy(update={"files": written_files(folder)}))
 
 
@@ -132,7 +132,7 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "rename", rename_no_second_and_third_time)
     with pytest.raises(UserError, match=message), replacing(final) as made:
         make(made, "others")
-    assert [path.name for path in tmp_path.iterdir()] == [".x.old"], "the next start restores it"
+    assert [path.name for path in tmp_path.iterdir()] == [".x.old"], "the next export restores it"
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
@@ -160,7 +160,7 @@ def test_what_an_export_has_not_written_is_kept(tmp_path: Path, is_readable: boo
 
 
 def test_a_card_has_each_score_once(tmp_path: Path) -> None:
-    """Take it from the newest evaluation, because SUITE-step-N.json and SUITE.json may be of the same step."""
+    """It comes from the newest evaluation, because SUITE-step-N.json and SUITE.json may be of the same step."""
 
     def write(
         file: str, day: int, n: int, limit: int | None = None, digest: str | None = "new", **scores: float
@@ -220,7 +220,7 @@ def test_waiting_for_another_export_is_announced_and_ends(
 
 
 def test_waiting_is_announced_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other process ends as soon as it is mentioned."""
+    """The other process ends as soon as the wait is announced."""
     other, acquire, order = FileLock(tmp_path / ".x.lock"), FileLock.acquire, []
     other.acquire()
 
@@ -241,7 +241,7 @@ def test_waiting_is_announced_when_it_begins(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the way, and a folder in which no file can be made: FileLock alone would retry there until its time is over."""
+    """The place is below a file, or in a folder in which no file can be made. FileLock alone would retry there until its timeout."""
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.1)
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file/x", Path("/proc/x")):
@@ -263,7 +263,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_rotary_positions_have_the_older_keys_too(tmp_path: Path, kind: str, rope: dict, older: dict) -> None:
-    """Write them as transformers 4 reads them, and so that 5 reads back what it has written."""
+    """They are written as transformers 4 reads them, and transformers 5 reads back what it has written."""
     config = AutoConfig.for_model(kind, hidden_size=32, rope_parameters=dict(rope))
     write_configs(config, "Model", 7, tmp_path, torch.float32)
     written = json.loads((tmp_path / "config.json").read_text())

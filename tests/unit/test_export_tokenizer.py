@@ -1,4 +1,4 @@
-"""Special tokens of the tokenizer in an export."""
+"""Tests of the tokenizer in an export: special tokens, settings and chat templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_export import byte_tokenizer
 
 
 def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
-    """Replace a tokenizer's own bos token, which has never been in training."""
+    """An export replaces the tokenizer's own bos token, which was never in training."""
     trained_with = byte_tokenizer(bos_token="<s>")
     trained_with.save_pretrained(tmp_path / "of training")
     assert AutoTokenizer.from_pretrained(tmp_path / "of training").bos_token == "<s>"
@@ -30,7 +30,7 @@ def test_a_text_begins_with_eos_as_in_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_byte_level", [False, True])
 def test_no_special_tokens_are_added_by_default(tmp_path: Path, is_byte_level: bool) -> None:
-    """Encode as in training, without the tokenizer's own template, also by default, as lm-evaluation-harness does."""
+    """An exported tokenizer encodes as in training, without its own template, even by default, as lm-evaluation-harness calls it."""
     trained_with = byte_tokenizer(bos_token="<s>")
     ids = {token: trained_with.convert_tokens_to_ids(token) for token in ("<s>", "<|endoftext|>")}
     template = processors.TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=list(ids.items()))
@@ -47,7 +47,7 @@ def test_no_special_tokens_are_added_by_default(tmp_path: Path, is_byte_level: b
 
 
 def test_settings_have_names_that_transformers_4_knows(tmp_path: Path) -> None:
-    """Write the class and the other special tokens as transformers 4 reads them, and 5 reads them back."""
+    """The class and the other special tokens are written as transformers 4 reads them, and transformers 5 reads them back."""
     trained_with = byte_tokenizer(additional_special_tokens=["<x>", "<y>"])
     trained_with.save_pretrained(tmp_path / "of training")
     (tmp_path / "exported").mkdir()
@@ -60,7 +60,7 @@ def test_settings_have_names_that_transformers_4_knows(tmp_path: Path) -> None:
 
 
 def test_several_chat_templates_are_kept_in_an_export(tmp_path: Path) -> None:
-    """transformers saves all but the default one in a folder, and an export has no folders."""
+    """The library transformers saves all templates but the default one in a folder, and an export has no folders."""
     trained_with, exported = byte_tokenizer(), tmp_path / "exported"
     trained_with.chat_template = {"default": "a", "tool_use": "b"}
     trained_with.save_pretrained(tmp_path / "of training")
@@ -72,7 +72,7 @@ def test_several_chat_templates_are_kept_in_an_export(tmp_path: Path) -> None:
 
 
 def test_other_tools_put_no_space_before_a_text_either(tmp_path: Path) -> None:
-    """Tell llama.cpp what the exported tokenizer.model does, because it does not read that there."""
+    """An export has a key for llama.cpp, which does not read in tokenizer.model whether a space is added."""
     from sentencepiece import sentencepiece_model_pb2
 
     trained_with, files, model = byte_tokenizer(), tmp_path / "of training", sentencepiece_model_pb2.ModelProto()

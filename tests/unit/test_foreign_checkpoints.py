@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else can't run code, read or write outside its folder, or pass for this run's."""
+"""Tests that a foreign checkpoint can't run code or read or write outside its folder, and that a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.test_checkpoint_files import ALONE, write
 
 
 class RunsACommand:
-    """Unpickled by pickle itself, it makes a file."""
+    """Object that makes a folder when pickle itself loads it."""
 
     def __init__(self, target: Path):
         self.target = target
@@ -33,7 +33,7 @@ class RunsACommand:
 
 
 def changed(checkpoint: Path, **changes: Any) -> None:
-    """Write its metadata anew."""
+    """Rewrite the checkpoint's metadata with `changes`."""
     metadata = read_metadata(checkpoint)
     for name, value in changes.items():
         setattr(metadata, name, value)
@@ -58,7 +58,7 @@ def test_metadata_of_our_own_is_read_as_torch_reads_it(checkpoint: Path) -> None
 def test_a_checkpoint_that_can_not_be_read_now_is_not_damaged(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """A network file system may answer again, so nothing is said about deleting it."""
+    """A network file system may answer again, so the message does not advise to delete the checkpoint."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -77,7 +77,7 @@ def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint:
             CheckpointReader(checkpoint)
     assert not target.exists()
     pickle.loads(pickle.dumps(RunsACommand(target)))
-    assert target.exists(), "the attack is one"
+    assert target.exists(), "with pickle itself, the attack works"
 
 
 def test_what_torch_would_unpickle_in_turn_is_refused(checkpoint: Path) -> None:

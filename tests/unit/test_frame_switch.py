@@ -1,4 +1,4 @@
-"""The switch of virtual clusters in user space: when frames leave, by which port, and which are lost."""
+"""Tests of the user-space switch of virtual clusters: when frames leave, through which port, and which are lost."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def program() -> Iterator[list[subprocess.Popen]]:
 
 
 def switch_of(program: list[subprocess.Popen], text: str) -> DelaySwitch:
-    """A switch whose process runs this text."""
+    """Start a Python process that runs `text`, and return a switch that talks to it."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     program.append(subprocess.Popen([sys.executable, "-S", "-c", text], **pipes))
     return DelaySwitch(program[-1])

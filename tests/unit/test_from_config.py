@@ -1,4 +1,4 @@
-"""The config that `model.from_config` names: its values are the run's, whatever becomes of the file."""
+"""Tests of `model.from_config`: a run keeps the values of the config that it names, whatever happens to the file."""
 
 from __future__ import annotations
 

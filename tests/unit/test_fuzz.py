@@ -1,4 +1,4 @@
-"""Random mistakes of every kind: each ends in success, or in one line and exit code 1 to 3 (tests/fuzz)."""
+"""Tests of commands on random mistakes (tests/fuzz): each succeeds, or prints one line and ends with exit code 1 to 3."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.fuzz.draws import Finding, ends_well
 from tests.fuzz.kinds import KINDS
 
 FEW, MANY = 8, 300
-"""Cases of a kind in the fast tier, and in the deep one."""
+"""Number of cases per kind in the fast tier, and in the deep one."""
 TRAIN = ("checkpoints", "exported_folders")
-"""Kinds that train a run first, and so are deep ones."""
+"""Kinds that first train a run, and are therefore in the deep tier only."""
 
 
 def tiers() -> list:

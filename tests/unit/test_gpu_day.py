@@ -1,4 +1,4 @@
-"""The kit for a day with a GPU: no row loses another, and all rows are possible."""
+"""Tests of the kit for a day with a GPU: a failed row costs no other row, all rows are valid, and documented calls fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEED |= {"predicted": 1e6, "predicted_seconds": 0.4, "grown": None}
 
 
 def fake_ask(script: str, ranks: int, task: dict[str, Any], *others: Any) -> dict[str, Any]:
-    """Answer as a process would, but fail for a bare loop, cut off within a character."""
+    """Answer as a row's process would. For a bare loop, write output that is cut off within a character, and fail."""
     if task.get("engine") == throughput.BARE:
         if len(others) == 3:
             others[2].buffer.write(b"\xe2\x80")
@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: Any, *arguments: str) -> None:
 
 @pytest.fixture(autouse=True)
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the day believe that there is a GPU."""
+    """Pretend that there is a GPU."""
     monkeypatch.setattr(gpu_day, "on_gpu", lambda: True)
 
 
@@ -187,7 +187,7 @@ def test_how_results_read() -> None:
 GPU_DAY = ROOT / "benchmarks" / "GPU_DAY.md"
 LONGEST_COMMAND = 2000
 CALLS = {"First call": 560.0, "Second call": 220.0}
-"""Seconds at which each call ends. Two minutes of the quarter of an hour are for the machine's start."""
+"""Seconds from the start of each call to its end. Two of the fifteen minutes are for the start of the machine."""
 INSTALLING = 5.0
 
 
@@ -199,8 +199,8 @@ def commands_of(heading: str) -> list[str]:
 
 
 def selected(command: str, used: float) -> tuple[list[tuple[str, Any]], float]:
-    """Return the rows that a command of gpu_day.py selects, the machine's included, and when it ends, in seconds since the call's
-    start. The command begins `used` seconds after it."""
+    """Return the rows that a command of gpu_day.py selects, including the machine's, and the time at which the command ends, in
+    seconds since the start of the call. The command begins `used` seconds after that start."""
     at, end = re.search(r"\$\(\((\d+)-SECONDS\)\)", command), None
     if at:
         end, command = float(at[1]), command.replace(at[0], str(int(at[1]) - used))
@@ -221,12 +221,12 @@ def seconds_of(rows: list[tuple[str, Any]]) -> float:
 
 
 class DayTests:
-    """A documented command that runs tests."""
+    """Documented command that runs tests."""
 
     def __init__(self, command: str):
         self.words = shlex.split(command.partition(" 2>&1 | tee $OUT/")[0])
         self.seconds = float(self.words[5]) + float(self.words[4])
-        """Seconds after which it is killed."""
+        """Seconds after which the command is killed."""
         self.files = [word for word in self.words if word.startswith("tests/")]
 
     def value(self, option: str) -> str:
@@ -273,8 +273,8 @@ def test_both_calls_and_the_start_of_the_machine_take_a_quarter_of_an_hour() -> 
 
 @pytest.mark.parametrize("heading", [*CALLS, "With more time"])
 def test_documented_tests_name_what_failed_whenever_they_end(heading: str, pytestconfig: pytest.Config) -> None:
-    """At the end of their time pytest is interrupted, and not terminated, so that it prints its summary. The options of
-    pyproject.toml are quiet. A pool of ranks gives up first, because it knows more."""
+    """At the end of its time, pytest is interrupted and not terminated, so that it prints its summary. The command has to outweigh the
+    quiet options of pyproject.toml. A pool of ranks gives up before the test's timeout, because its message says more."""
     [tests] = [DayTests(command) for command in commands_of(heading) if "pytest" in command]
     assert tests.words[:5] == ["timeout", "-s", "INT", "-k", "10"]
     given = [*pytestconfig.getini("addopts"), *tests.words]

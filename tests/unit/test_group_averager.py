@@ -1,4 +1,4 @@
-"""WAGMA's thread between two global averages: whose message it may answer with, when its own replica is slow to say where it is."""
+"""Tests of WAGMA's background thread: which message it contributes, before and after a global average, if its replica is late."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from llmtrain.sync.schedules import group_averager
 from llmtrain.sync.schedules.group_averager import GroupAverager, copy_of
 
 GLOBAL = 2
-"""The iteration in which all replicas average."""
+"""Iteration in which all replicas average."""
 WAITS = "waits for its own replica"
 
 
 class Announced:
-    """An activation that the test gives."""
+    """Wake signal that the test gives."""
 
     def __init__(self) -> None:
         self.given: queue.Queue[bool] = queue.Queue()
         self.ended: list[int] = []
 
     def wait(self, iteration: int) -> bool:
-        """False: there are no more."""
+        """Return what the test has given: True to start the iteration, False to end the thread."""
         return self.given.get(timeout=30)
 
     def announce(self, iteration: int) -> None:
-        """The test does that."""
+        """Do nothing, because the test gives the signal."""
 
     def end(self, iteration: int) -> None:
         self.ended.append(iteration)
@@ -39,7 +39,7 @@ class Announced:
 
 
 class Watched(threading.Condition):
-    """A condition that notes in `happened` when a thread other than the test's begins to wait for it."""
+    """Condition that notes in `happened` when a thread other than the test's begins to wait for it."""
 
     def __init__(self, happened: queue.Queue[int | str]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Watched(threading.Condition):
 
 @pytest.fixture
 def happened() -> queue.Queue[int | str]:
-    """Return iterations for which the thread has chosen a message, with `WAITS` whenever it waits before that."""
+    """Provide a queue of events of the thread: an iteration once its message is chosen, and `WAITS` whenever the thread waits."""
     return queue.Queue()
 
 
@@ -76,15 +76,15 @@ def worker(happened: queue.Queue[int | str]) -> Iterator[GroupAverager]:
 def test_after_a_global_average_nobody_answers_with_what_is_older(
     worker: GroupAverager, happened: queue.Queue[int | str]
 ) -> None:
-    """Another replica is done with it and begins the next iteration; this one has yet to post where it is."""
+    """Another replica has finished it and starts the next iteration. This replica has not yet published its message."""
     for iteration in (0, 1):
         worker.publish(iteration, [torch.full((3,), 1.0 + iteration)])
         worker.wake_signal.given.put(True)
         (total,), version = worker.collect(iteration)
         assert version == iteration and total.tolist() == [1.0 + iteration] * 3
-    worker.wake_signal.given.put(True)  # of iteration 3
+    worker.wake_signal.given.put(True)  # for iteration 3
     assert [happened.get(timeout=30) for _ in range(3)] == [0, 1, WAITS], (
-        "it answered with a message that is relative to another anchor"
+        "the thread contributed a message that is relative to another anchor"
     )
     worker.publish(GLOBAL, [torch.zeros(3)])
     (total,), version = worker.collect(GLOBAL + 1)
@@ -101,7 +101,7 @@ def test_a_late_replica_answers_with_its_newest_message(worker: GroupAverager) -
 
 
 def test_a_replica_in_time_keeps_two_models(worker: GroupAverager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message and the copy of it that is sent, as `models_in_cpu_memory` says."""
+    """They are the message and the copy that is sent, as in `models_in_cpu_memory`."""
     kept = []
 
     def counting(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_a_replica_in_time_keeps_two_models(worker: GroupAverager, monkeypatch: 
 
 
 def test_a_global_average_ends_the_use_of_older_messages(worker: GroupAverager) -> None:
-    """Also if all averages are global, and the thread never sends any."""
+    """This also holds if all averages are global, so that the thread never sends a message."""
     worker.is_global = lambda iteration: True
     for iteration in range(5):
         worker.publish(iteration, [torch.zeros(3)])
@@ -126,7 +126,7 @@ def test_a_global_average_ends_the_use_of_older_messages(worker: GroupAverager) 
 
 
 def test_a_run_may_end_before_a_global_average(worker: GroupAverager) -> None:
-    """The thread has passed it over, and waits for the iteration after it."""
+    """The thread has skipped the global average, and waits for the iteration after it."""
     for iteration in (0, 1):
         worker.publish(iteration, [torch.ones(3)])
         worker.wake_signal.given.put(True)

@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading the source: who imports whom, no private names, nothing of a machine."""
+"""Tests of the project's own rules on its source: imports between modules, names, lengths of files, and no traces of a machine."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ LAYERS = [
     {"recipe_commands"},
     {"cli", "__main__"},
 ]
-"""A module imports from its own layer and those above it in this list."""
+"""Parts of llmtrain by layer. A module imports only from its own layer and from those above it in this list."""
 BANNED = """
     ahead alike arrived beside brought ending errand everybody everyone heirs meet meeting place places reshape said says settle
     stale tell tells together told unread whole
 """
-"""Words that names once had, for things that have a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
+"""Words that names must not have, because there is a standard term: `reshard` and not `reshape`, `in flight` and not `under way`."""
 BRITISH = re.compile(r"isation|ynchronis|ormalis|nitialis|okenis|uantis|colour|neighbour")
 
 SYNC_SEES = {
@@ -102,7 +102,7 @@ def name_of(path: Path) -> str:
 
 
 def at_fault(found: Mapping[str, Collection[str]]) -> dict[str, Collection[str]]:
-    """Return the files in which something was found, and what."""
+    """Return the entries of `found`, by file, that are not empty."""
     return {name: names for name, names in found.items() if names}
 
 
@@ -113,12 +113,12 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
-    """All nodes of a module; walking through it takes longer than all that is looked for in it."""
+    """Return all nodes of a module. They are cached, because walking through a module takes longer than all searches in it."""
     return tuple(ast.walk(tree))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names that a module imports, wherever in it: `from a.b import c` is `a.b.c`."""
+    """Yield the dotted names that a module imports, wherever in it: `from a.b import c` is `a.b.c`."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -128,7 +128,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def parts_imported(tree: ast.Module) -> set[str]:
-    """Which parts of llmtrain (`sync`, `data`, ...) a module imports."""
+    """Return the parts of llmtrain (`sync`, `data`, ...) that a module imports."""
     return {name.split(".")[1] for name in imported(tree) if name.startswith("llmtrain.")}
 
 
@@ -145,7 +145,7 @@ def is_private(name: str) -> bool:
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
-    """Functions, classes and attributes of `self` that a module makes."""
+    """Yield the functions, classes and attributes of `self` that a module defines."""
     for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -158,18 +158,18 @@ def is_self(node: ast.expr) -> bool:
 
 
 def given_names(tree: ast.Module) -> Iterator[str]:
-    """Names that readers of other files meet: functions, classes, parameters and attributes of `self`."""
+    """Yield the names that readers of other files see: functions, classes, parameters and attributes of `self`."""
     yield from defined(tree)
     yield from (node.arg for node in nodes(tree) if isinstance(node, ast.arg))
 
 
 def words_of(name: str) -> set[str]:
-    """The words of a name in snake case or camel case, in lower case."""
+    """Return the words of a name in snake case or camel case, in lower case."""
     return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
 
 def repeated(names: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
-    """Return names that more than one file has, and the files."""
+    """Return the names that occur in more than one file, with these files."""
     places: dict[str, list[str]] = {}
     for name, path in names:
         places.setdefault(name, []).append(name_of(path))
@@ -182,7 +182,7 @@ def our_names() -> frozenset[str]:
 
 
 def private_names(tree: ast.Module, ours: frozenset[str]) -> list[str]:
-    """Private names of libraries that a module imports or reaches for: an `x._y` where no `_y` is ours."""
+    """Return the private names of libraries that a module imports or uses: an `x._y` where no `_y` is ours."""
     names = [
         name for name in imported(tree) if not name.startswith("llmtrain.") and any(map(is_private, name.split(".")))
     ]
@@ -192,14 +192,14 @@ def private_names(tree: ast.Module, ours: frozenset[str]) -> list[str]:
 
 
 def method_comparisons(tree: ast.Module) -> list[str]:
-    """Comparisons and `case`s with the name of a method, alone or in a collection."""
+    """Return the comparisons and `case`s with the name of a method, alone or in a collection."""
     places = [node for node in nodes(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
     constants = ((place, node) for place in places for node in ast.walk(place) if isinstance(node, ast.Constant))
     return [ast.unparse(place) for place, node in constants if node.value in METHODS]
 
 
 def kept_texts() -> list[Path]:
-    """Text files that are, or are about to be, under version control."""
+    """Return the text files that are, or are about to be, under version control."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed, so there is no list of the repository's files")
     listing = subprocess.run(
@@ -222,7 +222,7 @@ def test_imports_point_one_way() -> None:
         name_of(path): [part for part in parts_imported(parsed(path)) if layer_of(part) > layer_of(part_of(path))]
         for path in modules
     }
-    assert not at_fault(above), "these import what is built on them"
+    assert not at_fault(above), "these modules import modules that are built on them"
 
 
 def test_sync_knows_no_model_recipe_or_data() -> None:
@@ -250,14 +250,14 @@ def test_methods_are_known_by_their_choices_alone() -> None:
     assert found and not at_fault(found), "let the method's PRESET make this choice"
 
 
-IN_PLACE_OF_TORCH = {ROOT / "tests/emulated_gpu/races.py", ROOT / "tests/inside_torch.py"}
-"""Use torch's own insides, for which there is no public entrance: they tell its search for races what its streams would tell it,
-keep a stream busy, and read how often torch.compile has compiled."""
+USERS_OF_PRIVATE_TORCH = {ROOT / "tests/emulated_gpu/races.py", ROOT / "tests/inside_torch.py"}
+"""Files that use private parts of torch, for which there is no public API: they tell torch's search for data races what its streams
+would tell it, keep a stream busy, count compilations, and empty caches."""
 
 
 def test_no_private_names_of_others() -> None:
     found = {
-        name_of(path): private_names(parsed(path), our_names()) for path in PYTHON if path not in IN_PLACE_OF_TORCH
+        name_of(path): private_names(parsed(path), our_names()) for path in PYTHON if path not in USERS_OF_PRIVATE_TORCH
     }
     assert found and not at_fault(found)
 
@@ -346,7 +346,7 @@ def test_comparisons_with_methods_are_found(source: str) -> None:
 
 
 def test_nothing_of_this_machine_is_kept() -> None:
-    # Spelled so that this file does not hold what it looks for.
+    # Spelled in parts, so that this file does not match.
     machine = re.compile(r"(?<![\w./-])/(?:wor" + r"k|roo" + r"t|hom" + r"e/\w+|User" + r"s/\w+)/")
     registry = re.compile(r"index-ur" + r"l[ =]+\S+|https?://\S+/simp" + r"le\b\S*|regist" + r"ry[ =]+https?://\S+")
     found = []

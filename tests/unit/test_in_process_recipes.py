@@ -1,4 +1,4 @@
-"""Recipes that train all replicas in one process: which are refused, and with what advice."""
+"""Tests of recipes that train all replicas in one process: which are refused, with what advice, and how they are planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.test_recipe_wrong import RECIPE, assert_one_line_with
 
 @pytest.fixture
 def right(tmp_path: Path) -> Path:
-    """A file with a recipe that is right."""
+    """Write a valid recipe and return its path."""
     path = tmp_path / "right.yaml"
     path.write_text(RECIPE)
     return path
@@ -79,7 +79,7 @@ def test_pulls_take_no_time_so_nobody_knows_who_is_late(right: Path) -> None:
 
 @pytest.mark.parametrize(("every", "lines"), [(4, 0), (60, 1)])
 def test_rounds_of_seconds_are_compared_with_the_runs_virtual_time(right: Path, every: int, lines: int) -> None:
-    """Twelve steps of 4/3 s each, however long they take here."""
+    """Twelve local steps take 4/3 s of virtual time each, however long they take on this machine."""
     keys = ["parallel.in_process=true", "parallel.replicas=2", "parallel.virtual_clock.step_seconds=[1, 2]"]
     keys += ["sync.method=a_edit", f"sync.period.every={every}", "train.steps=14", "sync.warmup_steps=2"]
     recipe = load_recipe(right, keys)
@@ -110,7 +110,7 @@ def test_replicas_of_one_process_are_right(right: Path, overrides: list[str]) ->
 
 
 def test_what_is_planned_is_of_all_replicas(right: Path) -> None:
-    """Memory and time of the process, which has to wait for no network."""
+    """The plan has the memory and the time of the process, which never waits for a network."""
     mesh = ["parallel.shards=auto", "parallel.replicas=4", "checkpoint.background=false"]
     rates = HardwareRates(flops=1e12, mbit=10)
     apart, together = (load_recipe(right, [*mesh, f"parallel.in_process={given}"]) for given in ("false", "true"))
@@ -147,7 +147,7 @@ def test_what_is_planned_is_of_all_replicas(right: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_a_replica_holds_in_its_turn_only_counts_once(right: Path, keys: list[str], multiplied: set[str]) -> None:
-    """Each keeps its weights, optimizer, anchors and messages, and what it waits for the others with."""
+    """Each replica keeps its weights, optimizer, anchors and messages, and what it holds while it waits for the others."""
     mesh = ["parallel.shards=auto", "parallel.replicas=4", "sync.warmup_steps=0", *keys]
     apart, together = (load_recipe(right, [*mesh, f"parallel.in_process={given}"]) for given in ("false", "true"))
     size = size_or_assumed(apart)

@@ -1,4 +1,4 @@
-"""launch/kubernetes.yaml and launch/skypilot.yaml against the published schemas, and their shell parts at work."""
+"""Tests of launch/kubernetes.yaml and launch/skypilot.yaml (published schemas, shell parts at work), and of launch/README.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ printf 'argument: %s\\n' "$@"
 for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC_PER_NODE VIRTUAL_ENV; do echo "$name=${!name-unset}"; done
 kill -TERM $$
 """
-"""In place of launch/train.sh: says what it was given, and asks whether a signal to its process ends the whole."""
+"""Stand-in for launch/train.sh. It prints its arguments and variables and kills itself, which shows whether a shell in between
+catches the signal."""
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def kubernetes(kind: str) -> jsonschema.Draft202012Validator:
 
 
 def in_any_case(validator: Any, allowed: list[str], given: str, schema: Any):
-    """SkyPilot's own keyword: an enum in upper or lower case."""
+    """Yield an error if `given` is not allowed by SkyPilot's own keyword: an enum in upper or lower case."""
     if given.lower() not in [one.lower() for one in allowed]:
         yield jsonschema.ValidationError(f"{given!r} is not one of {allowed!r}")
 
@@ -80,7 +81,7 @@ def task() -> dict[str, Any]:
 
 @pytest.fixture
 def run_shell(tmp_path: Path):
-    """Run a shell part in a folder whose launch/train.sh is the stub: (exit code, its output's lines)."""
+    """Provide a function that runs a command in a folder whose launch/train.sh is the stub. It returns (exit code, output lines)."""
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "train.sh").write_text(STUB)
 
@@ -159,7 +160,7 @@ def test_pods_keep_runs_and_data_and_have_shared_memory(job, container):
 
 
 def test_the_user_of_the_image_owns_the_folders_of_the_volume(job, container, tmp_path):
-    """The kubelet makes a subPath's folder as root, and fsGroup does nothing on many network file systems."""
+    """The kubelet makes the folder of a subPath as root, and fsGroup does nothing on many network file systems."""
     pod = job["spec"]["template"]["spec"]
     user = int(re.findall(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[-1])
     security = pod["securityContext"]
@@ -174,7 +175,7 @@ def test_the_user_of_the_image_owns_the_folders_of_the_volume(job, container, tm
     path = f"{tmp_path}:{os.environ['PATH']}"
     command = [*owner["command"], *owner["args"]]
     done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, f"{user}:{user} /state/runs /state/data\n"), "not recursively"
+    assert (done.returncode, done.stdout) == (0, f"{user}:{user} /state/runs /state/data\n"), "chown is not recursive"
 
 
 def test_pods_run_on_tainted_nodes_with_gpus(job, container):
@@ -185,7 +186,7 @@ def test_pods_run_on_tainted_nodes_with_gpus(job, container):
 
 
 def test_lost_nodes_do_not_use_up_the_failures_of_a_job(job):
-    """Each costs a failure of all other pods."""
+    """Each lost node makes all other pods fail."""
     assert job["spec"]["backoffLimit"] >= 100 * job["spec"]["completions"]
 
 
@@ -247,7 +248,7 @@ def test_skypilot_runs_train_sh_on_each_node(task, run_shell, tmp_path, rank, gp
         "MASTER_ADDR=10.0.0.5",
         "MASTER_PORT=29400",
         f"NPROC_PER_NODE={gpus}",
-        "VIRTUAL_ENV=unset",  # train.sh would take its python3 instead of .venv
+        "VIRTUAL_ENV=unset",  # else train.sh would take its python3 instead of that of .venv
     ]
     assert code == -15
     assert task["envs"]["STATE"] in task["volumes"]
@@ -312,7 +313,7 @@ def test_docker_leaves_a_run_as_much_time_to_stop_as_kubernetes(job):
 
 
 def test_messages_in_the_readme_are_those_of_the_program():
-    """Its table of failures quotes what the program says, `…` aside."""
+    """The table of failures quotes the program's messages in parts, with `…` between the parts."""
     rows = re.findall(r"^\| (`.+?`) \|", README.partition("## What each failure looks like")[2], flags=re.MULTILINE)
     assert len(rows) >= 12
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "llmtrain").rglob("*.py")))

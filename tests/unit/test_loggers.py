@@ -1,4 +1,4 @@
-"""Loggers: lines of metrics, samples, TensorBoard, and what the console shows."""
+"""Tests of loggers: lines of metrics, samples, TensorBoard, and what the console shows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_metrics_continue_without_lines_after_the_checkpoint(tmp_path: Path):
 
 
 def test_a_run_that_begins_again_leaves_no_line_of_the_first_time(tmp_path: Path):
-    """Killed after the validation before its first step, with no checkpoint yet."""
+    """The run was killed after the validation before its first step, without a checkpoint."""
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         writer = JsonlLogger(path, resumed_step=0)
@@ -123,7 +123,7 @@ def test_samples_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     parts = "==== step 50 ====\ntext\n\nof 50\n\n==== step 100 ====\ntext\n\nof 100\n\n==== step 150 ====\nagain\n\n"
     assert path.read_text() == parts
     SampleLogger(path, 0)
-    assert path.read_text() == "", "a run that begins again"
+    assert path.read_text() == "", "a run that begins again has no earlier samples"
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -131,7 +131,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_has_losses_over_tokens_the_recipe_and_samples(tmp_path: Path) -> None:
-    """Resumed after step 2, the third step is logged again, in both folders."""
+    """A run that resumes after step 2 logs the third step again, in both folders."""
     recipe = recipe_in(tmp_path)
     for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         logger = TensorBoardLogger(recipe, tmp_path, resumed, 100 * resumed)
@@ -146,7 +146,7 @@ def test_tensorboard_has_losses_over_tokens_the_recipe_and_samples(tmp_path: Pat
     points = [(one.step, one.value) for one in by_tokens.Scalars("loss_over_tokens/train")]
     assert points == [(100, 4.0), (200, 4.0), (300, 6.0), (400, 6.0)]
     texts = {tag: by_step.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0] for tag in ("recipe", "sample")}
-    assert texts["sample"] == b"    a *text*\n    # of two lines", "shown as it is, not as Markdown"
+    assert texts["sample"] == b"    a *text*\n    # of two lines", "the sample is shown as it is, not as Markdown"
     assert b"    sync:\n" in texts["recipe"]
 
 
@@ -255,11 +255,11 @@ def test_training_has_a_bar_on_a_terminal(terminal: None, capsys: pytest.Capture
         and "4/8" in shown
         and "41.2k tok/s | mfu 41% | round 3/4 | 2MB between replicas, divergence 0.25 | memory 1.50 GiB" in shown
     )
-    assert "eta" not in shown, "the bar tells it"
+    assert "eta" not in shown, "the bar shows it"
 
 
 def test_lines_for_a_reader_that_is_gone_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write to a pipe without a reader, such as `tee` after Ctrl-C or the end of an ssh session."""
+    """The output is a pipe without a reader, such as `tee` after Ctrl-C or the end of an ssh session."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
@@ -289,7 +289,7 @@ TAG = re.compile(r"(train|eval|data|perf|comm|sync|health)/(<name>/)?[a-z_]+")
 
 
 def test_tags_that_are_written_are_those_in_the_documentation() -> None:
-    """Also those of methods, text and machines that no run of these tests has."""
+    """They include tags of methods, data and machines that no run of these tests has."""
     page = (ROOT / "docs/metrics.md").read_text()
     rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     documented = {tag for tag in re.findall(r"`([^`]+)`", rows) if TAG.fullmatch(tag)}

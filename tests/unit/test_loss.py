@@ -1,4 +1,4 @@
-"""The loss in chunks, plain, compiled and by liger-kernel: values and gradients of torch's cross-entropy."""
+"""Tests of the loss in chunks, plain, compiled and by liger-kernel: values and gradients are those of torch's cross-entropy."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ POSITIONS, WIDTH, VOCABULARY = (3, 4), 8, 11
 
 
 def drawn(dtype: torch.dtype, with_bias: bool):
-    """(hidden, weight, bias or None, labels, of which two do not count)."""
+    """Return (hidden, weight, bias or None, labels). Two of the labels are ignored."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((*POSITIONS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
     hidden, weight, bias = (torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
@@ -28,7 +28,7 @@ def drawn(dtype: torch.dtype, with_bias: bool):
 
 
 def expected(hidden, weight, bias, labels):
-    """The loss and three times its gradients, all logits at once in at least fp32."""
+    """Return the loss and three times its gradients, computed from all logits at once in at least fp32."""
     inputs = [one for one in (hidden, weight, bias) if one is not None]
     logits = F.linear(hidden, weight, bias).flatten(0, 1)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -59,7 +59,7 @@ def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias)
     ids=["fp64", "fp64-uneven", "bf16-uneven"],
 )
 def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, chunk, close):
-    """Each of the two shapes of chunks that do not divide the positions takes seconds to compile."""
+    """Chunks that do not divide the positions have two shapes, each of which takes seconds to compile."""
     *inputs, labels = drawn(dtype, with_bias=True)
     ours = found(summed_cross_entropy(*inputs, labels, chunk, compiled=True), inputs)
     for mine, theirs in zip(ours, expected(*inputs, labels), strict=True):
@@ -67,7 +67,7 @@ def test_compiled_loss_and_gradients_are_those_of_cross_entropy(dtype, chunk, cl
 
 
 def test_a_loss_that_is_traced_for_compilation_is_the_same(monkeypatch):
-    """Without the compiler itself, which takes seconds."""
+    """The loss is traced without the compiler itself, which takes seconds."""
     traced = torch.compile(loss._loss_and_gradient, dynamic=False, backend="eager")
     monkeypatch.setattr(loss, "_compiled", lambda dynamic: traced)
     *inputs, labels = drawn(torch.float64, with_bias=True)
@@ -77,7 +77,7 @@ def test_a_loss_that_is_traced_for_compilation_is_the_same(monkeypatch):
 
 
 def with_gaps(hidden: torch.Tensor, vocabulary: int, chunk: int) -> torch.Tensor:
-    """Room for logits as on a GPU."""
+    """Return memory for logits with gaps between rows, as on a GPU. The gaps are NaN."""
     return hidden.new_full((min(chunk, len(hidden)), -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE), torch.nan)
 
 
@@ -157,7 +157,7 @@ def test_ligers_loss_and_gradients_are_those_of_cross_entropy():
 
 
 def test_no_more_is_held_than_the_memory_estimate_says(monkeypatch) -> None:
-    """Of several chunks, one after another; and backward adds nothing."""
+    """The bound counts one chunk of logits, because chunks follow one another. Backward adds nothing."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     peaks = importlib.import_module("peaks")
     positions, width, vocabulary, chunk = 1024, 64, 2048, 128

@@ -1,4 +1,4 @@
-"""The learning rate over a run, by kind of schedule; schedules of plain values, and their comparison with an optimizer's rates."""
+"""Tests of learning rate schedules: each kind over a run, schedules of plain values, and comparison with an optimizer's rates."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ def test_another_rate_is_noticed_after_the_warm_up() -> None:
         "the optimizer's learning rate is 0.6, but lr, which decides when replicas synchronize, has 0.5; give both the same schedule"
     )
     assert find_rate_mismatch(RATES, 60, optimizer_of(0.4)) is not None
-    assert find_rate_mismatch(RATES, 60, optimizer_of(0.05, 0.5)) is None, "another group has it"
-    assert find_rate_mismatch(RATES, 20, optimizer_of(0.1)) is None, "rounds do not follow the warm-up"
-    assert find_rate_mismatch(RATES, 150, optimizer_of(0.0)) is None, "beyond the end it stays"
+    assert find_rate_mismatch(RATES, 60, optimizer_of(0.05, 0.5)) is None, "another parameter group has the rate"
+    assert find_rate_mismatch(RATES, 20, optimizer_of(0.1)) is None, "no round depends on the warm-up"
+    assert find_rate_mismatch(RATES, 150, optimizer_of(0.0)) is None, "beyond the end, the rate stays the same"
     assert find_rate_mismatch(LRSchedule.create(peak=1.0, total_steps=9), 1, optimizer_of(1.0)) is None
 
 
 def test_schedulers_may_count_from_0() -> None:
     steps = LRSchedule.create(peak=1.0, total_steps=10, kind="step", decay_at=[0.5])
     optimizer = optimizer_of(1.0)
-    scheduler = LambdaLR(optimizer, lambda done: 1.0 if done <= 5 else 0.1)  # a step later
+    scheduler = LambdaLR(optimizer, lambda done: 1.0 if done <= 5 else 0.1)  # drops a step later
     for step in range(1, 11):
         assert find_rate_mismatch(steps, step, optimizer) is None
         optimizer.step()

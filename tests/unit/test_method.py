@@ -1,4 +1,4 @@
-"""A method that steps back to its anchor."""
+"""Test of a method that rolls back to its anchor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line of metrics from what all ranks hand in: sums, means, the slowest, and what ends a run."""
+"""Tests of reducing the numbers of all ranks to a line of metrics: sums, means, the slowest rank, and what ends a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESH = SimpleNamespace(
 
 
 def line(step: int = 10, **changed: list[float]) -> LogLine:
-    """What four ranks handed in; `changed` gives a column."""
+    """Return a log line with the gathered numbers of four ranks. `changed` replaces columns."""
     columns = {
         "steps": [5.0] * 4,
         "loss_sum": [100.0, 120.0, 140.0, 160.0],
@@ -73,8 +73,8 @@ def test_tags_are_reduced_over_ranks():
     tags = MetricReducer(in_turns, flops_per_token=1e9, peak=1e12).tags(line())
     assert tags["perf/tokens_per_second"] == pytest.approx(200 / 8.5)
     assert tags["perf/step_seconds"] == pytest.approx(0.5)
-    assert tags["perf/mfu"] == pytest.approx(200 / 8.5 * 1e9 / 1e12), "of one device"
-    # Shards count for their replica once.
+    assert tags["perf/mfu"] == pytest.approx(200 / 8.5 * 1e9 / 1e12), "there is one device"
+    # The shards of a replica count once.
     assert (tags["train/steps"], tags["train/gradient_steps"], tags["sync/late"]) == (11.0, 8.5, 3.0)
     assert line(7).tokens == 700
 
@@ -87,19 +87,19 @@ def test_gpus_that_ranks_share_count_once(monkeypatch):
 
 
 def test_reserved_memory_is_that_of_the_fullest_gpu():
-    summarizer = MetricReducer(MESH, 1e9, None)
-    assert "perf/reserved_memory_gib" not in summarizer.tags(line()), "a CPU's"
-    assert "perf/virtual_seconds" not in summarizer.tags(line())
-    assert summarizer.tags(line(virtual_seconds=[4.0, 4.0, 5.0, 4.0]))["perf/virtual_seconds"] == 5.0
-    tags = summarizer.tags(line(reserved_memory=[2.0**30, 3.0 * 2**30, 2.0**30, 0.0]))
+    reducer = MetricReducer(MESH, 1e9, None)
+    assert "perf/reserved_memory_gib" not in reducer.tags(line()), "a CPU has none"
+    assert "perf/virtual_seconds" not in reducer.tags(line())
+    assert reducer.tags(line(virtual_seconds=[4.0, 4.0, 5.0, 4.0]))["perf/virtual_seconds"] == 5.0
+    tags = reducer.tags(line(reserved_memory=[2.0**30, 3.0 * 2**30, 2.0**30, 0.0]))
     assert (tags["perf/reserved_memory_gib"], tags["perf/peak_memory_gib"]) == (3.0, 1.0)
 
 
 def test_padding_is_its_share_of_all_positions():
-    summarizer = MetricReducer(MESH, 1e9, None)
-    assert "data/padding" not in summarizer.tags(line())
-    tags = summarizer.tags(line(padding=[0.0, 10.0, 30.0, 10.0]))
-    assert tags["data/padding"] == 50 / 250 and tags["train/loss"] == summarizer.tags(line())["train/loss"]
+    reducer = MetricReducer(MESH, 1e9, None)
+    assert "data/padding" not in reducer.tags(line())
+    tags = reducer.tags(line(padding=[0.0, 10.0, 30.0, 10.0]))
+    assert tags["data/padding"] == 50 / 250 and tags["train/loss"] == reducer.tags(line())["train/loss"]
 
 
 def test_an_interval_without_a_gradient_has_no_loss():
@@ -108,27 +108,27 @@ def test_an_interval_without_a_gradient_has_no_loss():
 
 
 def test_a_loss_that_is_not_finite_names_rank_and_replica():
-    summarizer = MetricReducer(MESH, 1e9, None)
+    reducer = MetricReducer(MESH, 1e9, None)
     bad = line(loss_sum=[100.0, 120.0, math.nan, 160.0])
-    assert summarizer.tags(bad)["health/nonfinite"] == 1
+    assert reducer.tags(bad)["health/nonfinite"] == 1
     with pytest.raises(TrainingError, match=r"rank 2 \(replica 1\) at step 10"):
-        summarizer.check(bad)
-    summarizer.check(line())
+        reducer.check(bad)
+    reducer.check(line())
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_too():
-    """DeepSpeed leaves such a step out without a word."""
+    """DeepSpeed skips such a step without a message."""
     with pytest.raises(TrainingError, match=r"the norm of the gradient is inf on rank 3 \(replica 1\) at step 10"):
         MetricReducer(MESH, 1e9, None).check(line(grad_norm_sum=[1.0, 1.0, 1.0, math.inf]))
 
 
 def test_a_spike_is_counted_and_does_not_move_the_mean():
-    summarizer = MetricReducer(MESH, 1e9, None)
+    reducer = MetricReducer(MESH, 1e9, None)
     counts = []
     for step in range(40):
         factor = 5.0 if step in (25, 30) else 1.0 + 0.01 * (step % 3)
         sums = [factor * value for value in (100.0, 120.0, 140.0, 160.0)]
-        counts.append(summarizer.tags(line(step, loss_sum=sums))["health/loss_spikes"])
+        counts.append(reducer.tags(line(step, loss_sum=sums))["health/loss_spikes"])
     assert (counts[24], counts[25], counts[29], counts[-1]) == (0, 1, 1, 2)
 
 
@@ -140,10 +140,10 @@ def test_a_stop_asked_of_one_rank_is_seen_in_the_line():
 
 
 def test_replicas_whose_anchors_differ_are_named():
-    summarizer = MetricReducer(MESH, 1.0, None)
-    summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # of shards 0 and 1: each has its own
+    reducer = MetricReducer(MESH, 1.0, None)
+    reducer.check(line(fingerprint=[5.0, 7.0, 5.0, 7.0]))  # each of the two shards has its own
     with pytest.raises(TrainingError, match="the anchors of the 2 replicas differ, found at step 10"):
-        summarizer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
+        reducer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
     mesh = SimpleNamespace(**vars(MESH) | {"replicas": 4, "shard_comms": SimpleNamespace(size=1)})
     four = MetricReducer(mesh, 1.0, None)
     with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):

@@ -1,4 +1,4 @@
-"""A run's mirror: which are refused, what is copied there, and what happens where that does not work."""
+"""Tests of a run's mirror: URLs that are refused, copies of checkpoints, and copies that fail or hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALONE = SimpleNamespace(
 NUMBERS = itertools.count()
 
 
-# A path without a protocol is what the tests of one kind below give.
+# A path without a protocol is deep here, because the tests below with a single kind of URL have such paths, too.
 @pytest.fixture(params=["file", "memory", pytest.param("path", marks=pytest.mark.deep)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "memory":
@@ -44,7 +44,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 class Machine:
-    """One with a disk of its own, and a run of two ranks' worth of nothing on it."""
+    """Machine with a disk of its own, and a run on it of which only checkpoints and metrics are written."""
 
     def __init__(self, disk: Path, url: str | None, *overrides: str):
         keys = [f"run.out_dir={disk}", "run.name=a", "checkpoint.keep=2", f"checkpoint.mirror={url or 'null'}"]
@@ -53,7 +53,7 @@ class Machine:
         self.mirror = Mirror(self.recipe, self.directory, self.said.append, is_main=True)
 
     def start(self, newer_than: int = -1) -> Path | None:
-        """Up to the first step, by default without a local checkpoint."""
+        """Do what a run does before its first step, by default without a local checkpoint. Return the fetched checkpoint, if any."""
         self.mirror.open(ALONE)
         self.directory.claim()
         self.mirror.claim(ALONE)
@@ -62,7 +62,7 @@ class Machine:
         return there
 
     def save(self, step: int, loss: float | None = None) -> None:
-        """A checkpoint, and metrics up to it, and wait for the copy."""
+        """Write a checkpoint and metrics up to it, and wait for the copy."""
         self.hand_in(step, loss)
         assert self.mirror.finish(ALONE) is None, self.said
 
@@ -134,7 +134,7 @@ def test_a_url_that_is_of_no_use_is_one_line_before_training(tmp_path: Path, giv
 
 @pytest.mark.parametrize("where", ["disk", "linked", "file:///disk"])
 def test_the_run_s_own_folder_is_no_mirror(tmp_path: Path, where: str) -> None:
-    """A copy to it would first delete the checkpoint."""
+    """A copy to this folder would first delete the checkpoint."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "linked").symlink_to("disk")
     url = where.replace("file:///", f"file://{tmp_path}/") if where.startswith("file") else f"{tmp_path}/{where}"
@@ -165,7 +165,7 @@ def test_a_mirror_that_can_not_be_reached_now_is_tried_again(
 
 
 class Held:
-    """Copies that wait until they are let go."""
+    """Copies that wait until the test releases them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
@@ -191,7 +191,7 @@ def test_the_newest_goes_next_and_none_on_its_way_is_deleted(tmp_path: Path, mon
     for step in (20, 30, 40):
         machine.hand_in(step)
         checkpoints._prune(step)
-    assert machine.steps() == [10, 40], "10 is on its way, 40 is the newest"
+    assert machine.steps() == [10, 40], "10 is being copied, 40 is the newest"
     assert machine.mirror.worker.pending_steps() == {10, 40}
     assert [line for line in machine.said if "not copied" in line] == [
         f"step {left_out} is not copied to {there}/a: step 10 is still being copied, and step {step} is next"
@@ -224,11 +224,11 @@ def test_a_copy_that_fails_is_a_line_and_the_next_one_is_tried(tmp_path: Path, m
         f"step 10 could not be copied to {there}/a: the network is gone; it is complete in {machine.directory.checkpoints}, "
         "start the same command again to copy it"
     )
-    assert steps_at(there) == [] and os.listdir(f"{there}/a/checkpoints") == ["step-00000010"], "half copied"
-    assert Machine(tmp_path / "other", there).start() is None, "which is as good as nothing"
+    assert steps_at(there) == [] and os.listdir(f"{there}/a/checkpoints") == ["step-00000010"], "step 10 is half copied"
+    assert Machine(tmp_path / "other", there).start() is None, "a half copied checkpoint is not fetched"
     monkeypatch.undo()
     machine.save(20)
-    assert os.listdir(f"{there}/a/checkpoints") == ["step-00000020"], "and is gone now"
+    assert os.listdir(f"{there}/a/checkpoints") == ["step-00000020"], "the half copied one is deleted"
 
 
 def test_a_copy_that_hangs_is_waited_for_until_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

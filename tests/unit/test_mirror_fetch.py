@@ -1,4 +1,4 @@
-"""Fetching from a mirror: the newest complete checkpoint, unless the disk has it."""
+"""Tests of fetching from a mirror: the newest valid checkpoint, unless the disk has it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_was_copied_comes_back_on_an_empty_machine(tmp_path: Path, url: str
     assert second.said == [f"fetched {url.rstrip('/')}/a/checkpoints/step-00000020"]
     assert sorted(path.name for path in second.directory.checkpoints.iterdir()) == ["latest", "step-00000020"]
     second.mirror.upload_at_start(there)
-    assert second.mirror.finish(ALONE) is None and len(second.said) == 1, "it is there already"
+    assert second.mirror.finish(ALONE) is None and len(second.said) == 1, "the mirror has it already"
     second.save(30)
     assert steps_at(url) == [20, 30]
 
@@ -48,7 +48,7 @@ def test_a_disk_that_has_the_newest_fetches_nothing_and_copies_what_is_missing(t
     machine = Machine(tmp_path / "disk", url)
     machine.start()
     machine.save(10)
-    write(machine.directory.checkpoints, 20)  # and killed before the copy was begun
+    write(machine.directory.checkpoints, 20)  # the run was killed before the copy began
     again = Machine(tmp_path / "disk", url)
     again.mirror.open(ALONE)
     assert again.mirror.fetch(ALONE, newer_than=20) is None and steps_at(url) == [10]
@@ -86,7 +86,7 @@ def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
     assert line.startswith(f"{url.rstrip('/')}/a/checkpoints/step-00000020 is damaged: {problem}"), line
     assert line.endswith("; going back to the one before") and "\n" not in line
     assert fetched.endswith("step-00000010")
-    second.save(20)  # trained again, it takes the damaged one's place
+    second.save(20)  # trained again, it replaces the damaged one
     assert Machine(tmp_path / "third", url).start().name == "step-00000020"
 
 
@@ -102,7 +102,7 @@ def test_where_all_in_the_mirror_are_damaged_nothing_is_trained_anew(tmp_path: P
     ):
         second.start()
     assert second.steps() == [] and not list(second.directory.checkpoints.iterdir())
-    assert second.mirror.fetch(ALONE, newer_than=5) is None, "what the disk has is older, but it is there"
+    assert second.mirror.fetch(ALONE, newer_than=5) is None, "the disk has an older checkpoint, which is enough"
 
 
 def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
@@ -118,7 +118,7 @@ def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
     def slowly(self: RemoteRun, step: int, here: Path) -> object:
         for part in range(4):
             (here / "growing").write_bytes(bytes(part + 1))
-            clock.is_looked_at(2)  # once it may have been between the bytes and the clock
+            clock.is_looked_at(2)  # the first look may have counted the bytes before this write
             clock.now += 0.06
         (here / "growing").unlink()
         return download(self, step, here)
@@ -129,7 +129,7 @@ def test_a_download_may_take_longer_than_the_timeout_as_long_as_bytes_arrive(
 
 
 class Clock:
-    """A clock in place of `time` that the test moves."""
+    """Clock that replaces `time` and that the test moves."""
 
     def __init__(self) -> None:
         self.now, self._looks = 0.0, threading.Semaphore(0)
@@ -139,7 +139,7 @@ class Clock:
         return self.now
 
     def is_looked_at(self, times: int) -> None:
-        """Wait until it has been, from now on."""
+        """Wait until the clock has been read that many times from now on."""
         while self._looks.acquire(blocking=False):
             pass
         for _ in range(times):
@@ -203,14 +203,14 @@ def test_a_checkpoint_of_a_newer_version_is_not_taken_for_a_damaged_one(tmp_path
 
 
 def newest_of(machine: Machine) -> Path | None:
-    """Return what a run of this machine continues from."""
+    """Return the checkpoint from which a run of this machine continues."""
     console = SimpleNamespace(print=machine.said.append)
     run = SimpleNamespace(directory=machine.directory, mirror=machine.mirror, mesh=ALONE, console=console)
     return _newest_checkpoint(run)
 
 
 def test_a_newer_versions_checkpoint_is_not_given_up_for_an_older_one_of_the_mirror(tmp_path: Path) -> None:
-    """Its copy was cut short when the run was stopped."""
+    """The mirror lacks the newer version's checkpoint, as if its copy was cut short when the run was stopped."""
     machine = Machine(tmp_path / "disk", f"file://{tmp_path}/there")
     machine.start()
     machine.save(10)
@@ -220,7 +220,7 @@ def test_a_newer_versions_checkpoint_is_not_given_up_for_an_older_one_of_the_mir
     with pytest.raises(NewerFormatError, match="step-00000020 has format"):
         newest_of(machine)
     state.write_text("{")
-    assert newest_of(machine).name == "step-00000010", "a damaged one is"
+    assert newest_of(machine).name == "step-00000010", "a damaged checkpoint is given up"
 
 
 def test_a_finished_run_without_checkpoints_does_not_begin_anew_for_an_empty_mirror(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models from transformers configs: the same logits as transformers, sensible initial values, blocks in forward order."""
+"""Tests of models from transformers configs: losses, initial values, blocks in forward order, and what is refused."""
 
 import threading
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def materialized(section: ModelSection, seed: int = 1, dtype: torch.dtype = torc
     ids=["llama", "llama-tied", "gpt_neo", "qwen3", "gpt2", "gemma"],
 )
 def test_loss_is_that_of_transformers(section):
-    """Built on meta, materialized block by block, ours equals a plain transformers model with the same weights."""
+    """A model that is built on meta and materialized block by block equals a plain transformers model with the same weights."""
     model = materialized(section).eval()
     theirs = AutoModelForCausalLM.from_config(model.causal_lm.config, dtype=torch.float32).eval()
     missing, unexpected = theirs.load_state_dict(model.causal_lm.state_dict(), strict=False)
@@ -98,7 +98,7 @@ def test_initial_values_come_from_seed_and_name():
 
 
 def test_threads_draw_the_values_of_one_thread(monkeypatch):
-    """Each value comes from a generator of its own, whoever draws it. Two are drawn at a time."""
+    """Each parameter has a generator of its own, whichever thread draws it. The barrier makes two threads draw at a time."""
     section = ModelSection(config=LLAMA)
     alone = dict(materialized(section).named_parameters())
     both, normal = threading.Barrier(2, timeout=60), torch.Tensor.normal_
@@ -194,7 +194,7 @@ def test_only_one_block_is_materialized_at_a_time():
 
 
 class TripledRMSNorm(torch.nn.Module):
-    """A norm of which no weight makes a unit variance."""
+    """Norm whose output has unit variance for no value of its weight."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ def test_documents_that_a_model_type_cannot_separate_are_refused():
 
 
 def test_a_parameter_outside_of_all_blocks_is_refused():
-    """It would neither be trained nor stored."""
+    """Such a parameter would neither be trained nor stored."""
     model = build(model_config(ModelSection(config=LLAMA), 97), 64)
     model.causal_lm.between = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"between\.weight is not in the base model, nor in its output head"):
@@ -343,7 +343,7 @@ def test_a_run_that_continues_needs_no_initial_values():
 
 
 def test_selective_checkpointing_computes_attention_with_dropout_again():
-    """Kept, it would not advance the random numbers, and later dropouts would draw other masks than in the forward pass."""
+    """If its output were kept, it would not advance the random numbers, and later dropouts would draw other masks than before."""
     attention = SimpleNamespace(overloadpacket=SimpleNamespace(__name__="_scaled_dot_product_efficient_attention"))
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     qkv = [torch.zeros(1)] * 3

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def belongs(module: str, file: str) -> bool:
-    """Whether a source file's mutants are to be in a module: `sync_m_to_z` has those of `llmtrain/sync/method.py`."""
+    """Return whether a file's mutants belong in a module: `sync_m_to_z` has those of `llmtrain/sync/method.py`."""
     base, first, last = re.fullmatch(r"(.+?)(?:_([a-z])_to_([a-z]))?", module).groups()
     *folders, name = Path(file).parts
     folder = "_".join(folders[1:] or folders)
@@ -88,7 +88,8 @@ by_file = attrgetter("file")
 
 
 def with_many_at_once(text: str, mutants: list[Mutant]) -> Iterator[tuple[str, list[str]]]:
-    """Texts of a file with as many mutants each as do not overlap, and their names: to parse a file for each takes 4 seconds."""
+    """Yield texts of a file, each with as many mutants as do not overlap, and the names of these mutants. Parsing one text
+    per mutant would take 4 seconds."""
     while mutants:
         changed, end, here, later = "", 0, [], []
         for mutant in sorted(mutants, key=lambda mutant: text.index(mutant.old)):
@@ -109,7 +110,7 @@ def test_many_mutants_at_once_are_in_one_text_unless_they_overlap() -> None:
 
 
 def test_every_mutant_is_python() -> None:
-    """Tests that can't import a module have seen nothing."""
+    """A mutant that is not Python fails any test that imports it, whether or not the test sees the mistake."""
     for file, tables in groupby(sorted(MUTANTS, key=by_file), key=by_file):
         if file.endswith(".py"):
             for text, names in with_many_at_once((ROOT / file).read_text(), list(tables)):

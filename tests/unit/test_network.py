@@ -1,4 +1,4 @@
-"""Network cards by name, and what gloo and NCCL are told of them."""
+"""Choice of network interfaces and GPUs by each rank, and the interfaces that gloo and NCCL are told to use."""
 
 import os
 import socket
@@ -74,7 +74,7 @@ def test_a_card_towards_the_others_is_chosen_unless_one_is_given(monkeypatch):
 
 
 def told_to_nccl(monkeypatch: pytest.MonkeyPatch, networks: Networks, replicas_use_nccl: bool) -> str | None:
-    """Return NCCL's variable."""
+    """Return the interface that `networks` set in NCCL's environment variable."""
     monkeypatch.delenv(NCCL, raising=False)
     networks.set_nccl_interface(replicas_use_nccl)
     return os.environ.get(NCCL)
@@ -116,7 +116,7 @@ def test_ranks_are_listed_in_runs():
 def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
     recipe = Path("recipes/edit_llama_stdlib.yaml")
     networks = ["parallel.replica_network=eth0", "parallel.shard_network=ib0", "parallel.shard_across_nodes=true"]
-    check_machine(load_recipe(recipe, networks))  # gloo, without GPUs
+    check_machine(load_recipe(recipe, networks))  # without GPUs, messages go over gloo
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_machine(load_recipe(recipe, networks[:2]))
     check_machine(load_recipe(recipe, ["parallel.replica_backend=nccl"]))
@@ -126,7 +126,7 @@ def test_two_networks_of_nccl_in_one_process_are_refused(monkeypatch):
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *places: RankInfo) -> None:
-    """What a roll call of two ranks brings."""
+    """Replace the roll call by one in which two ranks answer `places`."""
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     monkeypatch.setenv("MASTER_PORT", "4711")
     monkeypatch.setattr("llmtrain.parallel.rendezvous._open_store", lambda *_: None)
@@ -207,7 +207,7 @@ def test_ranks_share_a_gpu_if_the_user_says_so(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the mesh was built"))
     alone, sharing = RankInfo("a", "alpha", None, 1.0), RankInfo("b", "beta", None, 1.0, ranks_per_gpu=2)
     peers = Peers(None, [alone, alone, sharing, sharing], Networks())
-    monkeypatch.delenv(SHARE_GPU)  # this host's ranks don't share; another's do
+    monkeypatch.delenv(SHARE_GPU)  # ranks of this host do not share a GPU, but those of another host do
     world = World(1, 4, 1, 2)
     for shard, backend, reason in (
         (2, "auto", "parallel.shards is 2, but .*; use parallel.shards=1"),
@@ -239,7 +239,7 @@ def test_two_communicators_of_nccl_on_a_gpu_keep_the_order_of_the_host(
     monkeypatch, replicas: int, shard: int, backend: str, given: str | None, order: str | None
 ):
     variable = "NCCL_LAUNCH_ORDER_IMPLICIT"
-    monkeypatch.setenv(variable, "")  # so that what is set here is undone
+    monkeypatch.setenv(variable, "")  # so that monkeypatch undoes what the tested code sets
     monkeypatch.delenv(variable)
     if given is not None:
         monkeypatch.setenv(variable, given)
@@ -274,7 +274,7 @@ def test_a_group_that_can_not_connect_names_rank_host_and_card(monkeypatch):
 
 @pytest.mark.parametrize(("device", "is_left"), [("cpu", True), ("cuda", False)])
 def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device: str, is_left: bool):
-    """NCCL would wait for collectives that the other ranks never join."""
+    """On its destruction, a group of NCCL would wait for collectives that the other ranks never join."""
     left, mesh = [], "parallel.mesh"
     monkeypatch.setattr(f"llmtrain.{mesh}.local_device", lambda world: torch.device(device))
     monkeypatch.setattr(f"llmtrain.{mesh}.build_mesh", lambda *_, **__: None)
@@ -300,7 +300,7 @@ def test_a_mesh_of_gpus_is_not_left_in_order_after_an_error(monkeypatch, device:
     ],
 )
 def test_a_machine_without_localhost_is_named(monkeypatch, found, words):
-    """The doctor says so, and the launcher does before torch waits for minutes."""
+    """The doctor reports it, and so does the launcher, before torch would wait for minutes."""
 
     def look_up(*_):
         if isinstance(found, OSError):

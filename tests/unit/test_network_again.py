@@ -1,4 +1,4 @@
-"""benchmarks/network_again.py: pages with predictions of today and the measurements that they have."""
+"""Tests of benchmarks/network_again.py, which replaces the predictions on a page and keeps its measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 RESULTS = ROOT / "benchmarks/results"
-again, page_of_words = map(importlib.import_module, ("network_again", "network_page"))
+again, network_page = map(importlib.import_module, ("network_again", "network_page"))
 PAGE = (RESULTS / "network/README.md").read_text()
 PREDICTED = [again.AT[name] for name in ("predicted", "off by", "predicted, s")]
 
@@ -26,7 +26,7 @@ def test_the_page_has_todays_predictions() -> None:
     rows = again.rows_of(PAGE)
     assert again.rows_of(again.rewritten(PAGE)) == rows
     off = [abs(float(row[again.AT["off by"]])) for row in rows]
-    assert max(off) <= min(PREDICTION_ERROR, page_of_words.FAR_OFF)
+    assert max(off) <= min(PREDICTION_ERROR, network_page.FAR_OFF)
 
 
 def test_other_predictions_are_replaced_and_measurements_kept() -> None:

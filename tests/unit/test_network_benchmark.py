@@ -1,4 +1,4 @@
-"""benchmarks/network.py: which cells it chooses, how its steps keep their length, and what its rows say."""
+"""Tests of benchmarks/network.py: the choice of cells, the length of steps, and the text of rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_pair_is_in_one_of_few_cells() -> None:
     assert 19 <= len(chosen) <= 24
     assert chosen == cells.pairwise(candidates, cost=lambda one: 0.0)
     covers = [len(set(itertools.combinations(one.items(), 2))) for one in chosen[:3]]
-    assert covers == [6, 6, 6], "those that cover most come first"
+    assert covers == [6, 6, 6], "the first cells cover the most pairs"
 
 
 def test_of_equal_candidates_the_cheapest_is_chosen() -> None:
@@ -55,7 +55,7 @@ def test_the_default_cells_cover_methods_wires_rounds_and_networks() -> None:
     methods, wires, mbits = options().methods, cells.WIRES, options().mbit
     assert {pair for pair in itertools.product(methods, wires)} <= pairs
     missing = set(itertools.product(methods, mbits)) - pairs
-    assert {method for method, _ in missing} <= {"synchronous", "wagma"}, "others are never too slow"
+    assert {method for method, _ in missing} <= {"synchronous", "wagma"}, "no cell of other methods takes too long"
     assert {one.latency_ms for one in found} == {0.0, 20.0, 100.0} and {one.every for one in found} == {10, 20, 50}
     assert network.cells_of(options("--cells", "3")) == found[:3]
     minutes = sum(network.seconds_of(one, options()) for one in found) / 60
@@ -108,7 +108,7 @@ def test_a_cells_section_is_the_methods_with_its_wire_and_round() -> None:
 
 @pytest.fixture
 def clock() -> SimpleNamespace:
-    """A clock that moves when something sleeps, each time by a tenth more than asked for."""
+    """Provide a clock: the time `now`, and the factor `late` by which sleeps take longer than asked for."""
     return SimpleNamespace(now=100.0, late=1.1)
 
 
@@ -125,7 +125,7 @@ def test_what_a_span_takes_too_long_is_taken_off_the_next(clock: SimpleNamespace
         pace.pause()
         assert clock.now + 0.0 == pytest.approx(100.0 + 0.6 * (step + 1) + 3.0 * step + pace.debt)
         assert 0 < pace.debt < 0.06
-        clock.now += 3.0  # a message, which is no computation
+        clock.now += 3.0  # a message, which does not count as computation
 
 
 def test_computation_that_takes_longer_than_its_span_is_owed(clock: SimpleNamespace) -> None:
@@ -150,7 +150,7 @@ def test_a_cells_row() -> None:
     rank = {"alone": 0.6, "steps": [20, 20, 20], "seconds": [13.5, 13.6, 15.0], "waited": [1.4, 1.5, 2.9], "debt": 0.0}
     rank["sent"] = [16e6, 16.5e6, 17e6]
     row, named = network.table_row({"cell": cell, "ranks": [rank, rank]}, options())
-    # 15 MB at 95.6 Mbit/s: 1.25 s beside 12 s
+    # 15 MB take 1.25 s at 95.6 Mbit/s, in addition to 12 s of computation.
     expected = ("diloco", "fp32", "20", "100", "0", "88.2 %", "80.0 to 88.9", "90.5 %", "-2.3")
     assert row == (*expected, "1.60", "1.50", "1.25", "16.50", "+10.0 %") and named is None
     assert len(row) == len(network.COLUMNS)

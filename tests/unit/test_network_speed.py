@@ -1,4 +1,4 @@
-"""The doctor's measurements between hosts and ranks: links, clocks and collectives, and what is found in them."""
+"""The doctor's measurements of links, clocks and collectives between hosts and ranks, and its findings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_link_is_measured(server):
 
 def test_a_clock_that_is_off_is_seen(server, monkeypatch):
     def clock() -> float:
-        """Of the server, which runs in a thread of its own, 100 s ahead."""
+        """Return the time, which is 100 s later for the server. The server runs in a thread of its own."""
         return 1100.0 if threading.current_thread() is not threading.main_thread() else 1000.0
 
     monkeypatch.setattr(
@@ -72,7 +72,7 @@ def test_a_clock_that_is_off_is_seen(server, monkeypatch):
 
 
 def test_clocks_are_compared_by_the_quickest_round_trip(server, monkeypatch) -> None:
-    """What a message takes there and what it takes back differ most in a slow one."""
+    """The slower a round trip is, the more its two directions may differ."""
     pings = cycle([(0.5, 3.0), (0.01, 0.2), (0.8, -5.0)])
     monkeypatch.setattr(network_speed, "_ping", lambda connection: next(pings))
     monkeypatch.setattr(network_speed, "LONGEST_TRANSFER", 0.001)
@@ -112,7 +112,7 @@ def test_a_link_that_trickles_is_measured_no_longer_than_one_that_is_silent(monk
 
 
 def test_all_links_are_measured_between_two_hosts(monkeypatch):
-    """Both hosts in this process; the exchange of the real ones is a roll call."""
+    """Both hosts are threads of this process. Real hosts exchange values in a roll call."""
     monkeypatch.setattr(network_speed, "LONG_ENOUGH", 0.01)
     barrier, told = threading.Barrier(2), {}
 
@@ -162,7 +162,7 @@ def test_of_many_links_the_slowest_are_shown():
 def test_the_slower_direction_of_a_link_is_what_it_is_worth() -> None:
     measured = [Link(0, 1, 0.5, 1e8, 1e8), Link(0, 2, 0.5, 1e8, 1e6), Link(1, 2, 0.5, 1e8, 1e8)]
     levels = [finding.level.value for finding in links_between(["n0", "n1", "n2"], measured)]
-    assert levels == ["warning", "ok", "ok", "ok"], "the slowest first, then the others and the clocks"
+    assert levels == ["warning", "ok", "ok", "ok"], "the slowest link comes first, then the other links and the clocks"
 
 
 @pytest.mark.parametrize(("setting", "milliseconds", "warned"), [("1", 80.0, 1), ("0", 80.0, 0), ("1", 9.0, 0)])
@@ -171,7 +171,7 @@ def test_a_slow_start_is_named_where_hosts_are_far_apart(
 ) -> None:
     monkeypatch.setattr(network_speed, "SLOW_START", tmp_path / "tcp_slow_start_after_idle")
     links = [Link(0, 1, milliseconds), Link(0, 2, 1.0)]
-    assert slow_start(links) == []  # not on Linux
+    assert slow_start(links) == []  # the file is missing, as on systems other than Linux
     network_speed.SLOW_START.write_text(f"{setting}\n")
     found = slow_start(links)
     assert starts_slowly() == (setting != "0")
@@ -198,7 +198,7 @@ def test_ports_to_open_are_named_where_the_kernel_tells_them(monkeypatch: pytest
 
 
 class Axis:
-    """An axis of a mesh whose collectives note that they were called, and take as long as they are said to."""
+    """Axis of a mesh whose collectives record their calls. `all_gather` returns the given seconds."""
 
     def __init__(self, name: str, size: int, calls: list[str], seconds: tuple[float, ...] = ()):
         self.axis, self.size, self.device, self._calls, self._seconds = name, size, "cpu", calls, seconds
@@ -225,7 +225,7 @@ def mesh_of(replicas: int, shard: int, seconds: tuple[float, ...]) -> tuple[Simp
 
 def test_a_round_takes_as_long_as_the_slowest_rank_between_replicas() -> None:
     mesh, _ = mesh_of(2, 4, seconds=(0.5, 1.0))
-    sent = 4 * SMALLEST  # 2 (N-1)/N of 4 bytes a value
+    sent = 4 * SMALLEST  # 2 (N-1)/N x 4 bytes per value
     findings, rate = bench_collectives(mesh, 2.0 * sent, 0.0, 60)
     found = [finding.what for finding in findings]
     assert rate == sent
@@ -248,7 +248,8 @@ def test_a_gpus_all_reduce_is_over_when_the_gpu_says_so(monkeypatch: pytest.Monk
     findings, _ = bench_collectives(mesh, None, 0.0, 60)
     assert " in 1.000 s on 2 connections to each peer, " in findings[0].what
     measured = ["replica: measuring"] * 4 + ["synchronize cuda:1"]  # two messages at once on each connection
-    assert calls[:11] == [*measured, *measured, "all: comparing times"], "the first time opens TCP's window"
+    # The first all-reduce, which is not timed, opens TCP's window.
+    assert calls[:11] == [*measured, *measured, "all: comparing times"]
 
 
 def test_the_rate_of_a_distant_link_leaves_out_its_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,20 +262,20 @@ def test_the_rate_of_a_distant_link_leaves_out_its_round_trip(monkeypatch: pytes
     monkeypatch.setattr(network_speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     rate = 1e8
     assert network_speed._rate(transfer, 0.25, 60) == pytest.approx(rate)
-    assert 2.5 < 0.25 + sizes[-1] / rate < 5, "ten round trips, and at most twice as long"
+    assert 2.5 < 0.25 + sizes[-1] / rate < 5, "the transfer is as long as ten round trips, and at most twice that"
     rate = 1e4
     now[0] = 0.0
     assert network_speed._rate(transfer, 0.25, 60) == pytest.approx(rate)
-    assert now[0] < 7, "over a slow link, the first one is long enough"
+    assert now[0] < 7, "over a slow link, the first transfer is long enough"
     now[0], rate = 0.0, 1e6
     network_speed._rate(transfer, 5.0, 20)
-    assert now[0] < 20 / 5, "each direction ends long before others' patience"
+    assert now[0] < 20 / 5, "each direction ends long before other hosts give up"
 
 
 def test_between_distant_replicas_an_all_reduce_counts_when_bytes_take_longer_than_hops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four replicas: six hops with round trips of 0.2 s, in which bytes travel if there are enough of them."""
+    """Among four replicas there are six hops with round trips of 0.2 s, which are hidden if enough bytes are sent."""
 
     def seconds(comms: Axis, mesh: Any, values: int) -> float:
         alone = 1.5 * 4 * values / 1.25e7
@@ -286,4 +287,4 @@ def test_between_distant_replicas_an_all_reduce_counts_when_bytes_take_longer_th
     assert rate == pytest.approx(1.25e7)
     assert found.what.endswith(" s after its first round trip, 12.5 MB/s")
     _, rate = bench_collectives(mesh, None, 0.2, 4)
-    assert rate == pytest.approx(1.5 * 4 * SMALLEST / (seconds(None, None, SMALLEST) - 0.2)), "no time for more"
+    assert rate == pytest.approx(1.5 * 4 * SMALLEST / (seconds(None, None, SMALLEST) - 0.2)), "no time for more values"

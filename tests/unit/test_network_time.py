@@ -1,4 +1,4 @@
-"""The analytic time for which replicas wait for the network, by hand."""
+"""Predicted time for which replicas wait for the network, compared with times computed by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmtrain.sync.timed_period import TimedPeriod
 BLOCKS = [1_024_000] * 6
 WIRE = 2 * 3 / 4 * 4 * 1_024_000  # bytes of a block, from each of 4 ranks
 FAST = NetworkLink(mbit=96.0)
-BLOCK = 8 * WIRE / 96e6  # about half a second
+BLOCK = 8 * WIRE / 96e6  # seconds of a block's message at 96 Mbit/s, about 0.5
 
 
 def sync_of(method: str, **keys: object) -> SyncSection:
@@ -55,7 +55,7 @@ def test_a_hop_is_halved_so_that_latency_passes_while_the_other_half_is_sent() -
 
 
 def test_gradients_after_backward_follow_each_other_with_few_in_flight() -> None:
-    """Send three blocks at once, as ZeRO does, although the connections would carry eight."""
+    """Three blocks are sent at once, as under ZeRO, although the connections could carry eight."""
     link = NetworkLink(mbit=96.0, latency_seconds=0.1, slow_start=False, connections=4)
     small = [block // 10 for block in BLOCKS]
     found = gradient_time(WireSection(), small, 4, 0.6, link, backward_share=0.0)
@@ -102,8 +102,8 @@ def test_two_messages_at_once_hide_latency_but_no_bytes() -> None:
 
 
 def test_second_exchanges_of_two_blocks_are_sent_at_once() -> None:
-    """First exchanges take 0.1 s, second ones 0.05 s. The first ones of three blocks arrive together, and so do the second ones of
-    two of them."""
+    """First exchanges take 0.1 s, second ones 0.05 s. The first exchanges of three blocks arrive together, and so do the
+    second exchanges of two blocks."""
     link = NetworkLink(mbit=1e6, latency_seconds=0.05)
     rounded = block_message(128_000, 4, WireSection(kind="int8"))
     assert concurrent_seconds([rounded.first] * 6, link) == pytest.approx(0.1, rel=1e-3)
@@ -128,7 +128,7 @@ def test_several_connections_have_more_messages_on_their_way() -> None:
     short, link = Exchange(100.0, 6), NetworkLink(mbit=1e6, latency_seconds=0.05, slow_start=False, connections=2)
     assert concurrent_seconds([short] * 4, link) == pytest.approx(0.6)
     assert concurrent_seconds([short] * 4, link, started=3) == pytest.approx(1.2)
-    rounded = block_message(128_000, 4, WireSection(kind="int8"))  # on one connection, which carries any number
+    rounded = block_message(128_000, 4, WireSection(kind="int8"))  # on one connection, which carries any number of them
     assert concurrent_seconds([rounded.first] * 4, link) == pytest.approx(0.1, rel=1e-3)
     far = NetworkLink(1e6, 0.5, slow_start=False, connections=4)  # 6 blocks, 3 of them at once, 6 hops each
     assert exposed("local_sgd", far) == pytest.approx(3 + 2 * 6, rel=1e-3)
@@ -143,7 +143,7 @@ def test_several_connections_have_more_messages_on_their_way() -> None:
     assert concurrent_seconds([large] * 3, far, started=1) == pytest.approx(3 * 2, rel=1e-3)
     assert concurrent_seconds([large] * 3, far, started=2) == pytest.approx(2 * 2, rel=1e-3)
     assert block_message(2**20, 2, WireSection(), connections=4).first.parts == 1
-    # The bytes take as long, and a block that shares the network with two others is hidden behind one block less.
+    # The bytes take as long. With two other blocks on the network, a block has one block less to hide behind.
     near = NetworkLink(96.0, connections=4)
     assert exposed("diloco", near) == exposed("diloco")
     assert exposed("edit", near) == pytest.approx(6 * BLOCK - 3 * 0.6 / 3 / 6)
@@ -176,8 +176,8 @@ def test_tcp_starts_slowly_after_a_pause() -> None:
 
 def test_layerwise_hides_blocks_behind_the_forward_of_those_before() -> None:
     forward = 0.6 / 3 / 6
-    assert exposed("edit") == pytest.approx(6 * BLOCK - 4 * forward)  # the last two come at once
-    # With a network faster than the forward, the first two blocks share it, and nothing hides them.
+    assert exposed("edit") == pytest.approx(6 * BLOCK - 4 * forward)  # the last two blocks arrive together
+    # On a network faster than the forward pass, the first two blocks share the network, and nothing hides them.
     assert exposed("edit", NetworkLink(mbit=9600.0)) == pytest.approx(2 * BLOCK / 100)
 
 
@@ -196,10 +196,10 @@ def test_a_fragment_hides_behind_its_steps() -> None:
     one = {"kind": "overlapped", "steps": 1, "fragments": 3}
     assert exposed("streaming_diloco", **fp32, schedule=one) == pytest.approx(3 * (2 * BLOCK - 0.6))
     assert exposed("streaming_diloco", **fp32, schedule=one | {"steps": 2}) == 0
-    # Not behind more steps than a round has for all fragments.
+    # All fragments together do not hide behind more steps than a round has.
     late = {"schedule": one | {"steps": 3}, **fp32, "every": 3}
     assert exposed("streaming_diloco", **late) == pytest.approx(6 * BLOCK - 3 * 0.6)
-    # A round trip of 0.28 s: 6 hops of two blocks at once, and gloo's threads have three times as much to do in a round.
+    # A fragment of two blocks, sent at once, takes 6 hops with round trips of 0.28 s. A round has three fragments.
     far = NetworkLink(1e6, 0.14, slow_start=False)
     assert exposed("streaming_diloco", far, **late) == pytest.approx(3 * 6 * 0.28 - 3 * 0.6, rel=1e-3)
     assert exposed("streaming_diloco", far, **late | {"every": 9}) == 0
@@ -210,7 +210,7 @@ def test_a_fragment_hides_behind_its_steps() -> None:
 
 def test_a_fragments_second_exchange_has_the_second_half_of_its_steps() -> None:
     link = NetworkLink(mbit=6.0)
-    half = 2 * BLOCK * 16 * (1 + 4 / 128) / 4 / 2  # of a fragment of 2 blocks
+    half = 2 * BLOCK * 16 * (1 + 4 / 128) / 4 / 2  # seconds of one exchange of a fragment of 2 blocks
     keys = {"kind": "overlapped", "fragments": 3}
 
     def with_steps(steps: int) -> float:
@@ -252,17 +252,18 @@ def test_a_group_is_waited_for_in_every_step_but_the_last() -> None:
 
 
 def test_a_group_starts_slowly_when_its_turn_comes_again() -> None:
-    """Two pairs take turns among 4 replicas, so a pair's connection pauses for two steps and the other pair's average."""
+    """Each of 4 replicas has two partners in turn, so a pair's connection is idle for two steps and one other average."""
     link = NetworkLink(1e6, 0.05)
     before = 1.5 * 0.1 + 3 * 2 * 0.1  # waking, and 6 blocks in 2 hops on 2 threads
     window = 2 * 1_024_000 * 4 / 2
     doublings = math.log2(1 + window / INITIAL_WINDOW) - 1
     pause = 2 * 0.6 + before
     assert pause // (0.1 + 0.2) < doublings
-    of_all = 3 * 6 * 0.1 + 0.1 * (2 * 0.6 // (0.1 + 0.2))  # all replicas' connections pause for a round
+    # Connections for averages of all replicas are idle for a round.
+    of_all = 3 * 6 * 0.1 + 0.1 * (2 * 0.6 // (0.1 + 0.2))
     expected = before + 0.1 * (pause // 0.3) + of_all
     assert exposed("wagma", link, every=2) == pytest.approx(expected, rel=1e-2)
-    # Of 8 replicas in groups of 2, three take turns; in groups of 8 there is one.
+    # In groups of 2, each of 8 replicas has three partners in turn.
     sync = sync_of("wagma", schedule={"kind": "wait_avoiding", "group_size": 2})
     pause = 3 * 0.6 + 2 * before
     found = round_time(sync, BLOCKS, 8, 0.6, 22, link).exposed - round_time(sync, BLOCKS, 8, 0.6, 21, link).exposed
@@ -270,7 +271,7 @@ def test_a_group_starts_slowly_when_its_turn_comes_again() -> None:
 
 
 def test_all_messages_that_start_at_once_share_a_window() -> None:
-    """Three blocks of a blocking schedule; all blocks of a group and of a fragment."""
+    """Three blocks start at once with a blocking schedule, and all blocks of a fragment with an overlapped one."""
     link = NetworkLink(mbit=1e6, latency_seconds=0.05)
     first = block_message(1_024_000, 4, WireSection(kind="bf16")).first
 
@@ -291,7 +292,7 @@ def test_all_messages_that_start_at_once_share_a_window() -> None:
 
 
 def test_backward_passes_hide_a_slow_start() -> None:
-    """The first message starts slowly. Five more blocks' backward passes come after it."""
+    """Only the first message starts slowly, and the backward passes of five more blocks come after it."""
     link, steady = NetworkLink(1e6, 0.05), NetworkLink(1e6, 0.05, slow_start=False)
     wire = {"kind": "int8", "gradients": True}
     for step in (6.0, 60.0):
@@ -299,7 +300,7 @@ def test_backward_passes_hide_a_slow_start() -> None:
             "synchronous", steady, step=step, wire=wire
         )
     waits = [exposed("synchronous", one, step=0.9, wire={**wire, "kind": "fp32"}) for one in (link, steady)]
-    assert waits[0] > waits[1], "the messages take longer than the backward passes, so that nothing hides it"
+    assert waits[0] > waits[1], "the messages take longer than the backward passes, so nothing hides the slow start"
 
 
 def timed(every: float, min_steps: int, step: float = 0.6, **keys: object) -> RoundTime:
@@ -315,7 +316,7 @@ def test_a_wait_is_part_of_the_seconds_of_the_next_round() -> None:
     assert timed(30.0, 0) == round_time(sync_of("diloco"), BLOCKS, 4, 0.6, 45, FAST)
     assert timed(30.0, 4 * 45) == timed(30.0, 0)
     assert timed(30.0, 4 * 45 + 1).compute == pytest.approx(0.6 * (45 + 50))
-    assert timed(2.0, 0).compute == timed(0.1, 0).compute == 0.6, "a round has a step, although the wait takes longer"
+    assert timed(2.0, 0).compute == timed(0.1, 0).compute == 0.6, "a round has a step, even if the wait takes longer"
 
 
 @pytest.mark.parametrize(("every", "min_steps"), [(30.2, 0), (30.2, 600), (2.2, 80), (0.1, 80)])
@@ -335,7 +336,7 @@ def test_timed_rounds_are_as_long_as_the_period_makes_them(every: float, min_ste
 
 def test_delayed_messages_of_timed_rounds_take_more_of_each_round_if_they_are_longer() -> None:
     assert timed(6.0, 0, schedule="delayed") == RoundTime(pytest.approx(6.0), 0.0, pytest.approx(6 * WIRE))
-    late = timed(2.4, 0, schedule="delayed")  # four steps, then three, two and one
+    late = timed(2.4, 0, schedule="delayed")  # four steps at first, then three, two and one
     assert (late.compute, late.exposed) == (pytest.approx(0.6), pytest.approx(6 * BLOCK - 0.6))
 
 

@@ -1,4 +1,4 @@
-"""The doctor's prediction for a recipe on the network that it has measured, and what it would change."""
+"""The doctor's prediction for a recipe on the measured network, and the changes that it advises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def size(recipe: Callable[..., Recipe]) -> ModelSize:
 
 
 def slow(recipe: Recipe, size: ModelSize, used: float) -> HardwareRates:
-    """Rates at which the recipe computes for a share `used` of its time, found by bisection over the bandwidth."""
+    """Return rates at which the recipe computes for a share `used` of its time. Bisection finds the bandwidth."""
     low, high = 1e-3, 1e6
     for _ in range(100):
         middle = (low * high) ** 0.5
@@ -85,7 +85,7 @@ def test_the_delay_is_the_shortest_that_hides_messages(recipe: Callable[..., Rec
 
 
 def test_what_the_recipe_does_not_allow_is_not_offered(recipe: Callable[..., Recipe], size: ModelSize) -> None:
-    """EDiT's norms take one step of the delay; rounds of seconds have no length in steps."""
+    """The exchange of EDiT's norms takes one step of the delay. Rounds of seconds have no length in steps."""
     edit = recipe("sync.method=edit", "sync.warmup_steps=1")
     offered = [keys for keys, _ in changes(edit, size, *MESH, HardwareRates(1e10, 1e6))]
     assert "sync.schedule='{kind: overlapped, steps: 2}'" in offered

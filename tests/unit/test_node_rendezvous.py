@@ -40,7 +40,7 @@ class Meeting:
         steps: Sequence[str] = (),
         infos: Sequence[NodeInfo] = (),
     ) -> list[object]:
-        """What `do` returned or raised for each of `ranks`, in order."""
+        """Return, for each of `ranks` in order, the result of `do`, or the error of `do` or of the meeting."""
         outcomes: list[object] = [None] * len(ranks)
 
         def attend(place: int) -> None:
@@ -164,7 +164,7 @@ def test_nodes_are_refused_for_other_recipes_and_may_come_again_for_lost_gpus() 
     assert type(error_of(NodeInfo(1, 1), NodeInfo(1, 0, refusal="the model needs more memory"))) is TrainingError
     told = error_of(NodeInfo(7, 7), refused)
     assert type(told) is RecipeError and str(told) == f"{refused.refusal} (node 1 on b)"
-    check_nodes([asdict(NodeInfo(4, gpus)) for gpus in (8, 4)], ["a", "b"])  # as NPROC_PER_NODE says
+    check_nodes([asdict(NodeInfo(4, gpus)) for gpus in (8, 4)], ["a", "b"])  # 4 processes per node; GPUs may differ
 
 
 def test_a_launcher_too_many_does_not_end_a_run(meeting: Meeting, monkeypatch: pytest.MonkeyPatch):
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_is_refused():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.MonkeyPatch, rank: int):
-    """Schedulers start again what ends with code 1, and nothing that ends with 2: a name may not be known yet."""
+    """Node 0's name may not be known yet. Schedulers start a job again after exit code 1, but not after 2."""
 
     def refuse(*_: object, **__: object) -> None:
         raise DistNetworkError(
@@ -214,7 +214,7 @@ def test_a_network_that_fails_at_the_start_may_work_later(monkeypatch: pytest.Mo
 
 
 def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_early() -> None:
-    """It would wait for them in the roll call, until the timeout."""
+    """Otherwise, ranks of node 0 would wait for the other ranks in the roll call until the timeout."""
 
     def watched(do: Callable[[NodeLink], object]) -> Exception | bool:
         stopped = threading.Event()
@@ -225,7 +225,7 @@ def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_
                 return do(call)
             before = call.has_failed(0)
             stopped.set()
-            wait_until(lambda: call.has_failed(0), "it has not heard")
+            wait_until(lambda: call.has_failed(0), "node 0 has not heard of the failure")
             call.exchange_exits(0, NodeExit(FAILED), False)
             return before
 
@@ -239,7 +239,7 @@ def test_node_0_ends_its_ranks_when_those_of_another_node_refuse_or_are_stopped_
 
 
 def test_a_launcher_that_is_stopped_once_its_ranks_have_ended_does_not_end_those_of_others() -> None:
-    """Rank 0 may still wait for the last evaluation."""
+    """Rank 0, on another node, may still wait for the last evaluation."""
     link = NodeLink(Nodes(2, 1, "alpha", 1), TimeoutStore(HashStore(), 10.0), NodeInfo())
     link.announce_failure("stopped")
     assert link.has_failed(0)
@@ -265,7 +265,8 @@ def test_a_node_that_loses_node_0_between_two_waits_says_so(monkeypatch: pytest.
     ):
         link.main_first(lambda: "", lambda: None)
     monkeypatch.setattr(node_rendezvous, "_open_store", lambda *_: Lost())
-    monkeypatch.setattr(node_rendezvous, "PrefixStore", lambda prefix, store: store)  # that of torch calls no Python
+    # torch's PrefixStore would not call methods that are written in Python.
+    monkeypatch.setattr(node_rendezvous, "PrefixStore", lambda prefix, store: store)
     with (
         pytest.raises(TrainingError, match=r"lost node 0 \(alpha:1\) while it waited for nodes to arrive"),
         connect_nodes(Nodes(2, 1, "alpha", 1), 5, NodeInfo()),
@@ -287,7 +288,7 @@ def test_all_nodes_learn_how_all_ended() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make launchers say often that they are there, and wait for silent ones only as long as a busy machine may need."""
+    """Make launchers send heartbeats often, and wait for silent ones only as long as a busy machine may need."""
     monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 2.5)
@@ -295,7 +296,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave(call: NodeLink) -> None:
-    """Leave, as if the ends of later waits had been heard: node 0 stays LINGER_SECONDS for each node that has not heard."""
+    """Acknowledge the ends of later waits, so that node 0 does not stay LINGER_SECONDS for this node, which is gone."""
     for wait in ("outcome0", "failure"):
         call._store.set(f"heard {wait} {call.nodes.rank}", "yes")
 
@@ -306,7 +307,7 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
     def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
         if call.nodes.rank == 1:
             return leave(call)
-        if call.nodes.rank == 2:  # trains, for longer than a launcher may be silent
+        if call.nodes.rank == 2:  # trains for longer than a launcher may be silent
             threading.Event().wait(1.5 * node_rendezvous.SILENCE_SECONDS)
         told = call.exchange_exits(0, NodeExit(FAILED), allow_node_loss)
         return told, call.exchange_exits(1, NodeExit(DONE), allow_node_loss)
@@ -335,7 +336,7 @@ def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest
 
 @pytest.mark.usefixtures("soon")
 def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 2.0)  # in which node 1 does not hear of the failure
+    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 2.0)  # node 1 is gone and does not acknowledge the failure
 
     def attend(call: NodeLink) -> str | None:
         return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
@@ -348,7 +349,7 @@ def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatc
 
 @pytest.mark.usefixtures("soon")
 def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
-    """A scheduler that replaces a lost node must not read it as a wrong recipe."""
+    """A scheduler that replaces a lost node must not take the error for one of the recipe."""
     meeting, outcomes = Meeting(), []
 
     def heartbeats() -> int:
@@ -361,11 +362,11 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
         outcomes.extend(meeting.hold([1], 2, lambda call: None))
         outcomes.append(call.exchange_exits(0, NodeExit(DONE), True))
 
-    wait_until(lambda: heartbeats() == 0, "launchers of an earlier test are there")
+    wait_until(lambda: heartbeats() == 0, "launchers of an earlier test are still there")
     meeting.hold([0, 1], 2, attend)
     assert type(outcomes[0]) is ReturnedError
     assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
-    assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without it"
+    assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without node 1"
 
 
 @pytest.mark.usefixtures("soon")

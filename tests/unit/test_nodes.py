@@ -1,4 +1,4 @@
-"""Numbers of processes that a launcher starts, and their nodes, by the environment."""
+"""Number of processes that a launcher starts, and the nodes that its environment describes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_more_processes_than_gpus_if_they_may_share(monkeypatch):
 
 @pytest.fixture
 def nodes_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Nodes]:
-    """The nodes that an environment with these variables describes."""
+    """Provide a function that returns the nodes that the given environment variables describe."""
 
     def read(variables: dict[str, str]) -> Nodes:
         for name in (*VARIABLES, *STEP, *SECOND, *JOB):

@@ -1,4 +1,4 @@
-"""Overrides: their forms, and values on the command line that YAML reads as others than they seem."""
+"""Forms of overrides, and values on the command line that YAML does not read as they are written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_value_that_yaml_reads_as_another_is_refused(argument: str, reason: st
 
 
 def test_values_that_yaml_reads_as_written() -> None:
-    """Quoted text and names stay as they are, too."""
+    """Quoted text and names are read as written, too."""
     seeds = {text: parse_overrides([f"run.seed={text}"])["run"]["seed"] for text in ("0", "-1", "1_000", "08", "1:99")}
     assert seeds == {"0": 0, "-1": -1, "1_000": 1000, "08": "08", "1:99": "1:99"}
     prompts = {

@@ -1,4 +1,4 @@
-"""Choices of `LocalUpdates`, which change a method's preset as a recipe's keys do."""
+"""Choices given to `LocalUpdates`, which change a method's preset as a recipe's keys do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGED = [
 def test_choices_change_a_preset_as_in_a_recipe(
     tmp_path: Path, method: str, choices: dict[str, Any], expected: Section
 ) -> None:
-    """With the preset's short forms, such as `schedule: layerwise`, and with the choices' own."""
+    """Presets and choices may both have short forms, such as `schedule: layerwise`."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sync = LocalUpdates(model, torch.optim.SGD(model.parameters()), method, **choices).sync
     assert getattr(sync, next(iter(choices))) == expected

@@ -1,4 +1,5 @@
-"""The comparison with peers over a thin network: its loops, its model that sleeps, its processes and its table."""
+"""Tests of benchmarks/peers.py, the comparison with torch and torchft over a slow network: its loops, its model that
+sleeps, its processes and its table."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ TASK = {"replicas": 4, "every": 20, "rounds": 1, "step_ms": 600.0, "common": ["o
 EVERY, STEPS, CLIP, VOCABULARY = 3, 8, 0.5, 7
 
 
-# ---- the peers' loops against steps taken by hand
+# ---- the peers' loops, compared with steps computed by hand
 
 
 class SmallModel(nn.Module):
-    """Two layers in float64, with equal weights on all ranks."""
+    """Model of two layers in float64, with equal weights on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,8 @@ def _weights_after_each_step(loop: str) -> list[list[torch.Tensor]]:
 
 
 def by_hand(averages_gradients: bool, averaged_after: set[int]) -> list[list[list[torch.Tensor]]]:
-    """Weights by rank and step: SGD on clipped gradients, with means over two replicas where they are asked for."""
+    """Return the weights of two replicas, by rank and step, under SGD on clipped gradients. Gradients are averaged in all
+    steps or in none, and weights after the given steps."""
     models, weights = [SmallModel(), SmallModel()], [[], []]
     for step in range(1, STEPS + 1):
         gradients = []
@@ -122,7 +124,7 @@ def test_loops_of_torch_take_the_steps_of_their_methods(
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Sleeps of the emulated model, which take no time here."""
+    """Record the sleeps of the emulated model, which take no time here."""
     taken: list[float] = []
     clock = loops.Pace(lambda: sum(taken), taken.append)
     monkeypatch.setattr(emulated_model, "Pace", lambda: clock)
@@ -144,10 +146,10 @@ def test_the_emulated_model_takes_its_time_block_by_block(naps: list[float]) -> 
         parameters[0].register_post_accumulate_grad_hook(lambda _, index=index: there.append(index))
     engine.forward_backward([torch.zeros(2, 9, dtype=torch.int64)])
     blocks = len(engine.blocks)
-    assert hooks == [(index, index) for index in range(blocks)]  # each before its block's time
+    assert hooks == [(index, index) for index in range(blocks)]  # each hook is called before its block sleeps
     assert there == list(reversed(range(blocks)))
     assert sum(naps) == pytest.approx(0.6) and sum(naps[:blocks]) == pytest.approx(0.2)
-    assert naps[0] == naps[-1] == 0  # the embedding multiplies nothing
+    assert naps[0] == naps[-1] == 0  # the embedding has no matrix products
     assert naps[1:blocks] == pytest.approx([naps[1]] * 4 + [naps[1] * 192 * 2048 / (4 * 192**2 + 3 * 192 * 512)])
     norms = [master.grad.norm() for masters in engine.masters for master in masters]
     assert len(norms) == 39 and min(norms) > 0
@@ -311,7 +313,7 @@ def test_rows_are_relative_to_the_same_turn_alone() -> None:
     turns = [
         {"alone": answers(1.0, 0.0), "edit": answers(1.25, loss=2.5)},
         {"alone": answers(2.0, 0.0), "edit": answers(4.0, loss=2.5), "ddp": answers(8.0)},
-        {"edit": answers(9.0, loss=2.5), "ddp": answers(10.0)},  # without a loop alone there is nothing to compare with
+        {"edit": answers(9.0, loss=2.5), "ddp": answers(10.0)},  # without `alone` there is nothing to compare with
     ]
     names = {"alone": "alone", "ddp": "torch DDP", "edit": "llmtrain EDiT", "co2": "never measured"}
     rows = peers.rows_of(100.0, names, turns, {"ddp": 1e6, "edit": None})
@@ -323,7 +325,7 @@ def test_rows_are_relative_to_the_same_turn_alone() -> None:
     ]
     assert all(len(row) == len(peers.COLUMNS) for row in rows)
     [never] = peers.rows_of(None, {"ddp": "never"}, turns[1:2], {"ddp": 0.0})
-    assert never[1] == "never", "all turns are in it"
+    assert never[1] == "never", "the name has no number of turns if none is missing"
     assert never[5:8] == ("1.60", "0.00", "")
     [unlimited] = peers.rows_of(None, {"alone": "alone"}, [{"alone": answers(1.0, None)}], {})
     assert unlimited[0] == "no limit" and unlimited[5:8] == ("", "", "")

@@ -1,4 +1,4 @@
-"""When replicas synchronize; QSR's rounds against the published schedules."""
+"""Steps at which replicas synchronize, and rounds of QSR with the published schedules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from llmtrain.sync.timed_period import TimedPeriod
 
 
 def rounds(period: Period, total: int) -> list[int]:
-    """Lengths of the rounds, from the decisions alone; the run's end closes the last one."""
+    """Return the lengths of the rounds, from the period's decisions alone."""
     ends = [step for step in range(1, total + 1) if period.ends_round(step)]
     warmup = sum(period.is_synchronous(step) for step in range(1, total + 1))
     return [end - start for start, end in zip([warmup, *ends], ends, strict=False)]
 
 
 def published(peak: float, total: int, warmup: int, shape: str) -> SimpleNamespace:
-    """The papers' schedules: from 0 to the peak, then to 1e-6, as a function of the steps already done."""
+    """Return the papers' schedules: from 0 to the peak, then to 1e-6, as a function of the steps already done."""
 
     def at(step: int) -> float:
         done = step - 1
@@ -60,7 +60,7 @@ def test_rounds_of_the_published_schedules(schedule, shape, base, alpha, expecte
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0])
 def test_rounds_grow_with_a_power_of_the_learning_rate(power):
-    """A round that starts when the learning rate has fallen to 1 / n of what alpha is has n^power steps."""
+    """A round that starts at a learning rate of alpha / n has n^power steps."""
     rates = SimpleNamespace(
         at=lambda step: 1.0 if step <= 40 else 0.5 if step <= 100 else 0.25, total_steps=300, warmup_steps=0
     )
@@ -70,7 +70,7 @@ def test_rounds_grow_with_a_power_of_the_learning_rate(power):
 
 
 def test_rounds_grow_once_the_rate_allows_one_step_more():
-    """With base 4 and an alpha of twice the peak, rounds grow from 0.89 of the peak on, not at once below it."""
+    """With base 4 and alpha twice the peak, rounds grow below a rate of 0.89 of the peak, not as soon as it falls."""
     rates = LRSchedule(1.0, 1000, LRScheduleSection(kind="cosine"))
     period = build_period(QsrSection(base=4, alpha=2.0), 0, rates)
     grown = next(step for step in range(1, 1001) if period.round_length(step) > 4)
@@ -88,7 +88,7 @@ def test_at_a_constant_learning_rate_rounds_have_one_length():
 
 
 def test_rounds_do_not_depend_on_where_a_run_was_resumed():
-    """Decisions are functions of the step: asking in any order, of a new object, gives the same."""
+    """Decisions depend on the step alone: a new object that is asked in the reverse order decides the same."""
     rates = LRSchedule(1e-3, 500, LRScheduleSection(kind="cosine", warmup_steps=20, final_ratio=0.01))
     first, again = (QsrPeriod(QsrSection(base=2, alpha=3e-3), 30, rates) for _ in range(2))
     assert [first.ends_round(s) for s in range(1, 501)] == [again.ends_round(s) for s in range(500, 0, -1)][::-1]
@@ -123,7 +123,7 @@ def test_a_step_has_a_place_in_its_round_and_none_in_a_synchronous_phase():
 
 
 class Hands(list):
-    """A clock that shows what the test says."""
+    """Clock that shows the time that the test has set."""
 
     def __call__(self) -> float:
         return self[0]
@@ -138,9 +138,9 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     period = timed(clock)
     for step in (1, 2):
         assert period.is_synchronous(step) and not period.ends_round(step) and period.step_in_round(step) == 0
-    assert period.resharded([period.state_dict()] * 3) == period.state_dict(), "no clock has started"
+    assert period.resharded([period.state_dict()] * 3) == period.state_dict(), "no clock has started yet"
     clock[0] = -5.0
-    assert not period.is_synchronous(3), "a question, which starts no clock"
+    assert not period.is_synchronous(3), "asking does not start the clock"
     clock[0] = 5.0
     period.begin_local_step(3)
     assert period.step_in_round(3) == 1
@@ -160,7 +160,7 @@ def test_rounds_of_seconds_begin_after_the_warm_up_and_go_on_where_a_run_was_lef
     assert not again.is_synchronous(5) and again.step_in_round(5) == 1 and again.agreed_step(5) is None
     again.begin_local_step(5)
     clock[0] = 1005.4
-    assert not again.ends_round(5), "9.9 seconds, of which 4.5 before it was left, and none before its first step"
+    assert not again.ends_round(5), "9.9 seconds: 4.5 before the run was left, and 5.4 since its next step began"
     clock[0] = 1005.6
     assert again.ends_round(6) and again.round_length(6) == 2
 
@@ -174,7 +174,7 @@ def test_a_validation_takes_no_seconds_of_a_round():
     clock[0] = 11.0
     with period.paused():
         clock[0] = 30.0
-        assert period.state_dict()["elapsed"] == 1.0, "of a checkpoint after the validation"
+        assert period.state_dict()["elapsed"] == 1.0, "a checkpoint after the validation does not count its seconds"
     clock[0] = 38.9
     assert not period.ends_round(4), "9.9 seconds, without the 19 of the validation"
     clock[0] = 39.1
@@ -192,7 +192,7 @@ def test_a_request_to_stop_ends_a_round_of_seconds():
 
 
 def test_a_longer_run_begins_with_a_round_of_full_length():
-    """At a run's end, what is left of it makes rounds short."""
+    """Few remaining steps make the last rounds of a run short. A longer run that continues it must not inherit that."""
     clock = Hands([0.0])
     section = EverySecondsSection(every=10.0, min_steps=5)
     period, longer = (TimedPeriod(section, 0, total, Comms(None), Comms(None), clock) for total in (4, 20))
@@ -201,19 +201,19 @@ def test_a_longer_run_begins_with_a_round_of_full_length():
         clock[0] = 9.0 * step
         period.ends_round(step)
     assert period.agreed_step(4) == 4
-    clock[0] += 60.0  # its last validation and checkpoint
+    clock[0] += 60.0  # the last validation and checkpoint
     longer.load_state_dict(period.state_dict())
     longer.total_steps_changed(is_synchronized=True)
     longer.begin_local_step(5)
     clock[0] += 5.0
-    assert not longer.ends_round(5), "not 10 seconds"
+    assert not longer.ends_round(5), "10 seconds have not passed"
     clock[0] += 6.0
     assert not longer.ends_round(6) and longer.agreed_step(6) == 6, "2 steps since the run's end are too few"
     shorter = TimedPeriod(section, 0, 7, Comms(None), Comms(None), clock)
     shorter.load_state_dict(longer.state_dict())
     shorter.total_steps_changed(is_synchronized=False)
     shorter.begin_local_step(7)
-    assert not shorter.ends_round(7) and shorter.agreed_step(7) == 7, "its last step, after no time at all"
+    assert not shorter.ends_round(7) and shorter.agreed_step(7) == 7, "the run's last step, although no time has passed"
 
 
 def test_rounds_begin_after_the_warm_up_that_a_run_had():
@@ -239,7 +239,7 @@ def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
 
 
 def test_rounds_of_the_quadratic_rule_beyond_the_end_have_the_shortest_length() -> None:
-    """In a loop of one's own that goes on, for its last averages."""
+    """A training loop of one's own may go on beyond the end, to its last average."""
     rates = LRSchedule(1.0, 10, LRScheduleSection(kind="constant"))
     period = QsrPeriod(QsrSection(base=3, alpha=3**0.5), 1, rates)
     ends = [step for step in range(1, 20) if period.ends_round(step)]

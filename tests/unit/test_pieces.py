@@ -1,4 +1,4 @@
-"""Long tensors in pieces: each row once, in order, and sums in float64."""
+"""Pieces of long tensors, which have each row once and in order, and norms that are summed in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_copy_in_float64_is_bounded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_norms_are_summed_in_float64() -> None:
-    """In float32, one would not change with the small values."""
+    """In float32, the squares of the small values would not change a sum of one."""
     values = torch.full((1001,), 1e-5)
     values[0] = 1.0
     [norm] = exact_norms(values)

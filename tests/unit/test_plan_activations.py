@@ -1,4 +1,4 @@
-"""The plan's activations against what autograd keeps of real layers, so that its constants are not only their own."""
+"""Activations that the plan estimates, compared with those that autograd saves for real layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ MODELS: dict[str, Callable[[int], str]] = {
 
 @pytest.fixture(autouse=True)
 def _attention_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's, as on GPUs; a CPU computes short rows of bf16 by products, and keeps their weights."""
+    """Make attention fused for all lengths, as on GPUs and in the plan. For few queries in bf16, a CPU would use matrix
+    products and save the attention weights."""
     monkeypatch.setattr(attention, "SHORT", 0)
 
 
@@ -69,11 +70,11 @@ def ids() -> torch.Tensor:
 
 
 def kept(recipe: Recipe) -> int:
-    """Return the bytes that autograd keeps for backward, parameters left out."""
+    """Return the bytes that autograd saves for backward, without parameters and buffers."""
     model = model_of(recipe)
     if recipe.parallel.compile:
         torch.compiler.reset()  # other tests may have compiled the same layers as often as torch allows
-        model.hidden(ids())  # compiled first: hooks see a compiled layer's own tensors
+        model.hidden(ids())  # compile before hooks are set, so that they see what compiled layers save
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -89,7 +90,7 @@ def kept(recipe: Recipe) -> int:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("family", "off"), [("llama", 0.02), ("gpt_neo", 0.03), ("gptj", 0.2)])
 def test_a_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, off: float, precision: str) -> None:
-    """Attention that is not fused is planned with GPT-Neo's numbers, of which GPT-J needs less."""
+    """The plan takes GPT-Neo's constants for all attention that is not fused. GPT-J needs less memory than that."""
     few, many = (recipe_of(tmp_path, family, layers, precision) for layers in (2, 4))
     planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (few, many)]
     found = (kept(many) - kept(few)) / (planned[1] - planned[0])
@@ -121,7 +122,7 @@ def test_a_compiled_layer_keeps_what_the_plan_says(tmp_path: Path, family: str, 
 def test_masks_of_documents_are_those_that_the_plan_counts(
     tmp_path: Path, family: str, keys: list[str], masks: int, precision: str
 ) -> None:
-    """In four layers, of which every second is local in GPT-Neo, and has a mask of its windows anyway."""
+    """The models have four layers. In GPT-Neo every second layer is local and has a mask of its windows anyway."""
     of_one = DTYPES[precision].itemsize * SEQUENCES * LENGTH**2
     plain, masked = (
         recipe_of(tmp_path, family, 4, precision, *keys, f"train.document_mask={mask}") for mask in ("false", "true")
@@ -129,7 +130,7 @@ def test_masks_of_documents_are_those_that_the_plan_counts(
     planned = [estimate(recipe, size_of(recipe), 1, 1).activations for recipe in (plain, masked)]
     assert planned[1] - planned[0] == masks * of_one
     more = kept(masked) - kept(plain)
-    assert masks * of_one <= more < (masks + 0.9) * of_one, "positions and numbers of documents beside the masks"
+    assert masks * of_one <= more < (masks + 0.9) * of_one, "the rest are positions and document numbers"
 
 
 def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,5 +141,5 @@ def test_a_layers_backward_takes_a_quarter_more(tmp_path: Path, monkeypatch: pyt
     layer = (sizes[1] - sizes[0]) / 2
     assert sizes[0] == pytest.approx(2.25 * layer, abs=2)
     model, made = model_of(few), []
-    peaks.allocator_peak(lambda: made.append(model.hidden(ids()).sum()))  # the profiler knows of what it saw allocated
+    peaks.allocator_peak(lambda: made.append(model.hidden(ids()).sum()))  # the profiler must see the allocations, too
     assert peaks.allocator_peak(made[0].backward) == pytest.approx(layer / 4, rel=0.2)

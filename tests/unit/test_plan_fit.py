@@ -1,4 +1,4 @@
-"""A run that can't fit is refused before anything is read, in one line; so is none that might."""
+"""Refusals, in one line and before anything is read, of runs that can not fit in memory, and of no others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The plan's arithmetic, against counts by hand. What a layer keeps is measured in `test_plan_activations`."""
+"""Memory that the plan estimates, compared with counts by hand. `test_plan_activations` measures what layers save."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_attention_that_is_not_fused_keeps_its_weights(tmp_path) -> None:
     recipe = make(tmp_path, model="{type: gptj, config: {n_embd: 8, n_layer: 2, n_head: 4, rotary_dim: 2}}")
     size = size_of(recipe)
     assert (size.attention, size.unfused_heads) == ("not fused", 4)
-    # of both layers, and a quarter for gradients: 6 bytes for heads x tokens x sequence
+    # both layers and a quarter of one for gradients, with 6 bytes per attention weight: heads x tokens x sequence
     linear = SAVED_PER_LINEAR["not fused"]["bf16"] * 2 * (2 * 16) * size.linear_features
     assert estimate(recipe, size, 1, 1).activations == pytest.approx(
         (2 + 1 / 4) * (6 * 4 * (2 * 16) * 16 + linear), abs=2
@@ -118,7 +118,8 @@ def test_bytes_of_one_rank_alone(tmp_path) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer, memory.anchors) == (6 * p, 4 * p, 8 * p, 8 * p)
     layer = SAVED * 2 * 32 * size.linear_features
     assert memory.activations == pytest.approx((LAYERS + 1 / 4) * layer, abs=2)
-    # 32 tokens are fewer than loss_chunk; the head's gradient is what is largest beside its logits, in bf16 and twice in fp32
+    # One chunk has all 32 tokens. Its logits, in bf16 and twice in fp32, need more than gradients of logits and head in
+    # bf16. The head's gradient in fp32 and that of its inputs in bf16 are added.
     assert memory.loss == (2 + 2 * 4) * 32 * VOCABULARY + 4 * EMBEDDING + 2 * 32 * HIDDEN
     assert memory.host == 0
 
@@ -129,22 +130,22 @@ def test_a_large_vocabularys_gradient_is_larger_than_its_logits(tmp_path) -> Non
 
 
 def most(tmp_path, *overrides: str, shard: int = 1) -> int:
-    """The most at a time, beside what stays, without accumulation."""
+    """Return the peak bytes of a step with one micro-batch, without the parts that stay."""
     memory = planned(tmp_path, f"train.global_batch={2 * shard}", *overrides, shard=shard)
     return memory.device_total - memory.weights - memory.optimizer - memory.anchors
 
 
-OF_LAYER = SAVED * 2 * 32 * 148  # what one keeps for backward, in bf16
-IN_WORK = (2 + 4) * 808  # gradients of the head, the largest block
-FORWARD = 2 * (808 + 800)  # sharded: head and embedding, the largest blocks, in bf16
-SHARDED = 4 * 3864 / 2  # masters or gradients of two ranks
+OF_LAYER = SAVED * 2 * 32 * 148  # bytes that a layer saves for backward, in bf16
+IN_WORK = (2 + 4) * 808  # gradients of the head, the largest block, in bf16 and fp32
+FORWARD = 2 * (808 + 800)  # if sharded, the two largest blocks in bf16: head and embedding
+SHARDED = 4 * 3864 / 2  # masters or gradients on each of two ranks
 
 
 def test_most_is_there_at_the_end_of_forward(tmp_path) -> None:
     loss = planned(tmp_path).loss
     assert most(tmp_path) == pytest.approx(LAYERS * OF_LAYER + loss, abs=LAYERS)
     accumulating = planned(tmp_path).device_total - planned(tmp_path, "train.global_batch=2").device_total
-    assert accumulating == 4 * 3864  # whole gradients are there already
+    assert accumulating == 4 * 3864  # all gradients of earlier micro-batches are there already
 
 
 def test_gathered_blocks_are_there_at_the_end_of_forward_and_in_backward(tmp_path) -> None:
@@ -173,7 +174,7 @@ def test_most_is_there_when_backward_begins_if_the_loss_needs_little(tmp_path) -
 
 def test_most_is_there_when_backward_ends_if_layers_are_checkpointed(tmp_path) -> None:
     found = most(tmp_path, "parallel.loss_chunk=1", "parallel.activation_checkpointing=true")
-    gradients = 4 * (3864 - 808)  # of all blocks but the one in work
+    gradients = 4 * (3864 - 808)  # of all blocks but the one in IN_WORK
     assert found == pytest.approx(gradients + 2 * 32 * HIDDEN + 1.25 * OF_LAYER + IN_WORK, abs=2)
 
 
@@ -198,11 +199,11 @@ def test_accumulated_gradients_are_sharded(tmp_path) -> None:
     assert twice.gradients == once.gradients
     assert (
         twice.device_total - once.device_total == 3864
-    )  # a quarter of 4 bytes each: there from the second micro-batch on
+    )  # a quarter of 4 bytes per parameter, from the second micro-batch on
 
 
 def test_parameters_that_stay_gathered_take_memory(tmp_path) -> None:
-    """All 3864 parameters in bf16 instead of the two largest blocks, of 808 and 800 (see below)."""
+    """All 3864 parameters are in memory in bf16 instead of the two largest blocks, of 808 and 800."""
     freed, kept = (planned(tmp_path, f"parallel.reshard_after_forward={value}", shard=4) for value in ("true", "false"))
     assert kept.gathered - freed.gathered == 2 * (3864 - 808 - 800)
     assert kept.device_total - freed.device_total <= 2 * (3864 - 808 - 800)
@@ -215,7 +216,7 @@ def test_parameters_stay_gathered_where_they_are_few(
     monkeypatch.setattr(memory, "KEPT_BYTES", allowed)
     recipe = make(tmp_path, "train.micro_batch=1", "train.global_batch=4", "parallel.reshard_after_forward=auto")
     assert reshards(recipe, size_of(recipe), 1, 4) is frees
-    assert KEPT_SHARE * estimate(recipe, size_of(recipe), 1, 4).device_total < 2 * 3864, "more than their share"
+    assert KEPT_SHARE * estimate(recipe, size_of(recipe), 1, 4).device_total < 2 * 3864, "more than KEPT_SHARE"
 
 
 def test_parameters_stay_gathered_where_they_add_little(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -225,7 +226,7 @@ def test_parameters_stay_gathered_where_they_add_little(monkeypatch: pytest.Monk
     for sequences, stays in ((1, False), (64, True)):
         keys = [f"train.micro_batch={sequences}", "train.global_batch=256", "parallel.reshard_after_forward=auto"]
         freed = planned(tmp_path, *keys, "parallel.reshard_after_forward=true", shard=4)
-        assert (KEPT_SHARE * freed.device_total >= 2 * 3864) is stays, "the cases are as described"
+        assert (KEPT_SHARE * freed.device_total >= 2 * 3864) is stays, "the cases are as the docstring says"
         recipe = make(tmp_path, *keys)
         assert reshards(recipe, size_of(recipe), 1, 4) is not stays
         decided = with_reshard_after_forward_decided(recipe, 100, 1, 4).reshard_after_forward
@@ -260,12 +261,12 @@ def test_offload_moves_anchors_to_the_host(tmp_path) -> None:
 
 
 def test_torch_pins_the_next_power_of_two(tmp_path) -> None:
-    """Blocks of 800, 752 and 808 values of 4 bytes, in halves: 2048 bytes each, of an anchor and a momentum."""
+    """Half of a block of 800, 752 or 808 values of 4 bytes takes 2048 bytes, for the anchor and for the momentum."""
     there = planned(tmp_path, "sync.offload=true", shard=2)
     assert there.host == 2 * 4 * 3864 / 2
     assert there.pinned_total == 2 * 5 * 2048
     on_cpu = there.device_total + there.host + there.host_checkpoint
-    assert there.total(on_gpu=False) == on_cpu, "the CPU's own memory is not pinned"
+    assert there.total(on_gpu=False) == on_cpu, "without GPUs, memory is not pinned"
     exact = planned(tmp_path, "sync.offload=true", "model.config.vocab_size=128", "sync.outer=sgd")
     # The embedding is 4096 bytes, a power of two, the head 4128; layers are 3008.
     assert exact.pinned_total == 4096 + 3 * 4096 + 8192
@@ -288,7 +289,7 @@ def test_a_replicas_own_parameters_are_copied_while_others_are_validated(tmp_pat
         found = planned(tmp_path, f"sync.method={method}", replicas=replicas, shard=2)
         assert found.host_validation == copies * 4 * 3864 / 2
     without = replace(found, host_validation=0)
-    assert found.total(on_gpu=False) == without.total(on_gpu=False), "in the place of gradients and activations"
+    assert found.total(on_gpu=False) == without.total(on_gpu=False), "a copy in place of gradients and activations"
     larger = replace(found, host_validation=found.gradients + found.activations + 100)
     assert larger.total(on_gpu=False) == without.total(on_gpu=False) + 100
 
@@ -303,8 +304,8 @@ def test_runs_that_average_rounded_gradients_in_every_step_have_no_anchor(tmp_pa
 
 @pytest.mark.parametrize("offload", ["false", "true"])
 def test_a_checkpoint_is_written_from_a_copy_in_cpu_memory(tmp_path, offload: str) -> None:
-    """AdamW and DiLoCo: master values, two moments, an anchor and its momentum, whether they rest on the GPU or not. Without
-    the background, only what is offloaded is copied."""
+    """With AdamW and DiLoCo, the copy has masters, two moments, the anchor and outer momentum, offloaded or not. If
+    checkpoints are not written in the background, only offloaded parts are copied."""
     keys = ["sync.method=diloco", f"sync.offload={offload}", "checkpoint.background="]
     copied, at_once = (planned(tmp_path, *keys[:2], keys[2] + value, shard=2) for value in ("true", "false"))
     one = 4 * 3864 / 2
@@ -317,7 +318,7 @@ def test_a_checkpoint_is_written_from_a_copy_in_cpu_memory(tmp_path, offload: st
 
 @pytest.mark.parametrize(("model", "masks"), [(LLAMA, [1, 1, 1]), (GPT_NEO, [2, 1, 1])], ids=["llama", "gpt_neo"])
 def test_masks_of_documents_by_hand(tmp_path, model: str, masks: list[int]) -> None:
-    """2 sequences of 16 tokens: 512 pairs, in bf16. GPT-Neo has two global layers and a local one."""
+    """The mask of 2 sequences of 16 tokens has 512 values in bf16. GPT-Neo has two global layers and a local one."""
 
     def activations(recomputed: str, *keys: str) -> int:
         recipe = make(tmp_path, f"parallel.activation_checkpointing={recomputed}", *keys, model=model)
@@ -381,7 +382,7 @@ def test_muon_keeps_one_momentum_of_the_matrices_of_layers(tmp_path) -> None:
 
 
 def test_a_7b_model_takes_no_memory_to_plan(tmp_path) -> None:
-    """Fails, by memory or time, if anything is allocated: 27 GB of weights."""
+    """Allocating the 27 GB of weights would fail for lack of memory or time."""
     config = "{hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32, num_attention_heads: 32}"
     size: ModelSize = size_of(make(tmp_path, "data.tokenizer=train:32000", model=f"{{type: llama, config: {config}}}"))
     assert size.parameters == 6_738_415_616  # Llama-2-7B's published count

@@ -1,4 +1,4 @@
-"""`recipe show --methods`: a recipe with every method, and how long each would wait for the network."""
+"""Output of `recipe show --methods`: the times for which a recipe with each method would wait for the network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_method_has_a_row_or_the_reason_why_not() -> None:
 
 
 def test_a_row_is_what_the_recipe_with_this_method_would_take() -> None:
-    """Rounds stay, and the wire except where a method has its own; schedule and outer step are the preset's."""
+    """Rounds keep their length, and the wire stays unless the method has its own. The rest is the preset's."""
     times = found(
         "sync.method=diloco",
         "sync.schedule=layerwise",
@@ -82,7 +82,7 @@ def test_an_open_mesh_is_a_typical_one() -> None:
 
 @pytest.mark.parametrize("method", ["synchronous", "edit"])
 def test_only_one_micro_batch_of_a_step_hides_messages(method: str) -> None:
-    """Gradients are sent in the backward pass of the last one, blocks in the forward pass of the first one."""
+    """Gradients are sent in the last micro-batch's backward pass, blocks in the first micro-batch's forward pass."""
     recipe = load_recipe(STDLIB, [*MESH, f"sync.method={method}", "sync.warmup_steps=0"])
     micro_batch = recipe.train.global_batch // 4
     one, two, four = (

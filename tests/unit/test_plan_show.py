@@ -1,4 +1,4 @@
-"""`recipe show` for every recipe of the repository, and what its lines say."""
+"""Output of `recipe show` for every recipe of the repository, and its figures compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def shown(path: Path, *overrides: str, width: int = 100, hardware: Hardware = CP
 
 
 def row(text: str, name: str) -> list[str]:
-    """The cells of the table row or figure that starts with `name`."""
+    """Return the words after `name` in the last line that starts with it: a row of a table or a figure."""
     line = next(line for line in reversed(text.splitlines()) if line.strip().startswith(name))
     return line.strip().removeprefix(name).split()
 
 
 def is_like_others(path: Path) -> bool:
-    """Tell whether this recipe's method and model are shown with others, too: methods with the 8M model."""
+    """Return whether other recipes show this method and this model, too. Each method has a recipe with the 8M model."""
     return path.stem.endswith(("_1b", "_gpt_neo_125m")) and not path.stem.startswith("a_edit")
 
 
@@ -57,7 +57,7 @@ def is_like_others(path: Path) -> bool:
     [
         pytest.param(path, marks=pytest.mark.deep if is_like_others(path) else (), id=path.stem)
         for path in sorted(RECIPES.glob("*.yaml"))
-        if "in_process: true" not in path.read_text()  # such a run has a number of replicas, and no other mesh
+        if "in_process: true" not in path.read_text()  # such a recipe needs its own number of replicas
     ],
 )
 def test_every_recipe_shows_within_100_columns(path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_cpu_is_no_gpu_and_its_time_is_told_only_for_what_it_holds() -> None:
     assert "MiB on each rank on this CPU, by" in text and "Estimated time with each rank on this CPU, by" in text
     assert "GPU" not in text[text.index("\nparameters") :]
     offloaded = shown(STDLIB, "sync.offload=true")
-    assert row(offloaded, "total") == row(text, "total"), "it is the same memory"
+    assert row(offloaded, "total") == row(text, "total"), "on a CPU, offloaded anchors are in the same memory"
     text = shown(RECIPES / "edit_1b.yaml")
     assert len(row(text, "total")) == 4
     assert row(text, "run") == [
@@ -206,7 +206,7 @@ def test_models_in_cpu_memory_have_a_row() -> None:
     newest = 2 * 4 * int(row(shown(STDLIB), "parameters")[0].strip(",").replace(",", "")) / 2**20
     on_cpu, on_gpus = (shown(STDLIB, *wagma, hardware=hardware) for hardware in (CPU, GPUS))
     assert float(row(on_cpu, "newest models")[0]) == round(newest, 2)
-    own = newest / 2  # a copy of the replica's own while their mean is validated
+    own = newest / 2  # a copy of the replica's parameters while the replicas' mean is validated
     assert float(row(on_gpus, "in CPU memory")[0]) == pytest.approx(newest + own, abs=0.02)
     assert "newest models" not in shown(STDLIB)
     assert float(row(on_cpu, "total")[0]) - float(row(on_gpus, "total")[0]) == pytest.approx(newest, abs=0.02)
@@ -237,8 +237,8 @@ def test_an_impossible_recipe_is_refused() -> None:
 
 
 def after_hiding(blocks: Iterable[int], computing: float, at_once: int = 1) -> float:
-    """Seconds for which the messages of 4 replicas' blocks at 100 Mbit/s are waited for, if those of one block have the time in
-    which the blocks before it compute. `computing` is that of all blocks; so many of them come at once."""
+    """Return the seconds for which 4 replicas wait for the messages of blocks at 100 Mbit/s. All blocks compute for
+    `computing` seconds, and those before a block hide its message. Messages of `at_once` blocks arrive together."""
     seconds = [8 * 2 * 3 / 4 * 4 * block / 100e6 for block in blocks]
     one = computing / len(seconds)
     return max(sum(seconds[: r + at_once - 1]) - (r - 1) * one for r in range(1, len(seconds) + 1))
@@ -279,7 +279,7 @@ def test_time_between_checkpoints_and_log_lines() -> None:
     run = seconds("run")
     assert seconds("between checkpoints", "checkpoint.every=25") == pytest.approx(run / 2, rel=0.05)
     assert seconds("between log lines") == pytest.approx(run / 10, rel=0.05)
-    assert seconds("between checkpoints", "checkpoint.every=1000") == run, "the only one is at the end"
+    assert seconds("between checkpoints", "checkpoint.every=1000") == run, "the only checkpoint is at the end"
     assert seconds("between checkpoints", "checkpoint.every=null") == run
 
 
@@ -332,7 +332,7 @@ def test_what_a_schedule_hides() -> None:
     assert waiting("sync.method=edit") == pytest.approx(layerwise) and layerwise < blocking
     overlapped = ["sync.method=streaming_diloco", "sync.wire=fp32", "sync.schedule.fragments=2"]
     assert waiting(*overlapped, "sync.schedule.steps=1") == pytest.approx(max(0, blocking - 2 * step / 10))
-    weighed = [*overlapped, "sync.reduction=edit_penalty", "sync.schedule.steps=3"]  # and sent after one of them
+    weighed = [*overlapped, "sync.reduction=edit_penalty", "sync.schedule.steps=3"]  # sent after one step
     assert waiting(*weighed) == pytest.approx(max(0, blocking - 4 * step / 10))
     assert waiting("sync.method=co2") == pytest.approx(max(0, blocking - step))
     gradients = after_hiding(size.block_parameters, 2 / 3 * step)
@@ -352,7 +352,7 @@ def test_latency_is_waited_for_hop_by_hop(connections: int | str, at_once: int) 
     size = size_of(recipe)
     near, far = (estimate_time(recipe, size, 4, 1, replace(RATES, mbit=1e9, latency_ms=ms)) for ms in (0, 250))
     blocks = len(size.block_parameters)
-    # 3 hops of the agreement and 6 of each block, some blocks at a time; messages this small start slowly by a few more.
+    # The agreement takes 3 hops and each block 6, with several blocks at a time. Slow start adds a few round trips.
     least = 0.5 * (3 + 6 * -(-blocks // at_once)) / 10
     assert near.waiting < 1e-3 and least < far.waiting < least + 0.5 * 10 / 10
     assert far.message == near.message and far.run - near.run == pytest.approx(50 * (far.waiting - near.waiting))
@@ -377,7 +377,7 @@ def test_ranks_of_other_nodes_do_not_share_the_rate(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rate_is_that_of_random_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU takes less power, and so runs faster, on values that are all the same."""
+    """A GPU takes less power, and so runs faster, if all values are equal."""
     multiplied: list[torch.Tensor] = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda one, other: multiplied.extend((one, other)) or product(one, other))
@@ -389,7 +389,7 @@ def test_a_rate_is_that_of_random_values(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("schedule", "is_hidden"), [("blocking", 0), ("delayed", 1), ("wait_avoiding", 0)])
 def test_what_hides_a_message(schedule: str, is_hidden: int) -> None:
-    """Steps are long enough here. A replica waits for the sum over its group at the end of the very step."""
+    """Steps are long enough to hide messages, but with `wait_avoiding` a replica waits for its group's sum in each."""
     recipe = load_recipe(STDLIB, ["sync.method=wagma", f"sync.schedule={schedule}", "sync.warmup_steps=0"])
     found = estimate_time(recipe, size_of(recipe), 4, 1, replace(RATES, mbit=1e5))
     every = recipe.sync.period.every

@@ -1,4 +1,4 @@
-"""The plan's memory under ZeRO, against counts by hand."""
+"""Memory that the plan estimates under ZeRO, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_zero_stage_3_has_room_for_gradients_at_all_times(tmp_path) -> None:
     bucket = 50_000_000
     forward = 4 * 3864 + LAYERS * OF_LAYER + FORWARD + 4 * bucket + three.loss
     assert three.device_total == pytest.approx(three.weights + three.optimizer + three.anchors + forward, abs=LAYERS)
-    backward = 4 * 3864 + (2 + 4) * 3864 + 2 * 2 * bucket  # after it, the copies of a bucket are more than activations
+    # After backward: the copies of a bucket take more memory than activations did.
+    backward = 4 * 3864 + (2 + 4) * 3864 + 2 * 2 * bucket
     assert two.device_total == two.weights + two.optimizer + two.anchors + backward
 
 
@@ -49,12 +50,12 @@ def test_zero_1_keeps_all_gradients_while_it_accumulates(tmp_path) -> None:
         (1, "fp32", 2 * 4 * BUCKET + 4 * 3864),  # two buckets, and a copy of the gradients in the last one
         (1, "bf16", 2 * 2 * BUCKET + (2 + 4) * 3864),
         (2, "fp32", 2 * 4 * BUCKET + 4 * 3864),
-        (2, "bf16", 2 * 2 * BUCKET + (2 + 4) * 3864 + SHARDED / 2),  # and this rank's gradients
+        (2, "bf16", 2 * 2 * BUCKET + (2 + 4) * 3864 + SHARDED / 2),  # in addition, this rank's gradients
         (3, "bf16", 4 * BUCKET + 4 * 3864 + SHARDED / 2),
     ],
 )
 def test_zero_reduces_copies_after_backward(tmp_path, stage: int, precision: str, after_backward: int) -> None:
-    """All layers are recomputed and the loss is small, so that the peak is there."""
+    """All layers are recomputed and the loss is small, so the peak is after backward."""
     keys = ["parallel.engine=zero", f"parallel.zero_stage={stage}", f"parallel.precision={precision}"]
     few = [
         "parallel.activation_checkpointing=true",
@@ -87,6 +88,6 @@ def test_zero_copies_a_bucket_during_backward_if_there_are_several(tmp_path) -> 
 def test_zero_3_gathers_ahead_if_there_are_several_ranks(tmp_path) -> None:
     keys = ["parallel.engine=zero", "parallel.zero_stage=3"]
     alone, two = (planned(tmp_path, *keys, shard=shard) for shard in (1, 2))
-    assert two.gathered - alone.gathered == 2 * (3864 - 808 - 800), "all blocks, instead of the two largest"
+    assert two.gathered - alone.gathered == 2 * (3864 - 808 - 800), "all blocks instead of the two largest"
     in_forward = planned(tmp_path, *keys, "sync.schedule=layerwise", shard=2)
-    assert in_forward.gathered == alone.gathered, "blocks that synchronize in forward are not gathered before"
+    assert in_forward.gathered == alone.gathered, "blocks that synchronize in forward are not gathered ahead"

@@ -38,7 +38,7 @@ MIXTRAL = ["model.type=mixtral", "model.config.num_key_value_heads=2", "model.co
 
 @pytest.fixture
 def keys(tmp_path: Path) -> list[str]:
-    """Overrides that make the recipe a tiny run in a folder of its own."""
+    """Write a small text, and return overrides that make the recipe a tiny run in a folder of its own."""
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"a text about {number}\n" * 20 for number in range(40)))
     folders = [f"data.source={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/data", f"run.out_dir={tmp_path}/runs"]
     return [*SMALL, *folders, "data.tokenizer=train:300", "data.validation_fraction=0.2"]
@@ -106,7 +106,7 @@ def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: lis
     directory.claim()
     with pytest.raises(ValueError, match=rf"^process {os.getpid()} on \S+ works in"):
         check_here(load_recipe(RECIPE, keys))
-    del directory  # and the lock with it
+    del directory  # and its lock
     check_here(load_recipe(RECIPE, keys))
     with pytest.raises(ValueError, match=r"holds a run of another recipe \(optim.lr"):
         check_here(load_recipe(RECIPE, [*keys, "optim.lr=0.5"]))
@@ -142,7 +142,7 @@ def test_a_recipe_for_a_cluster_is_checked_without_this_machines_memory_and_file
 def test_a_mesh_that_depends_on_a_clusters_nodes_is_not_refused(
     recipe: str, processes: int, overrides: Sequence[str], settled: str, reason: str
 ) -> None:
-    """2 nodes of 8 GPUs are 2 replicas, and 4 nodes of 3 are 4."""
+    """2 nodes of 8 GPUs make 2 replicas, and 4 nodes of 3 GPUs make 4."""
     path, keys = RECIPE.with_stem(recipe), [*overrides, "parallel.replicas=auto"]
     assert check_elsewhere(load_recipe(path, [*keys, "parallel.shards=auto"]), processes) == []
     with pytest.raises(ValueError, match=reason):
@@ -179,7 +179,7 @@ def test_gpus_and_packages_are_those_of_the_machine_that_trains(
 
 
 def gib(memory_line: str) -> float:
-    """Return the memory that a line says a process needs."""
+    """Return the number in a line about memory, without its unit."""
     return float(memory_line.split()[2])
 
 
@@ -223,7 +223,7 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
     assert out.startswith(
         f"warning: eval.tokens is 100,000,000, but the validation text has {validation:,} tokens: all of them are used\n"
     )
-    for tokenizer in ("train:300", "train:301"):  # prepared, and not
+    for tokenizer in ("train:300", "train:301"):  # prepared, and not prepared
         with pytest.raises(ValueError, match=r"model\.config\.vocab_size is 200"):
             check_here(load_recipe(RECIPE, [*keys, "model.config.vocab_size=200", f"data.tokenizer={tokenizer}"]))
 
@@ -231,7 +231,7 @@ def test_prepared_tokens_that_are_too_few_are_refused(capsys: pytest.CaptureFixt
 def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_model_is_built(
     tmp_path: Path, keys: list[str]
 ) -> None:
-    """Refuse it once its tokens exist: in the preparation itself, and then in `recipe check`."""
+    """The text is refused once its tokens exist: by the preparation itself, and then by `recipe check`."""
     (tmp_path / "short.txt").write_text("A text.\n")
     (tmp_path / "long.txt").write_text("A text of more tokens than a sequence has.\n" * 9)
     recipe = load_recipe(RECIPE, [*keys, f"eval.sets={{long: {tmp_path}/long.txt, news: {tmp_path}/short.txt}}"])
@@ -248,7 +248,7 @@ def test_a_prepared_text_of_eval_sets_that_is_too_short_is_refused_before_the_mo
 
 
 def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
-    """Two nodes with two of four ranks each."""
+    """The run has two nodes with two ranks each."""
     mesh = ["parallel.replicas=2", "parallel.shards=2"]
     asked: list[int] = []
     monkeypatch.setattr(warnings_module, "rate_here", lambda recipe, local_ranks: asked.append(local_ranks) or 1e9)
@@ -258,7 +258,7 @@ def test_the_rate_is_shared_by_the_ranks_of_this_node(monkeypatch: pytest.Monkey
 
 
 def test_the_recipe_that_a_run_writes_gives_no_more_warnings_than_its_own(tmp_path: Path, keys: list[str]) -> None:
-    """Check the recipe that gives every key, also those that the run's recipe leaves to their defaults."""
+    """A run writes a recipe that gives every key, also those that its own recipe leaves at their defaults."""
     for changed in ([], ["sync.wire={kind: int4, keep: 3}"]):
         recipe = load_recipe(RECIPE, [*keys, *changed])
         (tmp_path / "recipe.yaml").write_text(resolved_yaml(recipe))

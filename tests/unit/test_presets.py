@@ -15,9 +15,9 @@ from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
 
 AVERAGE = {"outer.kind": "average", "reduction.kind": "mean", "schedule.kind": "blocking"}
-"""Local SGD: theta <- mean of all theta, while training waits."""
+"""Keys of local SGD: theta <- mean of all theta, while training waits."""
 NESTEROV = {"outer.kind": "nesterov", "reduction.kind": "mean", "schedule.kind": "blocking"}
-"""DiLoCo: Nesterov momentum on the mean pseudo-gradient, while training waits."""
+"""Keys of DiLoCo: Nesterov momentum on the mean pseudo-gradient, while training waits."""
 EDIT = {
     "warmup_steps": 1000,
     "outer.kind": "nesterov",
@@ -28,7 +28,7 @@ EDIT = {
     "reduction.ema": 0.02,  # alpha
     "reduction.clip": 10.0,  # phi
     "reduction.temperature": 1.0,
-    "reduction.min_rounds": 10,  # our choice, as the next two
+    "reduction.min_rounds": 10,  # our choice, as are the next two
     "reduction.statistics": "adaptive",
     "reduction.max_exclusions": 20,
     "schedule.kind": "layerwise",
@@ -36,7 +36,7 @@ EDIT = {
 
 
 def steps(every: int, warmup: int = 0) -> dict[str, Any]:
-    """Return the keys of rounds of H steps, after so many synchronous steps."""
+    """Return the keys of rounds of `every` steps after `warmup` synchronous steps."""
     return {"warmup_steps": warmup, "period.kind": "steps", "period.every": every}
 
 
@@ -125,7 +125,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def leaves(keys: dict[str, Any], of: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of nested ones, with their values."""
+    """Yield nested keys as dotted keys, with their values."""
     for key, value in keys.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{of}{key}.")

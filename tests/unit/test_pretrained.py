@@ -1,4 +1,4 @@
-"""Weights of a transformers folder that a run starts from: what fits is read exactly, and the rest is one line before training."""
+"""Starts from weights of a transformers folder: fitting weights are read exactly, others are refused in one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refusal(recipe: Recipe) -> str:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Rewrite model.safetensors with other tensors; dots in names are written as `__`, and None leaves one out."""
+    """Rewrite model.safetensors with other tensors. Names have `__` in place of dots, and None removes a tensor."""
     changed = {name.replace("__", "."): value for name, value in tensors.items()}
     kept = {name: value for name, value in (load_file(folder / "model.safetensors") | changed).items()}
     save_file({name: value for name, value in kept.items() if value is not None}, folder / "model.safetensors")
@@ -121,7 +121,7 @@ def test_an_architecture_survives_the_recipe(tmp_path: Path, config: object) -> 
     }
     assert architecture_keys(model_config(recipe.model)) == architecture_keys(config)
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(recipe))
-    shutil.rmtree(tmp_path / "weights")  # a recipe that has the architecture does not look for them
+    shutil.rmtree(tmp_path / "weights")  # a recipe that gives the architecture does not need them
     assert load_recipe(tmp_path / "resolved.yaml") == recipe
 
 
@@ -176,7 +176,7 @@ def test_another_type_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_experts_are_refused_also_with_weights(tmp_path: Path, kind: str) -> None:
-    """The weights of gpt_oss have the names of the model's parameters, so they would be read."""
+    """The weights of gpt_oss have the names of the model's parameters, so they would otherwise be read."""
     sizes = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 257}
     recipe = recipe_of(save(tmp_path / "weights", AutoConfig.for_model(kind, **sizes)), "sync.warmup_steps=2")
     expected = f"model: {kind} is a mixture of experts"
@@ -240,7 +240,7 @@ def test_a_value_that_is_not_finite_is_named(folder: Path, value: float) -> None
 
 
 def test_names_of_old_files_are_understood(tmp_path: Path) -> None:
-    """Without the prefix of the model below the head, with masks, and with a tied head that is stored twice."""
+    """Old files lack the prefix of the model below the head, have masks, and store a tied head twice."""
     folder = save(tmp_path / "weights", GPT_NEO)
     stored = load_file(folder / "model.safetensors")
     old = {name.removeprefix("transformer."): value for name, value in stored.items()}
@@ -386,7 +386,7 @@ def test_a_run_that_has_begun_does_not_look_for_its_weights(folder: Path) -> Non
         update={"checkpoint": recipe.checkpoint.model_copy(update={"mirror": f"{folder}-copy"})}
     )
     (folder.parent / "weights-copy/mine/checkpoints/step-00000005").mkdir(parents=True)
-    assert refusal(mirrored), "its copy is not complete"
+    assert refusal(mirrored), "the mirror's checkpoint is not complete"
     (folder.parent / "weights-copy/mine/checkpoints/step-00000005/state.json").touch()
     assert check_initial_weights(mirrored) is None
     (folder.parent / "runs/mine/checkpoints/step-00000005").mkdir(parents=True)

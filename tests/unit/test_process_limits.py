@@ -1,4 +1,4 @@
-"""Cores and memory of a process: the machine's, or less by its affinity and by the cgroups of containers and Slurm."""
+"""Cores and memory of a process: the machine's, limited by its affinity and the cgroups of containers and Slurm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GIB = 2**30
 
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put this process into cgroups, by the lines of /proc/self/cgroup, and write files below /sys/fs/cgroup."""
+    """Provide a function that sets the lines of /proc/self/cgroup and files below /sys/fs/cgroup. The machine has 8 cores
+    and 64 GiB."""
     monkeypatch.setattr(process_limits, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(process_limits, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
@@ -54,7 +55,7 @@ def test_without_cgroups_cores_are_those_of_the_affinity_and_memory_is_the_machi
         ),
         ("0::/job\n", {"job/step/cpu.max": "100000 100000", "other/memory.max": str(GIB)}, 8, 64 * GIB),
         ("4:memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": str(3 * GIB)}, 8, 3 * GIB),
-        # A container's own path is not below its mount, which shows its limit at the top.
+        # In a container, the mount has no folder for the container's own path, but has the limit at its top.
         ("4:memory:/docker/1234\n", {"memory/memory.limit_in_bytes": str(2 * GIB)}, 8, 2 * GIB),
         ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 8, 64 * GIB),
     ],

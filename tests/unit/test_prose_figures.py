@@ -1,4 +1,4 @@
-"""Losses that the documentation quotes: each is that of a committed result."""
+"""Losses that the documentation quotes, each of which must be in a committed result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.unit.test_study import runs
 RESULTS = ROOT / "benchmarks" / "results"
 LOSS = re.compile(r"(?<![\d.,])[2-9]\.\d{3,4}(?![\d.]*\d)")
 DERIVED = {"3.288"}
-"""Losses that are computed from others: interpolated."""
+"""Losses that are interpolated between others."""
 UNRECORDED = {"3.366", "3.948", "3.971"}
-"""Losses of probes that are to be made again. So far, only PROTOCOL.md has them."""
+"""Losses of probes that are to be repeated. So far, only PROTOCOL.md has them."""
 
 
 @cache
 def measured() -> tuple[list[float], set[str]]:
-    """Return the losses of the study's records with the means over their seeds, and the numbers on the pages of all results."""
+    """Return the losses of the study's records with the means over their seeds, and the losses on all pages of results."""
     losses: list[float] = []
     by_cell: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for path in runs.RECORDS.parent.glob("*.jsonl"):
@@ -38,7 +38,7 @@ def measured() -> tuple[list[float], set[str]]:
 
 
 def unknown(text: str) -> Iterator[str]:
-    """Yield the losses in a text that are of no result, with the words before them. Output of programs, in fences, is left out."""
+    """Yield the losses in a text that no result has, with the words before them. Fenced output of programs is skipped."""
     text = re.sub(r"(?ms)^```.*?^```$", "", text)
     losses, on_pages = measured()
     rounded = {digits: {f"{loss:.{digits}f}" for loss in losses} for digits in (3, 4)}

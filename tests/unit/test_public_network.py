@@ -1,4 +1,4 @@
-"""Which addresses and interfaces need encryption, and which ports and hosts a check of the ways between ranks tries."""
+"""Addresses and interfaces that need encryption, ports at which ranks listen, and interfaces chosen by route."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.parallel.public_network import NodeAddress, find_unencrypted, is_p
     ("address", "public"),
     [
         ("8.8.8.8", True),
-        ("203.0.113.7", True),  # of documentation: no router forwards to it, but no private network has it either
+        ("203.0.113.7", True),  # for documentation: no router forwards to it, but no private network has it either
         ("9.255.255.255", True),
         ("10.0.0.0", False),
         ("10.255.255.255", False),
@@ -87,11 +87,11 @@ def test_ports_at_both_ends_of_the_range_are_tried_and_then_any(monkeypatch: pyt
     opened = [anywhere, *listen_at_both_ends("127.0.0.1", 1)]
     try:
         low, high = ports_of(opened[1:])
-        assert first < low < first + 10 < high <= first + 20, "the first is taken"
+        assert first < low < first + 10 < high <= first + 20, "the first port is taken"
         socket.create_connection(("127.0.0.1", high), 5).close()
         given.write_text(f"{first} {first}\n")
         opened += listen_at_both_ends("127.0.0.1", 1)
-        assert len(set(ports_of(opened))) == 5, "the only one is taken, and others do"
+        assert len(set(ports_of(opened))) == 5, "the only port is taken, so others are used"
     finally:
         for listener in opened:
             listener.close()

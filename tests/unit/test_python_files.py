@@ -1,4 +1,4 @@
-"""`data.source: python`: which files are read, what is held out, and what tells two machines' texts apart."""
+"""Text of `data.source: python`: files that are read, packages that are held out, and differences between machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def text(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], PythonText]:
-    """Return a function that looks up the text of eight packages of ten files each, which `python` is in this test."""
+    """Install eight packages of ten files each as the text of `python`, and return a function that looks it up."""
     for package in PACKAGES:
         install(package, {f"{i}.py": source_of(package, i).encode() for i in range(10)})
     pinned = tmp_path / "packages.txt"

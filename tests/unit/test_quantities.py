@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and durations as they are written for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that forks ranks: what it shares with the launcher that it was forked from, and what not."""
+"""The process that forks ranks, and what it shares with the launcher from which it was forked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARK = "imported_by_the_launcher"
 
 
 def report() -> None:
-    """Print what a process sees that the server has forked."""
+    """Print the server's id and open files, and whether this process, forked by the server, has the launcher's module."""
     server = os.getppid()
     files = []
     for link in Path(f"/proc/{server}/fd").iterdir():
@@ -36,7 +36,7 @@ def report() -> None:
 
 
 def forked_report() -> int | None:
-    """Have the server fork a process that reports; its exit code."""
+    """Have the server fork a process that reports, and return the exit code of that process."""
     process = multiprocessing.get_context("forkserver").Process(target=report)
     process.start()
     process.join()
@@ -44,11 +44,12 @@ def forked_report() -> int | None:
 
 
 def use_server(file: str) -> None:
-    """Be a launcher with an open file, text in a buffer and a signal handler, whose server gets all signals of a scheduler."""
+    """Act as a launcher with an open file, buffered text and signal handlers, and send the server a scheduler's signals."""
     for number in IGNORED:
         signal.signal(number, lambda number, frame: sys.exit(f"{signal.Signals(number).name} in the launcher's code"))
     sys.modules[MARK] = ModuleType(MARK)
-    resource_tracker.ensure_running()  # before there is text in the buffer, because the mother forks this one as well
+    # A process of tests.mother forks the tracker, too, so it must start before text is in the buffer.
+    resource_tracker.ensure_running()
     sys.stdout.reconfigure(line_buffering=False, write_through=False)
     print("in the buffer")
     with open(file), rank_server() as program:
@@ -64,14 +65,14 @@ def use_server(file: str) -> None:
 def forks(process: psutil.Process) -> bool:
     """Return whether a child of this process is the server, and not multiprocessing's resource tracker."""
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since
+        with suppress(FileNotFoundError):  # closed in the meantime
             if "socket:" in os.readlink(link):
                 return True
     return False
 
 
 def use_server_with_a_thread() -> None:
-    """Be a launcher that has a thread."""
+    """Act as a launcher that has a thread."""
     over = threading.Event()
     threading.Thread(target=over.wait).start()
     with rank_server() as program:
@@ -80,7 +81,7 @@ def use_server_with_a_thread() -> None:
 
 
 def use_server_without(what: str, folder: str) -> None:
-    """Be a launcher on a machine without shared memory, with a long path of its temporary folder, or without one."""
+    """Act as a launcher without shared memory, without a temporary folder, or with a long path to it."""
     if what == "shared memory":
         synchronize.Lock = Mock(side_effect=FileNotFoundError(errno.ENOENT, "No such file"))
     else:

@@ -1,4 +1,4 @@
-"""What README says must exist: files, recipes and keys that its commands name, and its table of methods."""
+"""Files, recipes, keys, commands and options that README and other pages name, and README's table of methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?(recipes/\S+\.yaml)(.*?)(?:  +#.*
 PATH = re.compile(
     r"(?<![\w./~-])(?:(?:llmtrain|tests)/[\w./*-]*[\w*]|(?:docs|recipes|launch|benchmarks|examples|eval)/[\w./*-]*\.\w+)"
 )
-"""Path below a folder of the repository. Metrics such as eval/loss have no suffix."""
+"""Pattern of a path below a folder of the repository. Metrics such as eval/loss have no suffix."""
 NOT_OURS = {"launch/hostfile", "tests/COVERAGE.md", "tests/MUTANTS.md"}
 """Files that users or commands write."""
 
@@ -59,7 +59,7 @@ def all_pages() -> list[Path]:
 
 
 def test_rows_of_tables_have_the_cells_of_their_headers():
-    """A row that is wrapped or joined with others is no row any more."""
+    """A row that is wrapped or joined with another row is no longer shown as a row."""
     delimiter, found = re.compile(r"\|(?: ?:?-+:? ?\|)+"), 0
     for page in all_pages():
         cells, above = 0, ""
@@ -69,7 +69,7 @@ def test_rows_of_tables_have_the_cells_of_their_headers():
                 assert delimiter.fullmatch(row), f"{page}:{number}: the row above is no header"
             if delimiter.fullmatch(row):
                 found, cells = found + 1, row.count("|")
-                assert unescaped_bars(above) == cells, f"{page}:{number}: the header has other cells"
+                assert unescaped_bars(above) == cells, f"{page}:{number}: the header has another number of cells"
             elif not row.startswith("|"):
                 cells = 0
                 assert not delimiter.search(row), f"{page}:{number}: a table within a line"
@@ -85,7 +85,7 @@ def unescaped_bars(row: str) -> int:
 
 
 def test_paths_in_pages_exist():
-    """`llmtrain/a/b.py` and the like, except in CHANGELOG.md, which tells of the past."""
+    """CHANGELOG.md is left out because it may name files that no longer exist."""
     found = [
         (page, path)
         for page in all_pages()

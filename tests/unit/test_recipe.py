@@ -1,4 +1,4 @@
-"""Reading a recipe: base files, presets, overrides, and writing it back."""
+"""Reading of recipes with base files, presets and overrides, and writing of what was read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Write = Callable[[str, str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a recipe file: (name, text) -> path."""
+    """Provide a function that writes a recipe file from its name and text, and returns its path."""
 
     def write_file(name: str, text: str) -> Path:
         path = tmp_path / name
@@ -42,7 +42,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def sync_of(write: Write) -> Callable[..., object]:
-    """The sync section of a recipe that says `sync: TEXT`, after overrides."""
+    """Provide a function that returns the sync section of a recipe with `sync: TEXT`, after overrides."""
     return lambda text, *overrides: load_recipe(write("r.yaml", f"train: {{steps: 5}}\nsync: {text}"), overrides).sync
 
 
@@ -139,7 +139,7 @@ def test_numbers_as_people_write_them(write: Write) -> None:
 
 
 def test_a_base_file_may_be_a_recipe_of_the_package(write: Write) -> None:
-    """Unless the folder has a file of that name."""
+    """A file of that name in the recipe's folder comes first."""
     above = write("mine.yaml", "base: quickstart\nrun: {name: mine}")
     assert load_recipe(above).train == load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").train
     write("quickstart", "train: {steps: 7}")
@@ -218,7 +218,7 @@ def test_naming_another_method_leaves_the_old_ones_choices_behind(sync_of: Calla
         StepsSection(every=4),
     )  # so that methods are compared at the same round
     assert sync_of(recipe, "sync.method=diloco", "sync.outer=average").outer == AverageSection()
-    assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # not another method
+    assert sync_of(recipe, "sync.method=edit").outer.lr == 0.1  # edit is not another method
 
 
 def test_another_method_is_not_pulled_as_the_old_one_was(write: Write) -> None:
@@ -264,7 +264,7 @@ def test_the_learning_rate_that_ends_a_synchronous_phase_is_post_local_sgds_own(
 
 
 def test_a_runs_own_recipe_with_another_method_is_that_method(write: Write) -> None:
-    """It names every key, also those that the old method's preset chose."""
+    """A run's own recipe names every key, also those that the old method's preset chose."""
 
     def other(method: str, *overrides: str) -> Recipe:
         run = load_recipe(write("r.yaml", f"train: {{steps: 9}}\nsync: {{method: {method}}}"))
@@ -285,13 +285,13 @@ def test_other_files_leave_the_splits_of_a_hub_dataset_behind(write: Write) -> N
     assert load_recipe(path, ["data.validation=v.txt", "data.source=my.jsonl"]).data.validation == "v.txt"
     assert load_recipe(path, ["data.sources=[{source: a.txt}]"]).data.sources[0].validation is None
     data = load_recipe(path, ["data.source=hf:g/h"]).data
-    assert (data.subset, data.split, data.validation) == (None, "d", "e"), "subsets are a dataset's own"
+    assert (data.subset, data.split, data.validation) == (None, "d", "e"), "a subset belongs to its dataset"
     assert load_recipe(path, ["data.source=hf:g/h", "data.subset=i"]).data.subset == "i"
     assert load_recipe(path, ["data.source=hf:a/b"]).data.subset == "c"
 
 
 def test_a_length_means_nothing_to_a_period_of_another_kind(sync_of: Callable) -> None:
-    """Take the kind of the method's preset for a period without one."""
+    """A period without a kind has the kind of its method's preset."""
     assert sync_of("{method: a_edit, period: {every: 20}}", "sync.method=diloco").period == StepsSection(every=500)
     assert sync_of("{method: qsr, period: {alpha: 0.1}}", "sync.method=local_sgd").period == StepsSection(every=32)
     assert sync_of("{method: diloco, period: {every: 20}}", "sync.method=edit").period == StepsSection(every=20)

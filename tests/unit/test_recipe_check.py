@@ -1,4 +1,4 @@
-"""What a recipe is refused for before anything is started."""
+"""Refusals of recipes before anything is started."""
 
 from __future__ import annotations
 

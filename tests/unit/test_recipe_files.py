@@ -1,4 +1,4 @@
-"""Recipes of the package by name: a file here comes first, names are listed, and a copy trains the same."""
+"""Recipes of the package by name: a file of that name comes first, names are listed, and copies read the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, in which commands start."""
+    """Change to an empty folder, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -90,7 +90,7 @@ def test_a_copy_is_complete_and_reads_the_same(elsewhere: Path, name: str) -> No
     assert (Path("mine") / f"{name}.yaml").is_file() and Path("mine/schema.json").is_file()
     if name == "compare/traffic":
         named = ["quickstart", "edit_llama_stdlib"]
-        assert any((Path("mine") / f"{other}.yaml").is_file() for other in named), "the recipe that it compares"
+        assert any((Path("mine") / f"{other}.yaml").is_file() for other in named), "the named recipe is copied, too"
 
 
 def test_a_copy_never_replaces_what_differs(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

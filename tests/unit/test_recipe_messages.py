@@ -1,4 +1,4 @@
-"""Files that a message about a wrong value of a recipe names."""
+"""Names of files in messages about wrong values of recipes."""
 
 from __future__ import annotations
 

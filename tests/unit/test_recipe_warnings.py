@@ -1,4 +1,4 @@
-"""Warnings of a recipe that would do something else than asked, and no others."""
+"""Warnings about recipes that would do something else than what was asked for, and no other warnings."""
 
 from __future__ import annotations
 

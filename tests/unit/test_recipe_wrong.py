@@ -1,4 +1,4 @@
-"""Wrong recipes: each is refused in one line that names the key, what was given, and what is allowed or to change."""
+"""Wrong recipes, each refused in one line that names the key, the given value, and the allowed values or a remedy."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ WRONG_OVERRIDES = [
     ("--dry", ["command line: --dry is neither an option", "nor --section.key=value"]),
     ("run.name=a/b", ['run.name is "a/b"', "letters, digits"]),
     ("run.name=null", ["run.name is null", "expected text"]),
-    # overrides that are none
+    # arguments that are no overrides
     ("optim.lr", ["'optim.lr' is not an override", "section.key=value"]),
     ("=3", ["'=3' is not an override", "section.key=value"]),
     ("optim..lr=3", ["'optim..lr=3' is not an override", "section.key=value"]),
@@ -300,14 +300,14 @@ WRONG_FILES = [
 
 @pytest.fixture
 def right(tmp_path: Path) -> Path:
-    """A file with a recipe that is right."""
+    """Write a recipe that is right, and return its path."""
     path = tmp_path / "right.yaml"
     path.write_text(RECIPE)
     return path
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The message with which a recipe is refused when it is read or checked."""
+    """Return the message with which a recipe is refused when it is read or checked."""
     with pytest.raises(UserError) as caught:
         check(load_recipe(path, overrides), PROCESSES)
     return str(caught.value)
@@ -356,7 +356,7 @@ def test_short_forms_are_those_of_mappings(right: Path) -> None:
     above.write_text("base: right.yaml\nrun: {name: right}\nsync: {period: 10}\neval: {suite: small}\n")
     assert load_recipe(above) == short
     method = load_recipe(right, ["sync.method=a_edit", "sync.period=10"]).sync
-    assert (method.period.kind, method.period.every) == ("steps", 10), "a number is never one of seconds"
+    assert (method.period.kind, method.period.every) == ("steps", 10), "a number is one of steps, never of seconds"
     assert SyncSection(method="diloco", period=7).period.every == 7
 
 

@@ -1,4 +1,4 @@
-"""Every recipe of the repository can be trained as it stands, and those that are to be compared differ in their method."""
+"""Recipes of the repository: each can be trained as it is, and compared recipes differ only in their method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmtrain.sync.methods import METHODS
 
 ROOT = Path(__file__).parents[2] / "recipes"
 BASES = sorted((ROOT / "base").glob("*.yaml"))
-COMPARISONS = sorted((ROOT / "compare").glob("*.yaml"))  # tests/unit/test_comparison.py reads those
+COMPARISONS = sorted((ROOT / "compare").glob("*.yaml"))  # tests/unit/test_comparison.py reads them
 RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path not in [*BASES, *COMPARISONS])
 
 GPT_NEO = ("gpt_neo_8m", "gpt_neo_125m")
@@ -51,7 +51,7 @@ COMPARED = [
     *(("streaming_diloco", model) for model in ("350m", "3b", "7b")),
     *((method, model) for model in PAIRS for method in ("synchronous", "edit")),
 ]
-"""(method, model) of the recipes that are comparisons of methods: `<method>_<model>.yaml`."""
+"""Method and model of each recipe that is part of a comparison of methods: `<method>_<model>.yaml`."""
 PROCESSES = {
     **dict.fromkeys(("gpt_neo_8m", "gpt_neo_125m", "gpt_neo_125m_fineweb"), 4),
     **dict.fromkeys(("350m", "1b", "3b", "7b"), 64),
@@ -60,13 +60,13 @@ PROCESSES = {
 }
 ZERO = {"edit_1b_zero1": (1, False), "edit_7b_zero3": (3, False), "edit_7b_zero_offload": (3, True)}
 ZERO_ON_CPU = {"edit_llama_stdlib_zero3": (3, False)}
-"""Recipes of DeepSpeed's engine: ZeRO's stage, and whether it offloads."""
+"""Recipes with DeepSpeed's engine, with ZeRO's stage and whether it offloads."""
 SHARDS = {**dict.fromkeys(("350m", "1b", "3b", "7b", "1b_zero1", "7b_zero3"), 8), "7b_zero_offload": 2}
-"""Ranks of a replica in the recipes for GPUs of 80 GB, by the end of their names."""
+"""Ranks per replica in the recipes for GPUs of 80 GB, by the end of their names."""
 PUBLISHED = ("synchronous_35m", "diloco_35m")
 """Recipes of a published comparison, whose learning rates and batches differ by the number of replicas."""
 SEVERAL_TEXTS = {"mixture": ["stories", "stdlib"], "text_per_replica": ["stories", "stdlib"]}
-"""Recipes with several texts, and these."""
+"""Recipes with several texts, and the values of `data.source` of these texts."""
 TEXTS = {
     "stories",
     "stdlib",
@@ -76,23 +76,23 @@ TEXTS = {
     "hf:HuggingFaceFW/fineweb-edu",
     "hf:allenai/c4",
 }
-"""Values of `data.source`: what is on every machine, and the datasets that llmtrain is for."""
+"""Values of `data.source` in all recipes: texts that are on every machine, and datasets of the hub."""
 MAY_DIFFER = ("run.name", "sync", "optim.kind", "optim.muon")
 """Keys in which recipes that are compared may differ."""
 ALSO_DIFFERS = {"muloco": ("optim.lr",), "gpa": ("optim.lr",)}
-"""Keys of the inner optimizer that methods choose for themselves: their best learning rates are others."""
+"""Keys of the inner optimizer in which recipes of these methods may differ: they have other best learning rates."""
 OF_ONE_REPLICA = {"snoo", "gpa"}
-"""Methods that are about one replica, whose recipes make one of all ranks."""
+"""Methods for one replica, whose recipes make all ranks one replica."""
 MESH = ("parallel.replicas", "parallel.shards", "parallel.shard_across_nodes")
-"""Keys in which these recipes differ, too."""
+"""Keys in which the recipes of methods for one replica may differ, too."""
 ALSO_FOR_QUICKSTART = {
     "qsr": ["sync.period.alpha=0.02"],
     "a_edit": ["sync.period.every=3", "sync.period.min_steps=0"],
     "gpa": ["sync.period=1", "sync.outer.decay=0.98"],
 }
-"""Keys that the quickstart needs in addition to `sync.method`, as docs/methods.md says."""
+"""Overrides that the quickstart needs in addition to `sync.method`, as docs/methods.md says."""
 OWN_ROUND = {"wagma", "gpa"}
-"""Methods with rounds of a fixed length that is part of the method, and not the comparison's."""
+"""Methods whose rounds have a fixed length that belongs to the method and is not that of the comparison."""
 
 
 def bases_of(path: Path) -> set[Path]:
@@ -103,7 +103,7 @@ def bases_of(path: Path) -> set[Path]:
 
 
 def header_of(path: Path) -> list[str]:
-    """Return the comment lines that a file begins with, without their sign."""
+    """Return the comment lines that a file begins with, without `# `."""
     lines = path.read_text().splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("# "))
     return [line.removeprefix("# ") for line in lines[:end]]
@@ -132,7 +132,7 @@ def test_every_recipe_reads_back_the_same(recipes: dict[str, Recipe], tmp_path: 
 def test_every_file_begins_with_a_comment_that_says_what_it_is_and_where_its_values_come_from() -> None:
     headers = {path.name: header_of(path) for path in RECIPES + BASES}
     assert not {name: header for name, header in headers.items() if not header or len(header[0]) <= 20}
-    assert not [path.name for path in RECIPES if len(headers[path.name]) < 2], "what is a paper's, recalled or chosen?"
+    assert not [path.name for path in RECIPES if len(headers[path.name]) < 2], "say where its values come from"
 
 
 def test_a_header_has_the_recipes_tokens(recipes: dict[str, Recipe]) -> None:
@@ -179,7 +179,8 @@ def test_a_recipe_of_a_method_has_a_synchronous_partner(recipes: dict[str, Recip
 
 
 def test_recipes_of_the_scaling_laws_follow_their_formulas(recipes: dict[str, Recipe]) -> None:
-    """The formulas of arXiv 2503.09799, for 35 M parameters: 22256 N^-0.8827 M^0.2929, and 14.521 N^0.4695 M^0.3399 tokens."""
+    """With N = 35 M parameters and M replicas, arXiv 2503.09799 gives a learning rate of 22256 N^-0.8827 M^0.2929 and
+    batches of 14.521 N^0.4695 M^0.3399 tokens."""
     synchronous, diloco = (recipes[name] for name in PUBLISHED)
     ignored = ("run.name", "sync", "parallel", "optim.lr", "train.global_batch", "train.micro_batch")
     assert differences(synchronous, diloco, ignore=ignored) == []
@@ -205,7 +206,7 @@ def test_recipes_of_zero_change_the_engine_alone(recipes: dict[str, Recipe]) -> 
 
 
 def test_recipes_for_gpus_recompute_no_more_than_their_memory_asks_for(recipes: dict[str, Recipe]) -> None:
-    """Recomputing all activations costs a third more computation."""
+    """Recomputing all activations takes a third more computation."""
     for end, shard in SHARDS.items():
         named = [recipe for name, recipe in recipes.items() if name.endswith(f"_{end}")]
         size = size_of(named[0])
@@ -257,7 +258,7 @@ def test_no_other_header_states_an_estimate() -> None:
 
 
 def _needed(recipe: Recipe, size: ModelSize, shard: int, recomputation: bool | str) -> int:
-    """Return the bytes of each GPU of eight replicas."""
+    """Return the bytes that each GPU needs with eight replicas."""
     changed = {"activation_checkpointing": recomputation}
     parallel = recipe.parallel.model_copy(update=changed)
     return estimate(recipe.model_copy(update={"parallel": parallel}), size, 8, shard).device_total
@@ -291,7 +292,7 @@ def test_every_method_trains_the_quickstart_with_rounds_that_fit(monkeypatch: py
     monkeypatch.setattr(recipe_warnings, "seconds_of_step", lambda *_: 0.2)
     assert not recipe_warnings.recipe_warnings(recipe)
     if recipe.sync.period.kind == "steps":
-        assert recipe.train.total_steps / recipe.sync.period.every >= 20, "rounds"
+        assert recipe.train.total_steps / recipe.sync.period.every >= 20, "the run has too few rounds"
 
 
 @pytest.mark.parametrize("model", GPT_NEO)

@@ -1,4 +1,4 @@
-"""docs/recipes.md is generated: it must be what the schema says now."""
+"""Pages and tables that `make docs` generates, which must be up to date and complete, and tables written by hand."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_methods_preset_is_there() -> None:
 
 
 def test_tables_send_numbers_that_are_not_finite_to_the_key_that_skips_them() -> None:
-    """No method survives them by itself: the moments of a replica that is excluded stay NaN."""
+    """No method recovers from them by itself, because the moments of an excluded replica stay NaN."""
     pages = [README, METHODS_PAGE, README.parent / "docs/choosing.md"]
     lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
     rows = [line for line in lines if line.startswith("|") and "finite" in line]
@@ -106,7 +106,7 @@ def test_choosing_names_what_offload_leaves_on_the_device() -> None:
     presets = {
         name: SyncSection.model_validate({"method": name, **method.PRESET})
         for name, method in METHODS.items()
-        if name != "qsr"  # its preset has no alpha, and it keeps nothing
+        if name != "qsr"  # its preset has no alpha, and it leaves nothing on the device
     }
     left = {
         name
@@ -117,7 +117,7 @@ def test_choosing_names_what_offload_leaves_on_the_device() -> None:
 
 
 def test_tables_are_whole() -> None:
-    """Each row has as many cells as its head; a `|` inside a cell is escaped."""
+    """Each row has as many cells as its header. A `|` inside a cell is escaped."""
     for table in re.findall(r"(?:^\|.*\n)+", recipe_reference(), flags=re.MULTILINE):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1, table

@@ -1,4 +1,4 @@
-"""How ranks meet at a start: the roll call, who is missing or comes from an earlier start, and the ways between hosts."""
+"""The meeting of ranks at a start: the roll call, missing ranks, ranks of an earlier start, and connections between hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors_of(ranks: int, do: Callable[[World], object]) -> list[Exception | None]:
-    """What `do` raised on each rank, all of them threads of this process."""
+    """Return the error, if any, that `do` raises on each rank. Ranks are threads of this process."""
 
     def attend(rank: int) -> Exception | None:
         try:
@@ -65,7 +65,7 @@ def test_every_rank_hears_that_one_host_has_a_wrong_variable(monkeypatch: pytest
 
 @pytest.mark.usefixtures("meeting_point")
 def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as one host's, and each may lack a GPU for its number."""
+    """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as those of one host, which may lack GPUs for so many."""
 
     def no_gpu() -> float:
         raise RecipeError("4 processes on a machine with 1 GPUs")
@@ -122,7 +122,7 @@ def test_a_run_compares_the_recipes_of_its_ranks() -> None:
 
 @pytest.mark.usefixtures("meeting_point")
 def test_a_suite_is_looked_for_where_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 evaluates. Other hosts need not have its data, but their ranks are told if it has none."""
+    """Rank 0 evaluates. Other hosts do not need the suite's data, but their ranks are told if rank 0 lacks it."""
 
     def lacks_data(section: object) -> None:
         raise DataError("eval.suite.data_dir a has no b")
@@ -146,7 +146,7 @@ def test_a_single_process_hears_at_once_why_it_can_not_train(monkeypatch: pytest
 
 @pytest.fixture
 def agents_store(meeting_point: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
-    """The store of a torchrun agent, which outlives its ranks."""
+    """Yield the store of a torchrun agent, which outlives the agent's ranks."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     yield dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 
@@ -172,13 +172,13 @@ def test_a_rank_that_is_faster_than_rank_0_leaves_an_earlier_start(
     elif earlier == "without rank 1":
         with pytest.raises(TrainingError, match=r"^rank 1 of 2"):
             come(World(0, 2, 0, 1), 1.0)
-    else:  # rank 0 has ended before it told anything
+    else:  # rank 0 has ended after it named the start
         dist.PrefixStore(job_prefix(World(0, 2, 0, 1)), agents_store).set(roll_call.START, "earlier")
     has_looked = threading.Event()
 
     def watched(look: Callable) -> Callable:
         def looking(store: dist.Store, *arguments: object) -> object:
-            if arguments[0] != [roll_call.START]:  # the first wait, before a name is known
+            if arguments[0] != [roll_call.START]:  # the first wait, before the start's name is known
                 has_looked.set()
             return look(store, *arguments)
 

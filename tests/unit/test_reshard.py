@@ -1,4 +1,4 @@
-"""The rules by which a checkpoint's values become those of another mesh."""
+"""Tests of resharding: the rules that turn the values of a checkpoint's ranks into those of another mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES = {
 
 
 def progress_of(replica: int, shard: int) -> dict[str, Any]:
-    """What a rank might have kept; no two ranks alike."""
+    """Return values that a rank may have stored. No two ranks have the same ones."""
     rank = 10 * replica + shard
     return {
         "step": 7 + replica,
@@ -77,7 +77,7 @@ def progress_of(replica: int, shard: int) -> dict[str, Any]:
 
 
 def on(old: tuple[int, int], new: tuple[int, int]) -> tuple[list[dict], list[dict]]:
-    """(all old ranks' values, all new ranks')."""
+    """Return the values of all ranks of the old mesh, and those of all ranks of the new one after resharding."""
     ranks = [progress_of(replica, shard) for replica in range(old[0]) for shard in range(old[1])]
     places = [(replica, shard) for replica in range(new[0]) for shard in range(new[1])]
     return ranks, [MeshChange(*old, *new, *place, global_step=9).apply(RULES, ranks) for place in places]
@@ -92,7 +92,7 @@ def column(ranks: list[dict], *names: str) -> np.ndarray:
 @pytest.mark.parametrize("new", MESHES, ids=str)
 @pytest.mark.parametrize("old", [(2, 2), (4, 1), (3, 2), (1, 1)], ids=str)
 def test_what_is_logged_next_stays_what_it_would_have_been(old: tuple[int, int], new: tuple[int, int]) -> None:
-    """Sums over ranks, sums over replicas and means, each as a line of metrics takes them."""
+    """Sums over ranks, sums over replicas and means, as log lines compute them, do not change."""
     before, after = on(old, new)
     assert column(after, "predicted_tokens").dtype == int
     assert column(after, "predicted_tokens").sum() == column(before, "predicted_tokens").sum()
@@ -196,7 +196,8 @@ def test_statistics_of_no_round_are_none() -> None:
 
 
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:
-    """The excluded replica's parameters are in the mean that all start from; in rounds of seconds that of their steps, too."""
+    """All new replicas start from a mean that includes an excluded replica's parameters. In rounds of seconds, replicas take
+    different numbers of steps, of which the new state has the mean."""
     schedule = SimpleNamespace(weighing=SimpleNamespace(reduction=None))
     rounds = [LocalSteps(2, 0.1, 0.3), LocalSteps(4, 0.3, 0.9), LocalSteps(6, 0.2, 0.6)]
     states = [
@@ -267,7 +268,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(checkpoint: Path) -> Non
 
 
 def test_a_rank_continues_the_random_numbers_of_the_rank_at_its_position() -> None:
-    """Shards are counted innermost, on either mesh."""
+    """On both meshes, ranks are numbered replica by replica."""
     old = [[MeshChange(2, 3, 3, 2, replica, shard).same_rank for shard in range(2)] for replica in range(3)]
     assert old == [[0, 1], [3, 4], [None, None]]
     assert [MeshChange(2, 1, 1, 3, 0, shard).same_rank for shard in range(3)] == [0, None, None]

@@ -1,4 +1,4 @@
-"""The run directory."""
+"""Tests of the run directory: its lock, its files, and the recipes that may continue its run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_run_of_another_recipe_is_told_in_a_few_words(tmp_path: Path):
-    """Another method changes many keys, and its preset's are not worth a word."""
+    """Another method changes many keys. Those that its preset sets are not listed."""
     file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"]
     RunDirectory(load_recipe(file, keys)).claim()
     at = re.escape(f"{tmp_path}/a")
@@ -77,7 +77,7 @@ def test_a_runs_tokenizer_is_copied_whole_and_kept_from_its_first_checkpoint_on(
         load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     )
     directory.claim()
-    (tmp_path / "a/tokenizer.tmp").mkdir()  # of a copy that was interrupted
+    (tmp_path / "a/tokenizer.tmp").mkdir()  # left by an interrupted copy
     (tmp_path / "a/tokenizer.tmp/half").touch()
     directory.copy_tokenizer(tmp_path / "cache")
     assert [path.name for path in (tmp_path / "a").glob("tokenizer*")] == ["tokenizer"]
@@ -93,7 +93,7 @@ def test_a_runs_tokenizer_is_copied_whole_and_kept_from_its_first_checkpoint_on(
 
 
 def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second one would delete the checkpoint that the first one is writing."""
+    """The second process would delete the checkpoint that the first one is writing."""
     monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.2)
     recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     first = RunDirectory(recipe)
@@ -104,7 +104,7 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
     ):
         RunDirectory(recipe).claim()
     assert (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
-    del first  # as when its process ends
+    del first  # releases the lock, as the end of its process does
     RunDirectory(recipe).claim()
     assert not (tmp_path / "a/checkpoints/step-00000003.tmp").exists()
 
@@ -113,8 +113,8 @@ def test_two_processes_never_train_in_one_directory(tmp_path: Path, monkeypatch:
 def test_a_lock_of_another_host_is_waited_for_longer_and_may_be_free_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: str
 ):
-    """The server of a network file system frees a lost host's lock with a delay. Kubernetes gives the pod on the next host the
-    lost one's name."""
+    """The server of a network file system keeps a lost host's lock for a while. Kubernetes gives the pod that replaces a lost one
+    the same host name, but the kernel's boot id differs."""
     monkeypatch.setattr(run_dir, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(run_dir, "PATIENCE_WITH_OTHER_HOSTS", 0.2)
     monkeypatch.setattr(waiting, "QUIET_SECONDS", 0.01)
@@ -176,7 +176,7 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
 
 
 def test_a_folder_that_was_renamed_and_copied_elsewhere_is_continued_there(tmp_path: Path):
-    """Check the advice: with the new name alone, a start would train in the first copy."""
+    """The advice names both keys, because with run.name alone, a start would train in the folder that was copied."""
     keys = [f"run.out_dir={tmp_path}/runs", "run.name=a", "data.source=/no/text"]
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).claim()
     (tmp_path / "runs/a").rename(tmp_path / "runs/b")
@@ -212,7 +212,7 @@ def test_a_moved_folder_is_continued_in_its_new_place_alone(tmp_path: Path):
 
 
 def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
-    """What reads summary.json takes a run that has one for ended."""
+    """Readers of summary.json take a run that has this file for ended."""
     directory = RunDirectory(
         load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a"])
     )
@@ -227,7 +227,7 @@ def test_a_run_that_is_killed_has_no_summary_of_the_time_before(tmp_path: Path):
         "texts": {"a": {"eval_loss": None, "epochs": 1.5}},
         "list": [1, [None]],
     }
-    directory.claim()  # started again, and killed
+    directory.claim()  # the run is started again, and killed
     assert directory.summary() is None and not (tmp_path / "a/summary.json").exists()
 
 
@@ -263,14 +263,13 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
         with pytest.raises(
             UnavailableError, match=r"No space left on device\); make room, then start the same command again"
         ):
-            directory.claim()  # a run that can go on when there is room again
+            directory.claim()  # the run has a checkpoint, so it can continue when there is room again
         (tmp_path / "others").unlink()
         shutil.rmtree(tmp_path / "a/checkpoints")
 
         directory.close()
-        half_written = (
-            tmp_path / "a/checkpoints/step-00000010.tmp"
-        )  # of a run that was killed when it had filled the disk
+        # A run that was killed after it had filled the disk leaves such a folder.
+        half_written = tmp_path / "a/checkpoints/step-00000010.tmp"
         half_written.mkdir(parents=True)
         (tmp_path / "a" / LOCK_HOLDER).unlink()
         fill(half_written / "__0_0.distcp")
@@ -282,7 +281,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_costs_no_file(tmp_path
 
 
 def fill(path: Path) -> None:
-    """All that is left of the disk."""
+    """Fill the rest of the disk with one file."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass
@@ -316,7 +315,7 @@ def test_the_batch_may_change_and_the_learning_rate_with_it(tmp_path: Path) -> N
     "key", ["parallel.activation_checkpointing=true", "parallel.loss_chunk=64", "sync.offload=true"]
 )
 def test_what_saves_memory_may_change_when_a_run_continues(tmp_path: Path, key: str) -> None:
-    """Follow the advice after an out-of-memory error."""
+    """A user whose run was out of memory is advised to set such keys."""
     keys = [f"run.out_dir={tmp_path}", "run.name=a"]
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys)).claim()
     RunDirectory(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [*keys, key])).check_recipe()
@@ -352,7 +351,7 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_the_run(
     number: int,
     kind: type[UserError],
 ) -> None:
-    """Launchers try again after the former alone, and its message must not ask to delete a file that may be intact."""
+    """Launchers try again only after an UnavailableError. Its message must not ask to delete a file, which may be intact."""
     recipe = load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}"])
     before, directory = RunDirectory(recipe), RunDirectory(recipe)
     before.claim()

@@ -1,4 +1,5 @@
-"""The length of a run that continues: what is refused, how far the learning rate jumps, and which samples there were."""
+"""Tests of a continued run with another length or batch: what is refused, how far the learning rate jumps, and how many samples
+there were."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_a_jump_of_the_rate_is_said_with_what_avoids_it() -> None:
         "optim.lr=0.000525 would continue at 0.0003; a run with schedule.kind=constant never jumps, and one with wsd only from "
         "within its decay"
     )
-    assert jump(recipe(300), recipe(600, "optim.lr=0.000525"), 300) is None, "as it says"
+    assert jump(recipe(300), recipe(600, "optim.lr=0.000525"), 300) is None, "this is the rate that the line names"
     shorter = jump(recipe(600), recipe(400), 300)
     assert shorter is not None and "to 0.000727" in shorter and "now spans 400 steps" in shorter
 
@@ -161,7 +162,7 @@ HUB = "data.source=hf:owner/name"
 )
 def test_a_batch_may_change_where_the_data_allows_it(keys: tuple[str, ...], batch: int, problem: str | None) -> None:
     before, after = recipe(40, *keys), recipe(40, f"train.global_batch={batch}", *keys)
-    if "train.tokens=327680" in keys:  # as many steps with the larger batch as the run had
+    if "train.tokens=327680" in keys:  # 40 steps of the larger batch, as many as the run had
         before = recipe(40)
     assert batch_problem(before, before) is None
     if problem is None:
@@ -195,7 +196,7 @@ def test_a_hub_data_set_had_the_samples_of_the_runs_steps() -> None:
 
     hub, part = "data.source=hf:owner/name", 1
     assert before(80 * 32, hub) == 40 * 32
-    assert before(900, hub) == 900, "it has no more"
+    assert before(900, hub) == 900, "the dataset is shorter than what the old run would read"
     assert before(700, hub, "data.max_tokens=100000") == 700
     assert before(30_000) == 30_000
     mixture, part = "data.sources=[{source: hf:owner/name, weight: 1}, {source: stories, weight: 3}]", 4

@@ -1,4 +1,4 @@
-"""`llmtrain runs`: what it says of runs in every state."""
+"""Tests of `llmtrain runs`: the rows of runs in every state, and the table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def written(folder: Path, name: str, stopped: str | None, *keys: str) -> RunDirectory:
-    """Return a run directory as training leaves it; without `stopped`, as a killed one does."""
+    """Return a run directory as training leaves it. If `stopped` is None, the run was killed."""
     recipe = load_recipe(RECIPE, [f"run.out_dir={folder}", f"run.name={name}", "train.steps=40", *keys])
     directory = RunDirectory(recipe)
     directory.claim()
@@ -85,7 +85,7 @@ def test_the_newest_is_last_and_a_runs_own_folders_are_no_runs(folder: Path) -> 
         for file in path.glob("*.*"):
             os.utime(file, (time.time() - age,) * 2)
     assert [row.name for row in find_runs(folder)] == ["compared/a", "b", "c"]
-    assert [row.name for row in find_runs(folder / "b")] == ["b"], "one run may be named, too"
+    assert [row.name for row in find_runs(folder / "b")] == ["b"], "the folder may also be that of one run"
 
 
 def test_what_is_damaged_or_missing_is_left_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_the_best_checkpoint_has_a_column(folder: Path, capsys: pytest.CaptureFi
 
 
 def test_what_may_not_be_read_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may run as root, so the folder only says that it is locked."""
+    """Tests may run as root, who may read every folder. So os.scandir is replaced by a function that refuses."""
     written(folder, "a", "done")
     (folder / "locked" / "b").mkdir(parents=True)
     locked, scan = str(folder / "locked"), os.scandir

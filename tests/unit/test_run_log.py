@@ -1,4 +1,5 @@
-"""Lines that a run shows and writes, from before its first step to its failure."""
+"""Tests of the lines that a run shows and writes: its loggers after a failure, the warning about a rising loss, and the bytes of
+averaged gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from llmtrain.train.summary import every_step_bytes
 
 
 def test_an_error_before_the_first_step_closes_what_was_opened() -> None:
-    """Raise what other ranks have already found, between the opening of the loggers and the first step."""
+    """Errors that other ranks have found are raised between the opening of the loggers and the first step."""
 
     def refuse() -> None:
         raise TrainingError("a damaged shard")
@@ -56,7 +57,7 @@ def test_a_run_that_fails_on_a_terminal_closes_its_files_and_shows_the_cursor_ag
 
 
 def test_a_loss_that_hardly_rises_is_no_run_that_diverges() -> None:
-    """A run that begins with trained weights rises while its learning rate does."""
+    """The loss of a run that begins with trained weights rises while its learning rate does."""
     assert rise_of_loss(3.0, 3.0, False) is None
     assert rise_of_loss(3.1785, 3.1804, False) == (
         "validation loss 3.1804 is not below the 3.1785 before the first step; if it stays so, lower optim.lr"

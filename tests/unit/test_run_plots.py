@@ -1,4 +1,4 @@
-"""What the picture of a run marks, and where; and the picture of several runs."""
+"""Tests of the pictures of one run and of several runs: what they mark, and where."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmtrain.run_plots import draw_run, draw_runs, end_of_warmup, ends_of_round
 
 
 def line(step: int, number: int | None, count: int = 0, of_round: int = 0, **more: Any) -> dict[str, Any]:
-    """A line of training, after `of_round` steps of a round of twenty; a step has 100 tokens."""
+    """Return a line of training after `of_round` steps of round `number`. A round has twenty steps, and a step 100 tokens."""
     tags = {"train/loss": 5.0, "sync/count": count, "perf/tokens_per_second": 7.0, "comm/bytes_total": 10.0 * step}
     place = {} if number is None else {"sync/round": number, "sync/round_step": of_round, "sync/period": 20}
     return {"step": step, "tokens": 100 * step, **tags, **place, **more}
 
 
 WARM = [line(1, 0), line(8, 0), line(16, 1, 0, 6), line(24, 1, 0, 14), line(32, 2, 1, 2), line(50, 2, 2, 20)]
-"""Ten synchronous steps and two rounds of twenty, of which both have ended."""
+"""Lines of ten synchronous steps and two complete rounds of twenty steps."""
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: Any, draw: Any = draw_run) -> Figure:
-    """Returns the figure that is written."""
+    """Return the figure that `draw` writes."""
     written = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: written.append(self))
     draw(*arguments)
@@ -37,7 +37,7 @@ def legend(axes: Axes) -> list[str]:
 
 def test_a_round_ends_where_the_next_one_starts() -> None:
     assert ends_of_rounds(WARM) == [(1, 3000), (2, 5000)]
-    assert ends_of_rounds(WARM[:-1]) == [(1, 3000)], "the second has not ended"
+    assert ends_of_rounds(WARM[:-1]) == [(1, 3000)], "the second round has not ended"
     assert end_of_warmup(WARM) == 1000
 
 
@@ -46,7 +46,7 @@ def test_rounds_that_end_between_two_lines_are_spread_evenly() -> None:
     assert ends_of_rounds(lines) == [(1, 2000), (2, 4000), (3, 6000), (4, 8000)]
     lines = [line(2, 0), line(90, 4, 3, 20), line(95, 5, 4, 5)]
     assert ends_of_rounds(lines) == [(1, 3000), (2, 5000), (3, 7000), (4, 9000)]
-    assert end_of_warmup(lines) == 1000, "by the length of the rounds"
+    assert end_of_warmup(lines) == 1000, "computed from the length of the rounds"
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0), (None, None, None), (1, 1, 1)])

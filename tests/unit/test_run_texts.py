@@ -1,4 +1,4 @@
-"""The texts of a run: how many samples they have, and the loss of several together."""
+"""Tests of a run's texts: their numbers of samples, and the joint loss of several texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_complete_text_that_is_shuffled_in_blocks_has_as_many_samples_as_it_ha
     loader = SimpleNamespace(sequence_length=length, num_samples=2**61)
     assert SingleText.samples(texts, loader) == {"": 12 // length}
     texts.train_text.tokens = Tokens(range(length))
-    assert SingleText.samples(texts, loader) is None, "the loader refuses it"
+    assert SingleText.samples(texts, loader) is None, "the loader refuses a text without samples"
     Tokens.is_complete, texts.train_text.tokens = False, Tokens(range(13))
     assert SingleText.samples(texts, loader) is None
 

@@ -1,4 +1,4 @@
-"""Running moments that are equal on every processor."""
+"""Tests of running moments: their powers have the same bits on every processor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_powers_are_products_that_round_alike_everywhere(base: float) -> None:
 
 
 def test_powers_have_the_same_bits_with_other_vector_instructions() -> None:
-    """In torch's own power, a long row is computed with vector instructions, a single value without."""
+    """torch.pow computes a long row with vector instructions, and a single value without them."""
     counts = torch.arange(4001)
     alone = torch.cat([power(0.98, counts[i : i + 1]) for i in range(0, 4001, 7)])
     assert torch.equal(alone, power(0.98, counts)[::7])

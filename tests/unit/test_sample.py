@@ -1,4 +1,4 @@
-"""Texts that the model generates while it trains: they change nothing, and where they fail the run goes on."""
+"""Tests of texts that the model generates during training: they change nothing in it, and the run continues if they fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.train.validation import Validation, ValidationSet, Validator
 
 
 def sampler(size: int = 1000, is_main: bool = True, **keys: object) -> tuple[Sampler, list[str]]:
-    """Returns it and what it prints."""
+    """Return a sampler and the list of the lines that it prints."""
     said: list[str] = []
     recipe = Recipe.model_validate({"run": {"name": "a"}, "eval": {"sample_prompt": "x", "sample_tokens": 100} | keys})
     mesh = SimpleNamespace(is_main=is_main, broadcast_from_main=lambda ask: ask())
@@ -63,11 +63,11 @@ def test_a_validation_has_a_text_if_it_is_asked_for_and_cheap(monkeypatch, asked
     found, text = validator.run(True, with_sample=asked)
     assert found[0][1].loss == 4.0 and text == ("text" if asked and is_cheap else None)
     validator.run(True, with_sample=False)
-    assert totals == [None, 2], "batches are known from the second validation on"
+    assert totals == [None, 2], "the number of batches is known from the second validation on"
 
 
 class Bars:
-    """Progress bars that note their lengths."""
+    """Progress bars that record their totals."""
 
     def __init__(self, totals: list[int | None]):
         self.totals = totals
@@ -84,7 +84,7 @@ class Bars:
 
 
 def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all(monkeypatch) -> None:
-    """Its own step is beyond the checkpoint's, whose later lines are logged again."""
+    """The replica's own step is beyond that of the checkpoint. Lines of steps after the checkpoint are logged again."""
     opened = []
     monkeypatch.setattr(run_log, "open_loggers", lambda recipe, directory, *resumed: opened.append(resumed[:2]))
     period = SimpleNamespace(round_number=lambda step: None)

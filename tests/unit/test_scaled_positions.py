@@ -1,4 +1,4 @@
-"""Weights whose rotary positions are scaled by their number: another number of positions is another model."""
+"""Tests of weights whose rotary positions are scaled by their number: a model with another number of positions is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Makefile and the scripts in launch/, with stand-ins for the programs that they call."""
+"""Tests of the Makefile and the scripts in launch/, with stand-ins for the programs that they call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ mkdir -p "$folder/bin"
 printf '#!/bin/sh\\n' | tee "$folder/bin/python" > "$folder/bin/pip"
 chmod +x "$folder/bin/python" "$folder/bin/pip"
 """
-"""In place of Python: notes what it is asked for, and makes environments."""
+"""Stand-in for Python that records its arguments and makes environments."""
 
 
 def write_program(path: Path, text: str) -> None:
@@ -42,7 +42,9 @@ def test_an_environment_that_was_left_without_pip_is_made_again(tmp_path: Path, 
         assert done.returncode == 0, done.stdout + done.stderr
         (tmp_path / venv / ".ready").unlink()
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert [call for call in calls if " -m " in call] == [f"python -m venv --clear {venv}"], "a complete one is kept"
+    assert [call for call in calls if " -m " in call] == [f"python -m venv --clear {venv}"], (
+        "a complete environment is kept"
+    )
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -74,12 +76,12 @@ def test_a_host_that_fails_does_not_keep_the_tunnel_on_the_others(tmp_path: Path
 
 
 def test_the_tunnels_remote_commands_suit_any_login_shell_and_its_packets_any_path(tmp_path: Path) -> None:
-    """ssh gives the command to the login shell, which may know no $'...' of bash. WireGuard's packets must fit into those of the
-    narrowest network between two sites."""
+    """The login shell, to which ssh gives the command, may not know bash's $'...'. WireGuard's packets must fit into the
+    smallest MTU between two sites."""
     if (bash := shutil.which("bash")) is None:
         pytest.skip("bash is not installed")
     write_program(tmp_path / "ssh", f'#!/bin/sh\nprintf \'%s\\n\' "$6" >> {tmp_path}/calls\nexec sh -c "$6"\n')
-    # In place of bash on the host: runs the outer script, and notes the inner one and its standard input.
+    # This stand-in for the host's bash runs the outer script, and records the inner one and its standard input.
     inner = f'[ "$3" = tunnel ] || exec {bash} "$@"\nprintf %s "$2" > {tmp_path}/program\ncat >> {tmp_path}/stdin\n'
     write_program(tmp_path / "bash", f'#!/bin/sh\n{inner}case "$2" in *genkey*) echo "$4 key" ;; esac\n')
     write_program(tmp_path / "sudo", '#!/bin/sh\nshift\nexec "$@"\n')

@@ -1,4 +1,4 @@
-"""The flag that any rank raises: what reaches the others, and that its thread ends with it."""
+"""Tests of the flag that any rank can raise: all ranks see it, and its thread ends with its context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.parallel.shared_flag import shared_flag
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Polls as fast as they can."""
+    """Let ranks poll the flag without pauses."""
     monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
     yield
 
@@ -53,8 +53,8 @@ def test_a_flag_raised_on_one_rank_is_seen_on_all() -> None:
 
 
 def test_the_flag_ends_with_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that came back from the store during the interpreter's shutdown aborted the process. The store answers once the
-    thread is waited for."""
+    """A thread that returned from the store during the interpreter's shutdown aborted the process. Here, the store answers only
+    once the thread is joined."""
     store, join = SlowStore(), threading.Thread.join
 
     def answer_and_join(thread: threading.Thread, timeout: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Hosts that do not share the run directory, or see late what another host has written there."""
+"""Tests of hosts that do not share the run directory, or see with a delay what another host has written there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = socket.gethostname()
 
 
 def outcomes(hosts: int, work: Callable[[Mesh], object]) -> list[object]:
-    """Call `work` on ranks that take themselves for the only ones of as many hosts; what each of them returned or raised."""
+    """Call `work` on one rank for each of `hosts` hosts, and return what it returned or raised on each rank."""
     ranks, errors = InProcess(hosts, 30.0), {}
 
     def call(world: World) -> None:
@@ -38,7 +38,7 @@ def outcomes(hosts: int, work: Callable[[Mesh], object]) -> list[object]:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The run directory as each of three hosts sees it: the second shares that of the first. Nobody waits."""
+    """Provide the run directory as each of three hosts sees it. The first two hosts share one. No host waits for a file."""
     monkeypatch.setattr(shared_folder, "PATIENCE_SECONDS", 0.0)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -58,13 +58,13 @@ def test_a_run_directory_that_a_host_does_not_share_ends_all_ranks(folders: list
             f"run.out_dir is not shared: {HERE} can't see in {folders[2]} what rank 0 on {HERE} writes to {folders[0]}; mount"
         )
         assert not list(folders[0].iterdir())
-        (folders[2] / "recipe.yaml").touch()  # the run has begun, so a host may lack the file system only now
+        (folders[2] / "recipe.yaml").touch()  # the run has begun, so a host may lack the file system only for now
 
 
 def test_what_a_network_file_system_does_not_know_yet_is_asked_for_again(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS keeps in mind for up to a minute that there was no such folder, unless somebody opens the one above it."""
+    """NFS remembers for up to a minute that a folder did not exist, unless somebody opens the folder above it."""
     opened, stat, open_file = set(), os.stat, os.open
 
     def late(path: str | Path, *given: object, **options: object) -> os.stat_result:

@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop, and a rank whose torchrun is gone."""
+"""Tests of signals that ask a rank to stop, and of a rank whose torchrun is gone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_stops_when_torchrun_is_gone(monkeypatch, by_torchrun: bool):
 
 
 def test_a_rank_that_stops_is_not_asked_again(monkeypatch):
-    """A second SIGTERM would end it, and lose the checkpoint that the first one asked for."""
+    """A second SIGTERM would end the rank, and lose the checkpoint that the first one asked for."""
     sent: list[int] = []
     monkeypatch.setattr(signals.os, "kill", lambda process, number: sent.append(number))
     with stop_requests():
@@ -85,7 +85,7 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
-        signal.raise_signal(signal.SIGTERM)  # Slurm's order: the checkpoint that SIGUSR1 asked for goes on
+        signal.raise_signal(signal.SIGTERM)  # Slurm sends SIGUSR1 first, and its checkpoint goes on
         assert stop.requested
         with pytest.raises(SystemExit, match=str(FAILED)):
             signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The environment and the clock of a start."""
+"""Tests of the environment and the clock of a start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def test_imports_of_one_thread_leave_the_environment_as_it_was(monkeypatch: pyte
 
 
 def test_the_age_of_a_command_does_not_depend_on_the_second_of_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil says 1000 for a boot at 1000.9; the process was started 7.5 s later, and now it is 10 s later."""
+    """The machine booted at 1000.9, for which psutil says 1000. The process was started 7.5 s after the boot, and now is 10 s after
+    it."""
     monkeypatch.delenv(STARTED, raising=False)
     monkeypatch.setattr(psutil, "boot_time", lambda: 1000.0)
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1007.5)

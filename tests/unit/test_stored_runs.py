@@ -1,4 +1,4 @@
-"""The comparison of stored runs sees one bit, and knows the names that things have now."""
+"""Tests of the comparison of stored runs: it sees a difference of one bit, and knows names that have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study's plan and records, of runs that were never made."""
+"""Tests of the study's plan and records, with records of runs that were never made."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def record(run: Any, loss: float | None) -> dict[str, Any]:
 
 
 def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[Any], dict[str, Any]]:
-    """All runs of a cell, made in the order in which they can be, and their records, with those of the cell that chose its setting."""
+    """Return all runs of a cell, in the order in which they can be made, and the records of these runs and of those that chose the
+    cell's setting."""
     done: dict[str, Any] = {} if cell.tuned == cell else finished(cell.tuned, loss_of)[1]
     made: list[Any] = []
     while left := [run for run in stages.runs_of(cell, done) if run.id not in done]:
@@ -56,8 +57,8 @@ def finished(cell: Any, loss_of: Callable[[Any], float | None]) -> tuple[list[An
 
 
 def likes(rate: float) -> Callable[[Any], float]:
-    """A loss that is lowest at this learning rate, with the third of a method's own settings at twice of it, with more tokens, and
-    with every seed a little different."""
+    """Return a function that computes a run's loss. The loss is lowest at this learning rate or, with the third of a method's own
+    settings, at twice this rate, where it is lower still. It falls with more tokens, and differs a little between seeds."""
 
     def loss(run: Any) -> float:
         own = plan.OUTER[run.cell.tuned.values]
@@ -70,8 +71,8 @@ def likes(rate: float) -> Callable[[Any], float]:
 
 
 def test_each_method_of_the_study_has_a_cell() -> None:
-    """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT. A method that is newer than the study's protocol is not
-    in it."""
+    """SNOO is DiLoCo with one replica, and A-EDiT with even replicas is EDiT. Methods that are newer than the study's protocol
+    have none."""
     of_one = {cell.method for cell in stages.STAGES["replicas"] if cell.replicas == 1} - {"synchronous", "diloco"}
     uneven = {cell.method for cell in UNEVEN}
     assert {cell.method for cell in MAIN} | of_one | uneven == plan.OUTER.keys() - {"qsr-power1"} <= METHODS.keys()
@@ -211,7 +212,7 @@ def test_a_run_that_failed_is_the_worst() -> None:
 
 
 def test_a_record_of_another_setting_is_refused() -> None:
-    """Refuse what a change of the plan leaves behind."""
+    """A change of the plan leaves such records behind."""
     first = stages.pending(["main"], {})[:3]
     done = {run.id: record(run, 4.0) for run in first}
     done[first[1].id]["keys"] = ["optim.lr=0.5"]
@@ -336,7 +337,7 @@ def test_a_run_that_diverged_is_a_record(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_that_failed_is_no_record_and_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ending: str
 ) -> None:
-    """Two others are in progress, and stop with a checkpoint."""
+    """Two other runs are in progress, and stop with a checkpoint."""
     script = f"case \"$*\" in *trial-00*) {ending};; esac\ntrap 'exit 3' TERM\nwhile :; do sleep 0.02; done"
     records = commands(tmp_path, monkeypatch, script)
     first = stages.pending(["main"], {})

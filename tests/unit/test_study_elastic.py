@@ -1,4 +1,4 @@
-"""The study's elastic runs and benchmarks, of runs that were never made."""
+"""Tests of the study's elastic runs and benchmarks, with records of runs that were never made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ elastic, benchmarks = map(importlib.import_module, ("study_elastic", "study_benc
 
 @pytest.fixture(scope="module")
 def done() -> dict[str, Any]:
-    """Records of all cells whose settings the runs have."""
+    """Provide the records of all cells whose trials chose the settings of elastic runs."""
     cells = {cell.tuned for cell in stages.STAGES["text"]}
     return {name: one for cell in cells for name, one in finished(cell, likes(0.0055))[1].items()}
 

@@ -1,4 +1,4 @@
-"""The study's runs in which a replica has a fault."""
+"""Tests of the study's runs in which a replica has a fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ faults, faulty_run = map(importlib.import_module, ("study_faults", "faulty_run")
 
 
 def trainer_of(replica: int) -> Any:
-    """Return a trainer of one linear layer, with the parts that a fault changes."""
+    """Return a replica's trainer of one linear layer, with the parts that a fault changes."""
     model = nn.Linear(2, 2, bias=False)
     blocks = [SimpleNamespace(shards=[torch.ones(3)]) for _ in range(3)]
     engine = SimpleNamespace(blocks=blocks, model=model, step=lambda lr: lr)

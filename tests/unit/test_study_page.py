@@ -1,4 +1,4 @@
-"""The study's page, of runs that were never made."""
+"""Tests of the study's page, with records of runs that were never made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_page_compares_with_synchronous_runs(
     )
     assert averaged["best trial"] == "3.8000 (3 of 12)" and averaged["loss"] == ""
     assert [row[0] for row in page.formula_rows(done)] == ["4", "8"]
-    assert page.formula_rows(done)[0][2] == "+3.7%", "what the protocol says"
+    assert page.formula_rows(done)[0][2] == "+3.7%", "as in PROTOCOL.md"
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
     (results := tmp_path / "results.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
@@ -57,7 +57,7 @@ def test_the_page_compares_with_synchronous_runs(
     options = Namespace(write=False)
     monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
     page.main()
-    assert "Gap against" not in capsys.readouterr().out, "there is one row"
+    assert "Gap against" not in capsys.readouterr().out, "this table needs at least two rows"
     assert list(tmp_path.iterdir()) == [results] and "old" in results.read_text()
     done |= finished(stages.STAGES["rounds"][0], likes(0.0055))[1]
     options.write = True
@@ -75,7 +75,7 @@ def test_the_page_compares_with_synchronous_runs(
 
 
 def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
-    """Cells of another batch, more tokens or other rounds have none."""
+    """Cells with another batch, more tokens or other rounds have no fit beside them."""
     others = [plan.Cell("diloco", 4, 30, 128), plan.Cell("diloco", 4, 30, 64, length=4), plan.Cell("diloco", 4, 3, 64)]
     done: dict[str, Any] = {}
     for cell in (MAIN[1], *others):
@@ -86,7 +86,7 @@ def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
 
 
 def test_the_documentation_has_the_table_of_the_records() -> None:
-    """Compare with what `study_page.py --write` writes."""
+    """The tables are what `study_page.py --write` would write."""
     text = page.RESULTS_PAGE.read_text()
     assert page.with_summary(text, runs.read_records()) == text, "run python benchmarks/study/study_page.py --write"
 
@@ -107,7 +107,7 @@ def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int],
 
 
 def test_gaps_are_listed_by_method_and_rounds() -> None:
-    """And only of cells whose final runs are done."""
+    """Cells whose final runs are not all done are left out."""
     usual, done = likes(0.0055), finished(MAIN[0], likes(0.0055))[1]
     cells = [MAIN[3], *stages.STAGES["together"][:2], *stages.STAGES["rounds"][:3], MAIN[1], *stages.STAGES["batch"]]
     for cell in cells:
@@ -133,7 +133,7 @@ def test_gaps_are_listed_by_method_and_rounds() -> None:
 
 
 def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
-    """Its losses rise by the logarithm of the share of tokens here."""
+    """The losses of synchronous runs fall here with the logarithm of the share of tokens."""
     usual = likes(0.006)
     done = finished(MAIN[0], usual)[1]
     lowest = page.mean_loss(MAIN[0], done)
@@ -155,7 +155,8 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
 
 
 def test_a_method_pays_where_messages_are_long() -> None:
-    """A loss worth half of the tokens; DiLoCo sends every 30 steps. A step's messages hide behind two thirds of a backward pass."""
+    """Synchronous training reaches the loss of both methods with half of the tokens. DiLoCo sends every 30 steps. Gradients are sent
+    while the backward pass, two thirds of a step, goes on."""
     done = finished(MAIN[0], likes(0.006))[1]
     lowest = page.mean_loss(MAIN[0], done)
     for cell in (MAIN[1], MAIN[2]):
@@ -172,7 +173,7 @@ def test_a_method_pays_where_messages_are_long() -> None:
 
 
 def test_longer_runs_break_even_with_int8_gradients_where_equal_shorter_ones_do() -> None:
-    """Int8 gradients were run with the usual number of tokens only. All runs here have the same losses."""
+    """Int8 gradients were run with the usual number of tokens only. Here, longer and shorter runs have the same losses."""
     long, done = stages.STAGES["long"], {}
     for baseline in (MAIN[0], long[0], *stages.STAGES["gradients"]):
         done |= finished(baseline, likes(0.006))[1]
@@ -184,7 +185,7 @@ def test_longer_runs_break_even_with_int8_gradients_where_equal_shorter_ones_do(
 
 
 def test_a_method_without_a_break_even_point_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DiLoCo's is at 0.8 steps with fp32 gradients here."""
+    """DiLoCo's break-even point with fp32 gradients is at 0.8 steps here."""
     times = importlib.import_module("study_times")
     cells = {cell.label: cell for cell in MAIN if cell.label in ("diloco", "streaming_diloco", "muloco")}
     muon = page.synchronous_beside(cells["muloco"])
@@ -211,7 +212,7 @@ def test_muloco_is_compared_with_synchronous_muon() -> None:
 
 
 def test_who_waits_for_slow_replicas_takes_longer() -> None:
-    """With one replica of half the speed, A-EDiT takes 240 / 420 of the time of those who wait for it."""
+    """With one replica at half the speed, A-EDiT takes 240 / 420 of the time of methods that wait for this replica."""
     times = importlib.import_module("study_times")
     assert times.waiting_seconds(60, 1, "half", 11) == times.waiting_seconds(60, 30, "half", 11) == 120
     assert times.waiting_seconds(60, 1, "random", 11) == 120
@@ -230,7 +231,7 @@ def test_who_waits_for_slow_replicas_takes_longer() -> None:
 
 
 def test_the_moment_of_the_synchronous_loss_is_interpolated() -> None:
-    """A table of the cells of which a seed reaches it, with times if all seeds do."""
+    """The table has the cells of which at least one seed reaches this loss, with speeds if all seeds do."""
     times = importlib.import_module("study_times")
     curve = [[0, 7.0, 0], [100, 5.0, 1], [200, 3.0, 2], [300, 2.0, 3]]
     assert [times.step_of_loss(curve, loss) for loss in (5.0, 4.0, 2.0, 1.9)] == [100, 150, 300, None]

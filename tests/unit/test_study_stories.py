@@ -1,4 +1,4 @@
-"""The study's runs on other texts than Python."""
+"""Tests of the study's runs on texts other than Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_study import ROOT, commands, finished, likes, page, plan, r
 
 def test_another_text_has_the_setting_that_was_chosen_on_python() -> None:
     *_, a_edit = stages.STAGES["text"]
-    assert stages.runs_of(a_edit, {}) == [], "its setting is not known yet"
+    assert stages.runs_of(a_edit, {}) == [], "the setting is not known yet"
     _, chosen = finished(a_edit.tuned, likes(0.0055))
     made = stages.runs_of(a_edit, chosen)
     assert [run.id for run in made] == [f"a_edit-half-tinystories-m4-h30-b64-final-{seed}" for seed in (11, 12, 13)]

@@ -1,4 +1,4 @@
-"""Suites and the task files that they bring: which there are, what is refused, and what counts as a change."""
+"""Tests of suites and their task files: which suites there are, what is refused, and what counts as a change."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_copied_task_names_the_file_that_must_lie_beside_it(
 
 
 def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """Else its tasks are sought among the thousands of lm-evaluation-harness's."""
+    """Without this error, its tasks would be looked up among the thousands of lm-evaluation-harness."""
     with pytest.raises(
         SuiteError, match=r"mine.yaml: task_folders has \S+/task, which is no folder; they are relative to"
     ):
@@ -133,14 +133,14 @@ def test_a_task_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
 
 def test_a_suite_with_its_folder_needs_no_data_before_training() -> None:
     check_suite(SuiteSection(name="offline", data_dir="/nowhere"))
-    check_suite(SuiteSection(name="small"))  # reads nothing of ours
+    check_suite(SuiteSection(name="small"))  # reads no local data
     with pytest.raises(DataError, match=r"give the folder that has it with eval\.suite\.data_dir"):
         check_suite(SuiteSection(name="offline"))
 
 
 def test_a_suite_of_texts_needs_no_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setattr("llmtrain.suites.harness_version", lambda: pytest.fail("it is not needed"))
+    monkeypatch.setattr("llmtrain.suites.harness_version", lambda: pytest.fail("the harness is not needed"))
     (tmp_path / "texts.yaml").write_text("texts: [{name: words, file: words.txt}]")
     section = SuiteSection(name=str(tmp_path / "texts.yaml"), data_dir=str(tmp_path))
     with pytest.raises(DataError, match=r"has no words\.txt, which text words reads"):
@@ -163,7 +163,7 @@ def test_a_task_file_changes_what_it_includes(tmp_path: Path) -> None:
 
 
 def test_groups_and_tags_read_what_their_members_read(tmp_path: Path) -> None:
-    """Apply the settings of groups and members as lm-evaluation-harness does, and tell its own tasks from inline ones."""
+    """Settings of groups and members apply as in lm-evaluation-harness. Its own tasks are told from inline ones."""
     files = {
         "quiz": "task: quiz\ntag: [mine, other]\ndataset_kwargs: {file: quiz.jsonl}",
         "plain": "task: plain\ntag: mine",
@@ -187,7 +187,7 @@ def test_groups_and_tags_read_what_their_members_read(tmp_path: Path) -> None:
 
 
 def test_task_files_of_the_harness_are_accepted(tmp_path: Path) -> None:
-    """It takes several includes, the later ones first, and functions of subfolders and of installed packages."""
+    """A task file may have several includes, of which the last one counts, and functions of subfolders and installed packages."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/utils.py").write_text("")
     (tmp_path / "a").write_text("dataset_kwargs: {file: a.jsonl}\ndoc_to_text: !function sub.utils.text")
@@ -219,7 +219,7 @@ def test_a_suite_may_bring_its_own_tasks(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_that_a_task_includes_from_elsewhere_is_another_task(tmp_path: Path) -> None:
-    """Count a file with its functions, too."""
+    """A file with functions that the task uses counts, too."""
     (tmp_path / "tasks").mkdir()
     shutil.copy(FILES / "tasks/local_jsonl.py", tmp_path)
     text = (FILES / "tasks/piqa.yaml").read_text().replace("offline_piqa", "mine")

@@ -1,4 +1,4 @@
-"""Wire formats whose levels come from a table: fp4 and 2bit."""
+"""Tests of wire formats whose levels come from a table: fp4 and 2bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.unit.test_wire import BLOCK, TABLES, draw, sent
 
 
 def test_the_levels_of_2bit_have_the_least_error_for_a_normal_distribution() -> None:
-    """Each is the mean of the values that it stands for, and the border lies in the middle (Lloyd's conditions)."""
+    """Each level is the mean of the values that it stands for, and the threshold lies halfway between the levels (Lloyd's
+    conditions)."""
     values = np.abs(np.random.default_rng(0).normal(size=4_000_000))
     scale = values.mean()
     small = values < THRESHOLD * scale
@@ -38,13 +39,13 @@ def test_fp4_keeps_powers_of_two_and_zeros() -> None:
     values = np.array(list(itertools.product(levels, levels)), np.float32).reshape(-1)
     values = np.pad(values, (0, 4 * BLOCK - len(values)), constant_values=1.0)
     for block in range(4):
-        values[block * BLOCK] = 1.0  # the scale
+        values[block * BLOCK] = 1.0  # so that this is the scale
     values = values[None] * np.float32(0.375)
     np.testing.assert_array_equal(sent(values, "fp4"), values)
 
 
 def test_fp4_rounds_halfway_values_down() -> None:
-    """Down to the smaller of two magnitudes, as the comparison "more than halfway" says."""
+    """A value halfway between two magnitudes becomes the smaller one. Only a value above the middle becomes the larger one."""
     halfway = [(low + high) / 2 for low, high in itertools.pairwise(POWERS)]
     values = np.pad(np.array([1.0, *halfway, *np.negative(halfway)], np.float32), (0, BLOCK - 1 - 2 * len(halfway)))
     expected = np.pad(np.array([1.0, *POWERS[:-1], *np.negative(POWERS[:-1])], np.float32), (0, BLOCK - 15))
@@ -56,7 +57,7 @@ def test_fp4_rounds_halfway_values_down() -> None:
 
 
 def test_2bit_keeps_its_four_levels_in_every_place_of_a_byte() -> None:
-    """A block that has as many of both magnitudes as its own mean implies."""
+    """Codes of random values are those of a NumPy reference, in each of the four places of a byte."""
     rng = np.random.default_rng(3)
     wire = WireFormat("2bit")
     blocks = rng.normal(size=(50, BLOCK)).astype(np.float32).reshape(1, -1)
@@ -65,7 +66,7 @@ def test_2bit_keeps_its_four_levels_in_every_place_of_a_byte() -> None:
     unpacked = np.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1).reshape(-1)
     scales = np.abs(blocks.reshape(-1, BLOCK)).mean(-1).repeat(BLOCK)
     expected = 2 * (blocks[0] < 0) + (np.abs(blocks[0]) > THRESHOLD * scales)
-    assert (unpacked != expected).mean() < 1e-3, "but at the border"
+    assert (unpacked != expected).mean() < 1e-3, "codes may differ only at the threshold"
     assert len(np.unique(codes)) > 200
 
 
@@ -84,7 +85,7 @@ def test_compiled_code_rounds_alike(kind: str) -> None:
     wire, compiled = WireFormat(kind), WireFormat(kind, compiled=True)
     payload = compiled.encode(values)
     same = (payload == wire.encode(values)).float().mean()
-    assert same > 1 - 1e-4, "but at borders, where a fused product rounds otherwise"
+    assert same > 1 - 1e-4, "codes may differ only at thresholds, where a fused product rounds differently"
     torch.testing.assert_close(
         compiled.decode(payload, values.dtype), wire.decode(payload, values.dtype), rtol=1e-6, atol=0
     )

@@ -1,4 +1,4 @@
-"""A run continues on its own text alone."""
+"""Tests of text identities: a run continues only on its own text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_text_continues() -> None:
     ],
 )
 def test_what_continues(other: TextIdentity, continues: bool) -> None:
-    """A text that is tokenized as far as a run reads it may be longer or shorter."""
+    """A text that is tokenized only as far as a run reads it may become longer or shorter."""
     assert identity(IDS).continues(other) == other.continues(identity(IDS)) == continues
 
 

@@ -1,4 +1,5 @@
-"""Lists of texts in a recipe: what entries take from `data`, which node prepares which, and what may change in a resume."""
+"""Tests of lists of texts in a recipe: what entries take from `data`, which node prepares which text, and what may change when a
+run continues."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_a_resolved_recipe_with_a_list_reads_back_the_same(tmp_path: Path) -> No
         (tmp_path / "a.yaml").write_text(resolved_yaml(made))
         assert load_recipe(tmp_path / "a.yaml") == made
         plain = load_recipe(tmp_path / "a.yaml", ["data.source=stories"])
-        assert plain.data.source == "stories" and not plain.data.is_list, "a layer above names another text"
+        assert plain.data.source == "stories" and not plain.data.is_list, "an override names another text"
         assert load_recipe(tmp_path / "a.yaml", ["data.separator=x"]).data.is_list
 
 
@@ -95,10 +96,12 @@ def test_a_node_has_the_texts_of_its_replicas() -> None:
         and list(texts_of(data)) == ["a", "b"]
     )
     mixed = recipe(f"data.sources={TWO}").data
-    assert list(texts_of(mixed, [0])) == ["one", "two"], "every replica reads a mixture"
+    assert list(texts_of(mixed, [0])) == ["one", "two"], "every replica reads both texts of a mixture"
     two = Preflight(processes=6, replicas=3, shards=2, reason="", memory=0)
     assert [list(two.replicas_of(Nodes(3, node))) for node in range(3)] == [[0], [1], [2]]
-    assert [list(two.replicas_of(Nodes(2, node))) for node in range(2)] == [[0, 1], [1, 2]], "a replica over two nodes"
+    assert [list(two.replicas_of(Nodes(2, node))) for node in range(2)] == [[0, 1], [1, 2]], (
+        "the second replica is on both nodes"
+    )
 
 
 def test_nodes_that_are_left_keep_their_texts() -> None:
@@ -135,7 +138,7 @@ def keys(tmp_path: Path) -> list[str]:
 def test_the_texts_of_a_mixture_have_one_tokenizer(
     tmp_path: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is trained on the first text, or is one version of a tokenizer of the hub."""
+    """The tokenizer is trained on the first text, or is one version of a tokenizer from the hub."""
     sources = f"data.sources=[{{source: {tmp_path}/a.txt}}, {{source: {tmp_path}/b.txt}}]"
     made = recipe(*keys, sources)
     check(made, 2)
@@ -153,7 +156,7 @@ def test_the_texts_of_a_mixture_have_one_tokenizer(
     texts["b"] = replace(texts["b"], index=texts["b"].index.model_copy(update={"eos_id": 7}))
     with pytest.raises(DataError, match=r"\S+/b-\S+ has another version of org/model \(\S+\) than \S+/a-"):
         prepare_texts(hub, show_progress=False)
-    assert prepare_texts(made, show_progress=False) == texts, "a digest of it is in the folder's name"
+    assert prepare_texts(made, show_progress=False) == texts, "a folder's name has a digest of its trained tokenizer"
 
 
 def test_every_text_is_checked_before_a_start_by_its_key(tmp_path: Path, keys: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Access to a store that may stop answering."""
+"""Test of access to a store that may stop answering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`llmtrain launch`: what torchrun and its ranks are started with, and how a stop or the loss of a node ends."""
+"""Tests of `llmtrain launch`: the arguments and the environment of torchrun and its ranks, and the end of a run after a stop or the
+loss of a node."""
 
 from __future__ import annotations
 
@@ -40,16 +41,15 @@ from tests.unit.test_attempts import THREE
 def test_torchrun_is_told_the_place_of_this_node():
     recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=90.5))
     words = " ".join(torchrun_arguments(recipe, Attempt(1, Nodes(3, 2, "alpha", 5)), 8))
-    assert words.startswith(
-        "--nnodes 3 --nproc-per-node 8 --signals-to-handle SIGVTALRM "
-    )  # the launcher handles the others
+    # The launcher itself handles the signals that torchrun handles by default.
+    assert words.startswith("--nnodes 3 --nproc-per-node 8 --signals-to-handle SIGVTALRM ")
     assert words.endswith(
         "--master-addr alpha --master-port 5 --node-rank 2 --log-dir /dev/null --rdzv-id attempt 1 --rdzv-conf timeout=91"
     )
 
 
 def test_torchruns_own_variables_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubeflow sets them. Another rendezvous would wait for ranks elsewhere, and torchrun's restarts would undo a stop."""
+    """Kubeflow sets these variables. Another rendezvous would wait for ranks elsewhere, and torchrun's restarts would undo a stop."""
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
     for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.setenv(name, "1")
@@ -72,7 +72,7 @@ def test_torchruns_own_variables_do_not_reach_it(tmp_path: Path, monkeypatch: py
 
 
 def test_a_stop_before_training_ends_with_3_in_one_line():
-    """A process of its own: it gets the signal while its recipe is read."""
+    """The launcher is a process of its own, which gets the signal while it reads the recipe."""
     process = session().fork(processes.be_stopped_while_the_recipe_is_read, capture=True)
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 3
@@ -81,7 +81,7 @@ def test_a_stop_before_training_ends_with_3_in_one_line():
 
 @pytest.mark.fresh
 def test_the_first_line_comes_before_torch_is_imported(tmp_path):
-    """Importing it takes seconds on a busy machine."""
+    """Importing torch takes seconds on a busy machine."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import os; os.write(1, b'torch is imported\\n'); os._exit(0)")
     command = [sys.executable, "-m", "llmtrain", "launch", "recipes/edit_llama_stdlib.yaml", f"run.out_dir={tmp_path}"]
@@ -94,20 +94,20 @@ def test_the_first_line_comes_before_torch_is_imported(tmp_path):
 
 
 def test_a_node_that_refuses_the_recipe_first_meets_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    """They would wait for it, and its GPUs, not the recipe, may be what is wrong."""
+    """The other nodes would wait for this node, and the cause may be its GPUs and not the recipe."""
 
     def refuse(kind: type[UserError]) -> Preflight:
         raise kind("there are 7 GPUs")
 
     assert torchrun._result_or_refusal(THREE, partial(refuse, RecipeError)) == (None, "there are 7 GPUs")
     assert capsys.readouterr().out == "node 2 refuses the recipe, and tells the other nodes: there are 7 GPUs\n"
-    for nodes, kind in ((Nodes(), RecipeError), (THREE, UnavailableError)):  # the latter ends with code 1 and may pass
+    for nodes, kind in ((Nodes(), RecipeError), (THREE, UnavailableError)):  # the cause of the latter may pass
         with pytest.raises(kind, match=r"^there are 7 GPUs$"):
             torchrun._result_or_refusal(nodes, partial(refuse, kind))
 
 
 def test_every_start_has_the_recipe_that_the_launcher_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files may be edited meanwhile, for the next run."""
+    """The user may edit the recipe's files during the run, for the next one."""
     path, read = tmp_path / "mine.yaml", []
     path.write_text(f"base: {ROOT / RECIPE}\nrun: {{name: first, out_dir: {tmp_path}}}\n")
     recipe = load_recipe(path, ["sync.outer=auto", "train.steps=40"])
@@ -138,12 +138,12 @@ def test_without_a_temporary_folder_a_start_is_refused(monkeypatch: pytest.Monke
 
 
 EIGHT = Nodes(8, 0, "alpha", 5)
-"""Eight nodes of eight ranks."""
+"""Eight nodes, which have eight ranks each."""
 
 
 def test_the_nodes_that_are_left_train_with_the_batch_that_they_can_share(capsys: pytest.CaptureFixture[str]) -> None:
-    """A loss that leaves none is a failure and announced: launchers start a failed run again on all nodes, but not one with a wrong
-    recipe."""
+    """If the nodes that are left can share no batch, the run fails, and a warning at its start has said so. It is not an error
+    of the recipe, because launchers start a failed run again on all nodes, but not a run with a wrong recipe."""
 
     def fewer(left: int, *keys: str) -> list[str]:
         start = Preflight(processes=64, replicas=8, shards=8, reason="", memory=0)
@@ -176,7 +176,7 @@ def test_the_nodes_that_are_left_train_with_the_batch_that_they_can_share(capsys
 def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_was_written: bool, code: int | None
 ) -> None:
-    """Ranks that have met listen for signals, and say by the summary how they ended; it may come late from another node."""
+    """Ranks that have met handle signals, and the summary says how they ended. It may come late from another node."""
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
 
     def run(command: object) -> None:
@@ -210,7 +210,7 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
 def test_a_code_that_is_none_of_ours_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], code: int
 ) -> None:
-    """Failures alone are started again. Python ends with 120 if it can't write what it has printed."""
+    """Only failures are started again. Python ends with 120 if it can't write what it has printed."""
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
     failures = {rank: ProcessFailure(rank, 1, exit_code, "none") for rank, exit_code in enumerate(codes)}
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=ChildFailedError("train", failures)))
@@ -223,7 +223,7 @@ def test_a_code_that_is_none_of_ours_is_a_failure(
 def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node without rank 0 waits for it, up to half a minute."""
+    """A node without rank 0 waits for the summary, up to half a minute."""
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
 
     def run(command: object) -> None:
@@ -245,7 +245,7 @@ def test_a_signal_while_the_summary_of_a_stopped_run_is_awaited_ends_in_one_line
 
 
 def test_no_summary_is_awaited_after_a_second_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are killed write none, and only then do the other nodes hear that this one has failed."""
+    """Killed ranks write no summary, and the other nodes would hear only after the wait that this node has failed."""
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
 
     def run(command: object) -> None:
@@ -280,7 +280,7 @@ def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeyp
     found: list[str] = []
     monkeypatch.setattr("torch.distributed.run.run", lambda command: found.append(os.environ["OMP_NUM_THREADS"]))
     for ranks in (4, 24):
-        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what is set here is undone
+        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that monkeypatch also undoes what `_run` sets
         monkeypatch.delenv("OMP_NUM_THREADS")
         arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), ranks)
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(DONE)
@@ -290,7 +290,7 @@ def test_ranks_share_the_cores_that_the_launcher_may_use(tmp_path: Path, monkeyp
 def test_ranks_on_gpus_are_started_with_segments_that_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
     for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "1")  # so that what is set here is undone
+        monkeypatch.setenv(name, "1")  # so that monkeypatch also undoes what `_run` sets
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     found: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Timelines: which spans are written, and when nothing is."""
+"""Tests of timelines: which spans are written, and when none are."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_message_ends_on_another_thread_and_in_a_later_step(tmp_path: Path) ->
 
 
 def test_only_the_thread_that_trains_asks_the_device(tmp_path: Path) -> None:
-    """gloo's threads, on which messages end, have another current device."""
+    """Messages end on gloo's threads, which have another current device."""
     asked: list[threading.Thread] = []
 
     def clock() -> Mark:
         def mark() -> float | None:
             asked.append(threading.current_thread())
-            return None  # the device is far behind
+            return None  # the device has not reached this moment
 
         return mark
 

@@ -1,4 +1,4 @@
-"""Training time around validations and checkpoints, by a clock that only these tests advance."""
+"""Tests of training time around validations and checkpoints, by a clock that only these tests advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.train.validation import Validation, ValidationSet
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes/edit_llama_stdlib.yaml", ["eval.every=15", "log.every=10"])
 LATE, IN_FLIGHT, WORK = 5.0, 3.0, 100.0
-"""Seconds: by which the slowest rank is late, until a message arrives, and of a validation or checkpoint."""
+"""Seconds by which the slowest rank is late, until a message arrives, and that a validation or checkpoint takes."""
 
 
 class FakeTime:
@@ -33,7 +33,7 @@ class FakeTime:
 
 
 def trainer_at(step: int, time: FakeTime) -> Trainer:
-    """On a rank that is at `step`, 5 steps after its last line."""
+    """Return the trainer of a rank at `step`, 5 steps after its last line of metrics."""
 
     def log(state: TrainState, lr: float) -> None:
         metrics.interval = IntervalMetrics()

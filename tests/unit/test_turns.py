@@ -1,4 +1,4 @@
-"""Threads that take turns: one at a time, with generators and timers of their own, and an end for all when one fails."""
+"""Tests of threads that take turns: one runs at a time, each has its own generators and timers, and all end when one fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.turns import Turns, join, let_others_run
 
 
 def meet(turns: Turns, arrived: set[int], number: int) -> None:
-    """Wait until all threads have come here."""
+    """Wait until all threads have arrived."""
     with turns.changed:
         arrived.add(number)
         turns.changed.notify_all()
@@ -31,7 +31,7 @@ def test_one_thread_runs_at_a_time() -> None:
     def work(number: int) -> int:
         for point in points:
             running.append(number)
-            time.sleep(0.001)  # a thread that had no turn would get in here
+            time.sleep(0.001)  # a thread without the turn would get in here
             seen.append(tuple(running))
             running.remove(number)
             meet(turns, point, number)
@@ -83,7 +83,7 @@ def test_a_wait_for_something_that_nobody_brings_ends_and_says_for_what() -> Non
 
 
 def test_the_time_in_which_others_run_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first thread waits far longer than its limit, but somebody has the turn."""
+    """The first thread waits far longer than its limit, but another thread has the turn."""
     turns, point, now = Turns(2, 10.0), set(), 0.0
     monkeypatch.setattr("llmtrain.turns.time", SimpleNamespace(monotonic=lambda: now))
 
@@ -132,7 +132,7 @@ def test_a_step_takes_the_time_of_its_own_replica_and_the_run_that_of_all(monkey
 
 
 def test_other_threads_can_wait_too_and_work_of_theirs_is_waited_for() -> None:
-    """Each replica has a thread that writes its checkpoints, and these meet."""
+    """Each replica has a thread that writes its checkpoints, and these threads wait for each other."""
     turns, point = Turns(2, 10.0), set()
 
     def work(number: int) -> bool:
@@ -152,7 +152,7 @@ def test_the_wait_for_another_thread_does_not_count_while_somebody_works(monkeyp
     def work(number: int) -> bool:
         nonlocal now
         if number == 1:
-            now += 100.0  # with the turn
+            now += 100.0  # while this thread has the turn
             release.set()
             return True
         other = threading.Thread(target=release.wait, daemon=True)

@@ -1,4 +1,4 @@
-"""What a virtual cluster decides before it asks the kernel for anything: names, sizes of buckets, shares, mounts."""
+"""Tests of what a virtual cluster decides before it asks the kernel for anything: names, bucket sizes, CPU shares, and mounts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ Mount = Callable[[str, str, str], Path]
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
-    """Mounts folders where nothing else is."""
+    """Provide a function that adds folders to the list of mounts, which is otherwise empty."""
     mounts: list[SimpleNamespace] = []
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
 
@@ -133,7 +133,7 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
 
 @pytest.fixture
 def hybrid(mount: Mount) -> Path:
-    """Groups of both versions, of which neither limits CPU time; returns the folder of version 2."""
+    """Mount control groups of both versions, neither of which limits CPU time. Return the folder of version 2."""
     mount("cgroup", "tmpfs", "rw,mode=755")
     unified = mount("unified", "cgroup2", "rw,relatime")
     mount("cpuacct", "cgroup", "rw,relatime,cpuacct")
@@ -236,7 +236,8 @@ def test_a_group_that_stays_busy_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def a_busy_group(top: Path, monkeypatch: pytest.MonkeyPatch, free_after: float) -> list[float]:
-    """What is in a host's group goes away after so many seconds of a clock, which is returned and runs in naps alone."""
+    """Make a host's group that is busy until `free_after` by a fake clock, which only sleeping advances. Return a list with
+    its time."""
     thing = top / "llmtrain-1-2-3" / "host0" / "thing"
     thing.parent.mkdir(parents=True)
     thing.touch()

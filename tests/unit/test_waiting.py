@@ -1,4 +1,4 @@
-"""Waits that take longer than expected say in one line what they wait for, and for how long; and each ends."""
+"""Tests of waits that take longer than expected: one line says what they wait for, and for how long, and each wait ends."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class PrintingTimer(threading.Timer):
 
 @pytest.fixture
 def surely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Announce waits however late the announcing thread is."""
+    """Announce every wait, however late the announcing thread is."""
     monkeypatch.setattr(threading, "Timer", PrintingTimer)
 
 
 @pytest.fixture
 def spoken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Wait until a line was printed, as whatever the code waits for would take until then."""
+    """Provide a function that waits until a line was printed. It stands for whatever the code under test waits for."""
     printed = threading.Event()
 
     def say(*words: object, **options: object) -> None:
@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_lock_where_there_are_no_locks(
         said = f"{tmp_path} has no file locks: let one process at a time write there\n"
         assert (waits, capsys.readouterr().err) == ([], 2 * said if number == errno.ENOLCK else "")
     run_dir.lock_folder(tmp_path, "choose another")
-    assert capsys.readouterr().err == said, "as a run directory, too"
+    assert capsys.readouterr().err == said, "the same holds for a run directory"
 
 
 def test_the_hub_is_waited_for_aloud(

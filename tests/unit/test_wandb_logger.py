@@ -1,4 +1,4 @@
-"""Weights & Biases: what a run sends, and that it goes on where nobody takes it."""
+"""Tests of Weights & Biases: what a run sends, and that the run goes on if sending fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFFLINE = "log.wandb={project: across, mode: offline}"
 
 
 def log_two_lines(recipe: Recipe, resumed_step: int) -> list[Path]:
-    """Returns the files of Weights & Biases."""
+    """Log two steps after `resumed_step`, and return all files of Weights & Biases."""
     directory, notes = RunDirectory(recipe), []
     directory.path.mkdir(exist_ok=True)
     logger = WandbLogger(recipe, directory, resumed_step, notes.append)
@@ -43,9 +43,9 @@ def test_an_offline_run_holds_its_recipe_and_its_lines_and_keeps_its_id(tmp_path
     content = first.read_bytes()
     assert b"train/loss" in content and b"across" in content and b"sequence_length" in content
     texts = [path.read_text() for path in (tmp_path / "a" / "wandb").rglob("*.html")]
-    assert any("<pre>text of step 1 &lt;b&gt;</pre>" in text for text in texts), "a text is no HTML"
+    assert any("<pre>text of step 1 &lt;b&gt;</pre>" in text for text in texts), "the text is escaped"
     assert {path.name for path in log_two_lines(recipe, 2)} == {first.name}, "wandb sync makes one run of both"
-    assert len({path.name for path in log_two_lines(recipe, 0)}) == 2, "begun again, it is another run"
+    assert len({path.name for path in log_two_lines(recipe, 0)}) == 2, "a run that begins again is another one"
 
 
 def test_a_copy_of_a_run_under_another_name_has_its_own_id(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_copy_of_a_run_under_another_name_has_its_own_id(tmp_path: Path) -> No
     assert _id_of(file, "a", is_new=False) == kept
     other = _id_of(file, "b", is_new=False)
     assert other != kept and _id_of(file, "b", is_new=False) == other
-    file.write_text(f"{kept}\n")  # of an earlier version
+    file.write_text(f"{kept}\n")  # as an earlier version wrote it
     assert _id_of(file, "c", is_new=False) == kept
 
 
@@ -106,7 +106,7 @@ def test_where_wandbs_process_is_gone_a_line_says_so_and_the_run_goes_on(
 def test_the_wait_for_weights_and_biases_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
 ) -> None:
-    """Its process is then killed, for which wandb would wait when this one exits."""
+    """After the limit, the process of wandb is killed, because wandb would wait for it when this process exits."""
     notes, killed, is_killed = [], [], threading.Event()
 
     def finish(exit_code: int) -> None:
@@ -151,7 +151,7 @@ def test_weights_and_biases_are_told_that_a_run_has_failed(tmp_path: Path, monke
 def test_a_server_that_refuses_is_an_error_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_server: bool, expected: type[Exception]
 ) -> None:
-    """And of the run if the server may answer the next time."""
+    """It is a TrainingError if the server may answer the next time."""
 
     class Refused(Exception):
         pass
@@ -178,5 +178,5 @@ def test_without_the_package_a_recipe_that_wants_it_is_refused(tmp_path: Path, m
         RecipeError, match=r"^log.wandb is given, but wandb is not installed; pip install wandb, or log"
     ):
         check_machine(recipe_in(tmp_path, OFFLINE))
-    check(recipe_in(tmp_path, OFFLINE), None)  # elsewhere
+    check(recipe_in(tmp_path, OFFLINE), None)  # another machine may have wandb
     check_machine(recipe_in(tmp_path))

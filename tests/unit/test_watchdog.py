@@ -1,4 +1,4 @@
-"""Watchdog of a launcher: the ranks that it ends when others have failed, and signals that it passes on."""
+"""Tests of a launcher's watchdog: the ranks that it ends when others have failed, and the signals that it forwards."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Launcher:
         (self.folder / str(rank)).touch()
 
     def fail_elsewhere(self) -> None:
-        """Let ranks of another node have failed."""
+        """Tell the launcher that ranks of another node have failed."""
         self._failed.touch()
 
-    def has_looked(self, times: int) -> None:
-        """Wait until the launcher has looked at its ranks so many times more."""
+    def wait_for_looks(self, times: int) -> None:
+        """Wait until the launcher has looked at its ranks `times` more times."""
         before = self._looks.stat().st_size
         wait_until(lambda: self._looks.stat().st_size >= before + times, "the launcher has not looked")
 
     def ended(self) -> list[str]:
-        """Return how the ranks ended, once all have."""
+        """Wait until all ranks have ended, and return their exit codes."""
         output, _ = self._process.communicate(timeout=60)
         return output.split()
 
@@ -56,7 +56,7 @@ def test_a_frozen_rank_is_ended_once_another_has_ended(tmp_path: Path) -> None:
     frozen, _, alive = launcher.ranks
     frozen.suspend()
     launcher.let_go(1)
-    wait_until(lambda: not frozen.is_running(), "the frozen rank is there")
+    wait_until(lambda: not frozen.is_running(), "the frozen rank still runs")
     assert alive.is_running() and alive.status() != psutil.STATUS_ZOMBIE
     launcher.let_go(2)
     assert launcher.ended() == ["-9", "0", "0"]
@@ -72,7 +72,7 @@ def test_a_frozen_rank_among_ranks_that_train_is_left_alone(tmp_path: Path) -> N
     launcher = Launcher(tmp_path, 2)
     frozen = launcher.ranks[0]
     frozen.suspend()
-    launcher.has_looked(20)  # in which time it would have lost patience three times
+    launcher.wait_for_looks(20)  # takes more than three times its patience
     assert frozen.status() == psutil.STATUS_STOPPED
     frozen.resume()
     launcher.let_go(0)
@@ -93,7 +93,8 @@ def test_ctrl_c_is_passed_on_although_it_has_ended_who_reads_the_output(monkeypa
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
 def test_only_the_same_signal_again_interrupts_the_checkpoint_that_the_first_asked_for(first: signal.Signals) -> None:
-    """torchrun, interrupted while it waits for ranks that stop, asks them again, and they end at once."""
+    """If another signal interrupted torchrun while it waits for ranks that stop, torchrun would ask them again, and they would end at
+    once."""
     kinds = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT}
     with handled(kinds, lambda number, frame: None), watchdog.stop_on_signals():
         with pytest.raises(SignalException) as asked:

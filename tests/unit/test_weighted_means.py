@@ -1,4 +1,4 @@
-"""Weights of the reductions that look at tokens or norms, on numbers that can be checked by hand."""
+"""Tests of reductions that weigh replicas by tokens or norms, on numbers that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_twice_the_tokens_in_as_many_steps_count_four_times_and_in_twice_the_ste
 
 
 def test_steps_that_a_rollback_has_undone_still_count_as_steps() -> None:
-    """Reset in the middle of a round, a replica counts a quarter, as docs/methods.md says."""
+    """A replica that was reset in the middle of a round counts a quarter, as docs/methods.md says."""
     found = TokenWeighted().weigh_blocks([0], NOTHING, rounds((100, 1000), (100, 500)))
     assert found.weights.flatten().tolist() == [0.8, 0.2]
 

@@ -1,4 +1,4 @@
-"""What is installed from a wheel is all that the package needs, outside a checkout."""
+"""Tests of a wheel: it installs all that the package needs outside a checkout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW_STEPS = [
 
 
 def copied(folder: Path) -> Path:
-    """Return a copy of what .dockerignore lets into an image, in which llmtrain/recipes is still a link."""
+    """Copy what .dockerignore lets into an image to `folder`, and return it. llmtrain/recipes stays a link."""
     folder.mkdir()
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
@@ -45,7 +45,7 @@ def copied(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of a wheel, as an installation unpacks it."""
+    """Build a wheel, and return a folder with its content, as an installation unpacks it."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet"]
     source = copied(folder / "source")
@@ -87,7 +87,7 @@ def lines_of(path: Path) -> set[str]:
 
 @pytest.mark.fresh
 def test_an_installation_has_deepspeed_only_with_the_extra_zero(site: Path) -> None:
-    """`make`, the Dockerfile and launch/skypilot.yaml install requirements.txt, and so both."""
+    """`make`, the Dockerfile and launch/skypilot.yaml install requirements.txt, and so also the extra."""
     [installation] = site.glob("*.dist-info")
     needs = [Requirement(line) for line in Distribution.at(installation).requires or ()]
     plain = {str(need) for need in needs if need.marker is None}

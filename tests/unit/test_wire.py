@@ -1,4 +1,4 @@
-"""Wire formats: against a rounding written here in NumPy, bit for bit, and against what they promise."""
+"""Tests of wire formats: bit for bit against a NumPy reference, and against the properties that they promise."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TABLES = ["fp4", "2bit"]
 FLOATS = [np.float32, np.float64]
 BLOCKS = 60
 SMALLEST = np.float32(2.0**-126)
-"""Smallest scale where levels are multiples of it or powers of two: the smallest normal float32."""
+"""Smallest scale of int8, int4 and fp4: the smallest normal float32."""
 
 
 def rounded(values: np.ndarray, kind: str) -> np.ndarray:
-    """The reference: what arrives of [..., multiple of 128] float32 or float64 values, in their own precision."""
+    """Return the reference: what arrives of `values` [..., multiple of 128], float32 or float64, computed in their own precision."""
     if kind == "bf16":
         bits = values.astype(np.float32).view(np.uint32)
         nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)  # ties to even
@@ -44,7 +44,8 @@ def rounded(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def nearest_of(values: np.ndarray, levels: list[float], bounds: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The level of each value's magnitude, larger by one for each of its block's bounds that it exceeds, times the scale."""
+    """Return, for each value, the scale of its block times levels[n], with the value's sign. Here, n is the number of the block's
+    bounds that the value's magnitude exceeds."""
     blocks = values.reshape(-1, BLOCK)
     magnitudes = np.array(levels, values.dtype)[(np.abs(blocks)[..., None] > bounds[:, None]).sum(-1)]
     arrived = np.where(blocks < 0, -magnitudes, magnitudes) * scales.astype(values.dtype)
@@ -52,7 +53,7 @@ def nearest_of(values: np.ndarray, levels: list[float], bounds: np.ndarray, scal
 
 
 def powers_of_two(values: np.ndarray) -> np.ndarray:
-    """In units of the scale, so that a bound is exact. No scale is below the smallest normal number."""
+    """Return the reference for fp4. It compares in units of the scale, in which bounds are exact."""
     blocks = values.reshape(-1, BLOCK)
     scales = np.maximum(np.abs(blocks).max(-1, keepdims=True).astype(np.float32), SMALLEST)
     quotients = blocks * (1 / scales.astype(values.dtype))
@@ -63,7 +64,8 @@ def powers_of_two(values: np.ndarray) -> np.ndarray:
 
 
 def four_levels(values: np.ndarray) -> np.ndarray:
-    """The best two magnitudes for a normal distribution of standard deviation 1, and those of its mean magnitude."""
+    """Return the reference for 2bit. `low` and `high` are the best two magnitudes for a normal distribution of standard deviation 1,
+    and `mean` is its mean magnitude."""
     low, high, mean = 0.4528, 1.5104, 0.79788
     scales = np.abs(values.reshape(-1, BLOCK)).mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
     bounds = values.dtype.type(0.9816 / mean) * scales.astype(values.dtype)
@@ -74,7 +76,7 @@ BY_TABLE = {"fp4": powers_of_two, "2bit": four_levels}
 
 
 def sent(values: np.ndarray, kind: str) -> np.ndarray:
-    """`values` over the wire."""
+    """Return what arrives of `values`."""
     wire, tensor = WireFormat(kind), torch.from_numpy(values.copy())
     payload = wire.encode(tensor)
     assert torch.equal(tensor.nan_to_num(), torch.from_numpy(values).nan_to_num()), "encode changed its input"
@@ -89,7 +91,7 @@ def one_outlier_per_block(rng: np.random.Generator, shape: tuple[int, int]) -> n
 
 
 def magnitude_by_block(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Blocks 30 orders of magnitude apart: a scale taken from another block shows."""
+    """Draw blocks that are up to 30 orders of magnitude apart, so that a scale taken from another block shows."""
     powers = 10.0 ** rng.uniform(-15, 15, size=(shape[0], shape[1] // BLOCK))
     return rng.normal(size=shape) * powers.repeat(BLOCK, axis=1)
 
@@ -115,7 +117,7 @@ def draw(distribution: str, dtype: type, rows: int, seed: int = 0) -> np.ndarray
 
 
 def steps(values: np.ndarray, kind: str) -> np.ndarray:
-    """The distance between two levels at each value, exact."""
+    """Return the exact distance between two levels at each value."""
     largest = np.abs(values.astype(np.float64)).reshape(-1, BLOCK).max(axis=1)
     return (largest / LEVELS[kind]).repeat(BLOCK).reshape(values.shape)
 
@@ -134,8 +136,8 @@ def test_bit_for_bit_as_the_reference(kind, dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", LEVELS)
 def test_the_reference_is_off_by_half_a_step_at_most(kind, dtype):
-    """Half a step, and three roundings of the arithmetic: the inverse's and the two products', of up to `levels` steps, each
-    half an epsilon. The step itself is kept as a float32, off by 2^-24 of itself."""
+    """The bound is half a step and three rounding errors: of the inverse and of the two products. Each is half an epsilon of up to
+    `levels` steps. The step itself is stored as a float32, which is off by up to 2^-24 of itself."""
     allowed = 0.5 * (1 + 2.0**-24) + 1.5 * LEVELS[kind] * np.finfo(dtype).eps
     for distribution in DISTRIBUTIONS:
         values = draw(distribution, dtype, 3)
@@ -153,7 +155,7 @@ def test_bf16s_reference_is_off_by_one_part_in_256_at_most(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [*LEVELS, "fp4"])
 def test_values_of_16_bits_arrive_as_if_they_had_32(kind, dtype):
-    """Compare with fp32. Arithmetic in 16 bits rounds a group's largest value beyond the last level, or a scale's inverse to infinity."""
+    """Arithmetic in 16 bits would round a group's largest value beyond the last level, or a scale's inverse to infinity."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10 ** torch.linspace(-4, 1, BLOCKS).repeat_interleave(BLOCK)
     values = (torch.randn(4, BLOCKS * BLOCK, generator=generator) * sizes).to(dtype)
@@ -164,17 +166,17 @@ def test_values_of_16_bits_arrive_as_if_they_had_32(kind, dtype):
 
 @pytest.mark.parametrize("kind", LEVELS)
 def test_the_bound_is_reached_and_not_one_sided(kind):
-    """An error that were always far below half a step would mean more levels than the bytes can hold."""
+    """An error that is always far below half a step would need more levels than the bytes can hold."""
     values = draw("uniform", np.float64, 1)
     error = (sent(values, kind) - values) / steps(values, kind)
     assert error.max() > 0.49 and error.min() < -0.49
-    assert abs(error.mean()) < 4 * math.sqrt(1 / 12 / error.size), "a rounding to the nearest has no drift"
+    assert abs(error.mean()) < 4 * math.sqrt(1 / 12 / error.size), "rounding to the nearest is unbiased"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", LEVELS)
 def test_the_smallest_values_are_off_by_half_the_smallest_scale_at_most(kind, dtype):
-    """Their scale would be subnormal, and its inverse infinite."""
+    """Without a smallest scale, their scale would be subnormal, and its inverse infinite."""
     least = 2.0**-149
     for largest in (1, 3, 10, 63, 64, 1000, 10**4, 10**6, 2**22, 2**23, 2**23 + 1, 7 * 2**23, 127 * 2**23):
         values = (np.linspace(-largest, largest, BLOCK).round()[None] * least).astype(dtype)
@@ -201,14 +203,14 @@ def test_multiples_of_the_scale_arrive_exactly(kind, dtype):
     rng, levels = np.random.default_rng(1), LEVELS[kind]
     codes = rng.integers(-levels, levels + 1, size=(200, BLOCK))
     codes[np.arange(200), rng.integers(BLOCK, size=200)] = levels * rng.choice([-1, 1], size=200)
-    # 17 bits of scale times 7 of code: every product is a float32
+    # 17 bits of scale times 7 bits of code: every product is exact in float32
     scales = rng.integers(1, 2**17, size=(200, 1)) * 2.0 ** rng.integers(-100, 80, size=(200, 1))
     values = (codes * scales).astype(dtype).reshape(4, -1)
     np.testing.assert_array_equal(sent(values, kind), values)
 
 
 def test_what_bf16_holds_arrives_exactly():
-    """All 2^16 of its numbers, infinities and NaNs."""
+    """All 2^16 bf16 values are sent, infinities and NaNs included."""
     values = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32).reshape(2, -1)
     arrived = sent(values, "bf16")
     numbers = ~np.isnan(values)
@@ -234,15 +236,15 @@ def test_the_sign_changes_nothing_else(kind):
 
 
 def test_int4_keeps_every_pair_of_levels():
-    """15 x 15 neighbors, so that each level is seen in both halves of a byte."""
+    """With 15 x 15 pairs of neighbors, each level is seen in both halves of a byte."""
     pairs = np.array([(a, b) for a in range(-7, 8) for b in range(-7, 8)]).reshape(-1)
     values = np.full((1, 8 * BLOCK), 7.0, np.float32)
-    for block in range(8):  # 63 pairs a block, and a pair of sevens that makes its scale 1
+    for block in range(8):  # 63 pairs per block, and a pair of sevens that makes its scale 1
         part = pairs[block * 126 :][:126]
         values[0, block * BLOCK :][: len(part)] = part
     np.testing.assert_array_equal(sent(values, "int4"), values)
     codes = WireFormat("int4").encode(torch.from_numpy(values))[:, : values.size // 2]
-    assert len(codes.unique()) == 15 * 15, "two codes a byte"
+    assert len(codes.unique()) == 15 * 15, "a byte has two codes"
 
 
 def test_int8_keeps_every_level():
@@ -323,7 +325,7 @@ def test_chunks_are_whole_blocks_that_cover_the_message_and_no_more(kind):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_compiled_code_is_asked_to_divide_as_torch_does(monkeypatch, is_known):
-    """Only a GPU can show what that changes, in tests/gpu/test_kernels.py. Not all versions of torch can be asked."""
+    """The effect shows only on a GPU, in tests/gpu/test_kernels.py. Not all versions of torch have the option."""
     asked, compile_function = [], torch.compile
 
     def compiled(function, options=None, **rest):
@@ -339,7 +341,7 @@ def test_compiled_code_is_asked_to_divide_as_torch_does(monkeypatch, is_known):
 
 @pytest.mark.deep
 def test_compiled_rounds_to_the_same_bits():
-    """Compiling takes ten seconds. Messages of several sizes need no compiling of their own."""
+    """Compiling takes ten seconds. Messages of other sizes are not compiled separately."""
     plain, compiled = WireFormat("int4"), WireFormat("int4", compiled=True)
     for rows, blocks in [(3, 7), (2, 40), (4, 1), (5, BLOCKS)]:
         for distribution in DISTRIBUTIONS:

@@ -1,4 +1,4 @@
-"""Ranks from the environment of torchrun, DeepSpeed's launcher and Slurm; the mesh that `auto` chooses."""
+"""Tests of ranks from the environment of torchrun, DeepSpeed's launcher and Slurm, and of the mesh that `auto` chooses."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from llmtrain.plan.mesh_plan import choose_mesh
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch):
-    """Sets variables after removing those that launchers set."""
+    """Provide a function that removes the variables that launchers set, and then sets the given ones."""
 
     def set_variables(**variables: str) -> None:
         for name in list(os.environ):
@@ -145,7 +145,7 @@ def test_without_scontrol_one_line_asks_for_the_address(environment, monkeypatch
 
 
 def on(*sizes: int) -> list[str]:
-    """Nodes with so many ranks each, numbered node by node."""
+    """Return the node of each rank, given the number of ranks on each node. Ranks are numbered node by node."""
     return [f"node{node}" for node, size in enumerate(sizes) for _ in range(size)]
 
 

@@ -1,4 +1,4 @@
-"""Command lines as a new user would mistype them: each ends with exit code 2 and one line that names what is wrong."""
+"""Tests of command lines as a new user would mistype them: each ends with exit code 2 and one line that names the mistake."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files and folders that the command lines name."""
+    """Provide a folder with the files and folders that the command lines name."""
     folder = tmp_path_factory.mktemp("wrong")
     write_text(folder)
     for step in (10, 20):

@@ -1,4 +1,4 @@
-"""Files as a disk, an editor or another program may leave them: each is named in one line, with exit code 2."""
+"""Tests of files as a disk, an editor or another program may leave them: each is named in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ RUN_FILES: list[tuple[str, Content, str, str]] = [
     ("recipe.yaml", "[", "generate {run}", "recipe.yaml:2: not YAML"),
     ("recipe.yaml", "trian: {}", "export {run}", "trian is not a section"),
 ]
-"""File of a run, its content, a command, and what it says."""
+"""Cases: a file of a run, its content, a command, and a pattern of the command's message."""
 
 CHECKPOINT = "checkpoints/step-00000020"
 DAMAGED = "step-00000020 is damaged: "
@@ -185,7 +185,7 @@ SUITES: list[tuple[Content, Content, str]] = [
     (TASKS, "task: mine\ndataset_kwargs: {file: no.jsonl}", "has no no.jsonl, which task mine reads"),
     (TASKS, "task: mine\ndoc_to_text: !function code.f", r"needs .*code.py \(!function code.f\), which is missing"),
 ]
-"""A suite, a task file below it, and the message."""
+"""Cases: a suite, a task file below it, and a pattern of the message."""
 
 LINE = json.dumps({"text": "a few words"}) + "\n"
 TEXTS: list[tuple[str, Content, str]] = [
@@ -243,7 +243,7 @@ TOKENIZERS: list[tuple[str, Content, str]] = [
 
 
 def put(path: Path, content: Content) -> None:
-    """Put a file into a state, or give it content."""
+    """Put a file into a state, or give it content: `flipped`, `cut` and the like change its content."""
     if path.is_file():
         old = path.read_bytes()
         half = len(old) // 2
@@ -277,7 +277,7 @@ def identity(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, its prepared tokens, and two runs with two checkpoints."""
+    """Provide a folder with a text, its prepared tokens, and two runs with two checkpoints each."""
     folder = tmp_path_factory.mktemp("clean")
     assert run_here(prepare(folder, write_text(folder)))[0] == 0
     for name in ("a", "b"):
@@ -294,7 +294,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(clean: Path, tmp_path: Path) -> Path:
-    """A copy of the clean folder's runs and tokens."""
+    """Provide a copy of the clean folder's runs and tokens."""
     for name in ("runs", "data"):
         shutil.copytree(clean / name, tmp_path / name)
     recipe = tmp_path / "runs/a/recipe.yaml"

@@ -1,4 +1,7 @@
-"""The number of wrong inputs that tests hold, by area: python -m pytest tests/unit/test_wrong_inputs.py -s"""
+"""Test of the number of wrong inputs in tables of tests, by area.
+
+python -m pytest tests/unit/test_wrong_inputs.py -s     prints the numbers
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from tests.unit import test_recipe_wrong, test_wrong_commands, test_wrong_files,
 from tests.unit.test_wrong_variables import WRONG_VARIABLES
 
 FEWEST = 250
-"""Wrong inputs in tables that run in the fast tier; each row is one input, its exit code and its one line."""
+"""Minimum number of wrong inputs in tables that run in the fast tier. Each row is one input, its exit code and its one line."""
 
 
 def areas() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Token files and SentencePiece models as they should not be: each is named in one line, with exit code 2."""
+"""Tests of wrong token files and SentencePiece models: each is named in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def changed_index(start: int, raw: bytes) -> Callable[[Path], None]:
-    """Return a function that writes a dataset of Megatron and replaces bytes of its `.idx`."""
+    """Return a function that writes a Megatron dataset and replaces bytes of its `.idx`."""
 
     def write(path: Path) -> None:
         write_megatron(path, IDS, "<u2")
@@ -45,7 +45,7 @@ def changed_index(start: int, raw: bytes) -> Callable[[Path], None]:
 
 
 def cut(ending: str, count: int) -> Callable[[Path], None]:
-    """Return a function that writes a dataset of Megatron and cuts bytes off one of its files."""
+    """Return a function that writes a Megatron dataset and cuts bytes off one of its files."""
 
     def write(path: Path) -> None:
         write_megatron(path, IDS, "<u2")
@@ -101,7 +101,7 @@ READY_MADE: list[tuple[str, bytes | Callable[[Path], None], str]] = [
     ("a.npy", npy(np.array(["a"], dtype=object)), "a.npy: not an .npy file"),
     ("*.bin", b"", r"\*.bin: no file matches this pattern"),
 ]
-"""A file's name, its content or a function that writes it, and the message."""
+"""Cases: a file's name, its content or a function that writes it, and a pattern of the message."""
 
 BIN = {"a.bin": tokens()}
 COMBINED: list[tuple[str, Files, str]] = [
@@ -138,7 +138,7 @@ COMBINED: list[tuple[str, Files, str]] = [
         "not a SentencePiece model, or damaged",
     ),
 ]
-"""Keys, the files that they name, and the message."""
+"""Cases: keys, the files that they name, and a pattern of the message."""
 
 
 def prepare(folder: Path, *keys: str) -> list[str]:

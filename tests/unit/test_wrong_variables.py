@@ -1,4 +1,4 @@
-"""Variables of the environment with wrong values: each is named in one line, and none is passed over."""
+"""Tests of environment variables with wrong values: each is named in one line, and none is ignored."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ WRONG_VARIABLES: list[Row] = [
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """No variable of a launcher, and a run in RUN_HERE."""
+    """Unset the variables that launchers set, and set RUN_HERE to the folder of a run."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "recipe.yaml").touch()
@@ -103,7 +103,7 @@ def test_a_wrong_variable_ends_with_2_and_one_line(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # the first rank of a host speaks for the others
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # only the first rank of a host prints the error
         if variables.get(name) == "1":
             environment.setenv(name, "0")
     code, output = run_here(read)

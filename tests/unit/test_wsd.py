@@ -1,4 +1,4 @@
-"""The schedule `wsd` (warmup-stable-decay): its rates by the papers' formulas, and what follows from them."""
+"""Tests of the schedule `wsd` (warmup-stable-decay): its rates by the papers' formulas, and what depends on these rates."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_local_steps_begin_within_the_decay():
 
 
 def test_rounds_of_qsr_grow_within_the_decay_only():
-    """By arXiv 2310.14423: a round has max(base, floor((alpha / lr)^2)) steps, by the rate of its first step."""
+    """A round has max(base, floor((alpha / lr)^2)) steps, where lr is the rate of its first step (arXiv 2310.14423)."""
     rates = wsd(400, 2e-3, warmup_steps=20, decay_fraction=0.25, final_ratio=0.05)
     period = build_period(QsrSection(base=4, alpha=4e-3), 20, rates)
     ends = [step for step in range(1, 401) if period.ends_round(step)]

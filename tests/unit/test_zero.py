@@ -1,4 +1,4 @@
-"""The ZeRO engine where DeepSpeed is not installed."""
+"""Test of the ZeRO engine where DeepSpeed is not installed."""
 
 from __future__ import annotations
 

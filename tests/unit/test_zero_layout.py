@@ -1,4 +1,4 @@
-"""DeepSpeed's flat tensors: parameters to parts of ranks and back, and where in a part there is nothing but padding."""
+"""Tests of DeepSpeed's flat tensors, from parameters to the parts of ranks and back, of their padding, and of DeepSpeed's options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group_of(ranks: int, by_parameter: bool) -> FlatGroup:
 
 
 def numbered() -> dict[str, torch.Tensor]:
-    """Return parameters of which every value is another one, and none is zero."""
+    """Return parameters whose values are all different and not zero."""
     values = torch.arange(1.0, TOTAL + 1).split([math.prod(shape) for shape in SHAPES.values()])
     return {name: part.view(shape) for (name, shape), part in zip(SHAPES.items(), values, strict=True)}
 

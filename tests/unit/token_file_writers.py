@@ -1,4 +1,4 @@
-"""Token files as other tools write them, made without llmtrain's own writers."""
+"""Writers of token files in the formats of other tools, independent of llmtrain's own writers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 VOCABULARY, EOS = 7, 6
-"""Size of the vocabulary of `write_tokenizer`, five letters and two special tokens, and the last of its tokens."""
+"""Number of tokens of the tokenizer that `write_tokenizer` saves, and the last of them. The tokens are five letters, unk and eos."""
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -27,7 +27,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_llm_c(
     path: Path, ids: np.ndarray, magic: int = 20240520, version: int = 1, tokens: int | None = None
 ) -> None:
-    """Write 256 int32 with magic number, version and number of tokens, and then uint16 tokens."""
+    """Write a header of 256 int32 with magic number, version and number of tokens, and then uint16 tokens."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(ids) if tokens is None else tokens
     path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())

@@ -1,4 +1,4 @@
-"""Run directories as trials leave them, written by hand for tests of what reads them."""
+"""Writers of run directories as trials of a comparison leave them, with made-up numbers, for tests of what reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def write_trial(
     method: str | None = None,
     **told: Any,
 ) -> Path:
-    """A trial's directory in a comparison's folder. `told` goes to trial.json, over a trial that is done."""
+    """Write the directory of a trial in a comparison's folder, and return it. trial.json is that of a trial that is done, with
+    the changes in `told`."""
     path = folder / condition / run / f"seed-{seed}"
     write_run(path, lines, method or run, seed)
     record = {"condition": condition, "run": run, "seed": seed, "state": "done", "exit_codes": [0, 0], "hosts": []}
@@ -32,7 +33,7 @@ def write_trial(
 
 
 def write_run(path: Path, lines: Sequence[dict[str, Any]], method: str, seed: int = 1, stopped: str = "done") -> None:
-    """An ordinary run directory, without trial.json."""
+    """Write an ordinary run directory, without trial.json."""
     path.mkdir(parents=True)
     kind = "every_step" if method == EVERY_STEP else "steps"
     recipe = {"run": {"name": path.name, "seed": seed}, "sync": {"method": method, "period": {"kind": kind}}}
@@ -42,12 +43,12 @@ def write_run(path: Path, lines: Sequence[dict[str, Any]], method: str, seed: in
 
 
 def validation(step: int, seconds: float, loss: float | None) -> dict[str, Any]:
-    """A line of a validation; a step has 100 tokens."""
+    """Return the line of a validation. A step has 100 tokens."""
     return {"step": step, "tokens": 100 * step, "seconds": seconds, "eval/loss": loss}
 
 
 def logged(step: int, seconds: float, sent: float, exposed: float = 0.0, waited: float = 0.0) -> dict[str, Any]:
-    """A line of training."""
+    """Return a line of training. A step has 100 tokens."""
     return {
         "step": step,
         "tokens": 100 * step,
@@ -60,7 +61,7 @@ def logged(step: int, seconds: float, sent: float, exposed: float = 0.0, waited:
 
 
 def straight(end_seconds: float, end_loss: float | None, sent: float = 1000.0) -> list[dict[str, Any]]:
-    """Ten steps from a loss of 8, validated at the start and at the end only."""
+    """Return the lines of ten steps from a loss of 8, validated at the start and at the end only."""
     return [validation(0, 0.0, 8.0), logged(10, end_seconds, sent), validation(10, end_seconds, end_loss)]
 
 
@@ -74,7 +75,7 @@ METHODS = {
     "co2": (20, 0.03, 0.02, 4.75),
     "wagma": (10, 0.2, 0.02, 4.3),
 }
-"""Steps of a round, the share of a message that is exposed, waiting in units of a step and round, and the last loss."""
+"""By method: steps per round, the share of a message's time that is exposed, waiting time per round in steps, and the last loss."""
 MBIT = {"30mbit": 30, "100mbit": 100, "unlimited": 8000}
 STEP, STEPS, HOSTS, MESSAGE = 0.25, 300, 4, 13e6
 
@@ -82,8 +83,8 @@ STEP, STEPS, HOSTS, MESSAGE = 0.25, 300, 4, 13e6
 def write_comparison(
     folder: Path, conditions: Sequence[str] = tuple(MBIT), seeds: Sequence[int] = (1, 2, 3)
 ) -> list[tuple[str, str, int]]:
-    """Eight methods with plausible numbers, of which one trial failed and the last one is missing. Returns what was
-    planned."""
+    """Write trials of eight methods with plausible numbers. One trial has failed, and the last one is missing. Return all planned
+    trials."""
     planned = [(condition, run, seed) for seed in seeds for condition in conditions for run in METHODS]
     for condition, run, seed in planned[:-1]:
         told: dict[str, Any] = {
@@ -126,7 +127,7 @@ def _plausible(condition: str, run: str, seed: int) -> tuple[list[dict[str, Any]
 
 
 def write_trace(path: Path, condition: str, run: str, first: int = 100, steps: int = 60) -> None:
-    """Spans of four ranks, the last one slower, with messages in the background for some methods."""
+    """Write spans of four ranks, of which the last one is slower. Some methods have messages in the background."""
     every, share, _, _ = METHODS[run]
     message = MESSAGE * 8 / (MBIT[condition] * 1e6)
     clocks = [1.8e9] * HOSTS

@@ -1,4 +1,4 @@
-"""Wrong lists of texts: an override, and parts of the one line that refuses it (test_recipe_wrong.py)."""
+"""Wrong lists of texts for test_recipe_wrong.py: an override, and parts of the one line that refuses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python runs this first: with EMULATED_GPU set to what `build` made, this process has GPUs."""
+"""Module that Python imports first. It gives the process GPUs if EMULATED_GPU is the folder that `build` has made."""
 
 import os
 
