@@ -36,7 +36,9 @@ def test_the_page_compares_with_synchronous_runs(
             done |= finished(cell, likes(0.0055))[1]
     partly, _ = finished(MAIN[2], likes(0.0055))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
-    synchronous, diloco, averaged = (dict(zip(texts.COLUMNS, page.row_of(cell, done), strict=True)) for cell in MAIN[:3])
+    synchronous, diloco, averaged = (
+        dict(zip(texts.COLUMNS, page.row_of(cell, done), strict=True)) for cell in MAIN[:3]
+    )
     assert page.row_of(MAIN[3], done) is None
     assert synchronous["to synchronous"] == "" and float(synchronous["loss"]) > 3
     gap = float(diloco["loss"]) / float(synchronous["loss"]) - 1
@@ -146,7 +148,8 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     for share in (0.9, 0.5, 0.3):
         assert summary.equal_loss_share(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
     assert (
-        summary.equal_loss_share(lowest - 1, MAIN[1], done) == 1 and summary.equal_loss_share(lowest + 9, MAIN[1], done) == 0
+        summary.equal_loss_share(lowest - 1, MAIN[1], done) == 1
+        and summary.equal_loss_share(lowest + 9, MAIN[1], done) == 0
     )
     assert summary.equal_loss_share(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
