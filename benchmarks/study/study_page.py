@@ -1,4 +1,5 @@
-"""Write the page of the study from its records, benchmarks/results/study/README.md, its figures, and the table in docs/results.md.
+"""Write the page of the study from its records, benchmarks/results/study/README.md, its figures, and the tables
+in docs/results.md and README.md.
 
 python benchmarks/study/study_page.py --write
 """
@@ -13,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import study_texts as texts
 from study_benchmarks import BENCHMARK_RECORDS, benchmark_rows
 from study_elastic import ELASTIC_RECORDS, elastic_rows
 from study_faults import fault_rows
 from study_figures import draw_bytes, draw_heat, draw_losses, draw_speeds
 from study_losses import (
-    equal_loss_share,
     figures_of,
     finals_of,
-    label_with_rounds,
     losses_by_seed,
     mean_loss,
     mean_of,
@@ -44,69 +44,21 @@ from study_plan import (
 from study_probes import PROBES
 from study_runs import RECORDS, read_records
 from study_stages import HEAT, HEAT_STEPS, SHORTENED, STAGES, runs_of
-from study_texts import (
-    BENCHMARKS,
-    BENCHMARKS_TEXT,
-    BY_SEED,
-    CHANGES,
-    CHANGES_TEXT,
-    COLUMNS,
-    ELASTIC,
-    ELASTIC_COLUMNS,
-    ELASTIC_TEXT,
-    EVEN,
-    EVEN_TEXT,
-    FAULTS,
-    FAULTS_COLUMNS,
-    FAULTS_TEXT,
-    FIRST,
-    FIRST_TEXT,
-    GAPS,
-    HEATS,
-    HEATS_TEXT,
-    REACHED,
-    REACHED_TEXT,
-    SINGLE,
-    SINGLE_TEXT,
-    SITES,
-    SITES_COLUMNS,
-    SITES_TEXT,
-    SPEEDS,
-    SPEEDS_TEXT,
-    STEPS,
-    STEPS_TEXT,
-    SUMMARY,
-    TEXT,
-    TEXT_NAMES,
-    TITLES,
-    TRAINED,
-    TRAINED_TEXT,
-    UNEVEN,
-    UNEVEN_TEXT,
-)
+from study_summary import published_gap, write_summaries
 from study_times import (
     MESSAGES,
     break_even_rows,
-    reach_rows,
     speed_rows,
     step_rows,
-    step_speed,
-    timed_cells,
-    token_speed,
     uneven_rows,
 )
-from table import ROOT, Row, markdown, parser, show
+from table import Row, markdown, parser, show
 
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 HEAT_RATES = tuple(dict.fromkeys(rate for rate, *_ in HEAT_STEPS))
 FIRST_RECORDS = RECORDS.parent / "short_warmup.jsonl"
 LOSSES, BYTES, CURVES, HEAT_MAP = "losses.png", "bytes.png", "speeds.png", "heat.png"
-RESULTS_PAGE = ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
-FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
-"""(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
-PARAMETERS = 320_000
 
 
 def row_of(cell: Cell, done: Records) -> Row | None:
@@ -175,36 +127,6 @@ def probe_rows(done: Records) -> list[Row]:
     ]
 
 
-def summary_rows(done: Records) -> list[Row]:
-    """Return the rows of the table in docs/results.md: complete cells of the first three stages, and of those with the rule's outer
-    step, by inner optimizer, the lowest loss first. Speeds are given where it is known with which share of the tokens synchronous
-    training reaches the loss."""
-    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
-    cells += [cell for cell in STAGES["auto"] if (cell.replicas, cell.batch) == (4, BATCH[4])]
-    cells = [cell for cell in cells if mean_loss(cell, done) is not None]
-    cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
-    timed = timed_cells(done)
-    rows = []
-    for cell in cells:
-        loss, spread, gap, tokens, *_, sent = figures_of(cell, done)
-        beside = figures_of(synchronous_beside(cell), done)[-1]
-        of_bytes = f"{float(sent.split()[0]) / float(beside.split()[0]):.3f}" if beside else ""
-        speeds = [step_speed(cell, done, steps) for steps in MESSAGES] if cell in timed else []
-        share = equal_loss_share(mean_loss(cell, done), cell, done) if speeds else None
-        rows.append(
-            (
-                label_with_rounds(cell),
-                f"{loss} ± {spread}",
-                gap,
-                tokens,
-                "1" if cell == synchronous_beside(cell) else of_bytes,
-                " / ".join(f"{token_speed(cell, done, steps):.2g}" for steps in MESSAGES if speeds),
-                " / ".join(f"{share * speed:.2g}" for speed in speeds),
-            )
-        )
-    return rows
-
-
 def rounds_rows(done: Records) -> list[Row]:
     """Return the complete cells of `BY_ROUNDS` with 4 replicas and their usual batch, by method and number of rounds."""
     rows = []
@@ -226,30 +148,6 @@ def formula_rows(done: Records) -> list[Row]:
         if cell.method == "diloco" and loss is not None and other is not None:
             rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", published_gap(cell.replicas))))
     return [row for _, row in sorted(rows)]
-
-
-def published_gap(replicas: int) -> str:
-    """Return the published fit's distance of DiLoCo to data parallel training, extrapolated to this size."""
-    fit, base = (scale * PARAMETERS**power for scale, power in (FIT[replicas], FIT[0]))
-    return f"{fit / base - 1:+.1%}"
-
-
-def change_rows(done: Records) -> list[Row]:
-    """Return the complete cells of DiLoCo in all stages, beside synchronous training."""
-    rows = []
-    for cell in (cell for stage in STAGES.values() for cell in stage if cell.method == "diloco"):
-        loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
-        if gap:
-            start = f", first {cell.together:.0%} synchronous" if cell.together else ""
-            auto = ", `sync.outer=auto`" if cell.variant else ""
-            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{TEXT_NAMES[cell.text]}{auto}"
-            tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
-            beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
-            # The fit is of runs with the best batch and a compute-optimal number of tokens.
-            is_fitted = cell in (*STAGES["replicas"], *STAGES["main"])
-            fit = published_gap(cell.replicas) if is_fitted else ""
-            rows.append((what, str(cell.batch), tokens, rounds, f"{loss} ± {spread}", beside, gap, fit))
-    return rows
 
 
 def made_by(done: Records) -> str:
@@ -281,30 +179,40 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
         rows = [row for cell in cells if (row := row_of(cell, done)) is not None]
         figure = f"![]({LOSSES})\n\n![]({BYTES})" if stage == "main" else ""
         if rows:
-            found.append((TITLES[stage], figure, COLUMNS, rows))
+            found.append((texts.TITLES[stage], figure, texts.COLUMNS, rows))
     networks = ("method", *(f"{steps:g} steps" for steps in MESSAGES))
     seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
     rates = ("momentum", *(f"learning rate {rate:g}" for rate in HEAT_RATES))
-    by_rounds = ("method", "H", "synchronous steps", "rounds", *COLUMNS[2:5], "sent")
+    by_rounds = ("method", "H", "synchronous steps", "rounds", *texts.COLUMNS[2:5], "sent")
     fit = ("replicas", "DiLoCo to synchronous", "published fit")
-    of_clocks = ("clock", "method", "loss ± seeds", *COLUMNS[4:6], "time", "speed to its loss")
+    of_clocks = ("clock", "method", "loss ± seeds", *texts.COLUMNS[4:6], "time", "speed to its loss")
     short = ("method", "loss", "± seeds", "to synchronous", "chosen")
     found += [
-        (STEPS, STEPS_TEXT, networks, step_rows(done)),
-        (SPEEDS, f"{SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
-        (EVEN, EVEN_TEXT, ("method", "fp32", "int8", "int8, also the method's messages"), break_even_rows(done)),
-        (TRAINED, TRAINED_TEXT, ("method", "loss", "to synchronous", "validated, to synchronous"), trained_rows(done)),
-        (BY_SEED, "", seeds, seed_rows(done)),
-        (GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),
-        (UNEVEN, UNEVEN_TEXT, of_clocks, uneven_rows(done)),
-        (ELASTIC, ELASTIC_TEXT, ELASTIC_COLUMNS, elastic_rows(read_records(ELASTIC_RECORDS))),
-        (BENCHMARKS, BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
-        (HEATS, f"{HEATS_TEXT.format(seed=FINAL_SEEDS[0])}\n\n![]({HEAT_MAP})", rates, heat_rows(done)),
+        (texts.STEPS, texts.STEPS_TEXT, networks, step_rows(done)),
+        (texts.SPEEDS, f"{texts.SPEEDS_TEXT}\n\n![]({CURVES})", networks, speed_rows(done)),
+        (
+            texts.EVEN,
+            texts.EVEN_TEXT,
+            ("method", "fp32", "int8", "int8, also the method's messages"),
+            break_even_rows(done),
+        ),
+        (
+            texts.TRAINED,
+            texts.TRAINED_TEXT,
+            ("method", "loss", "to synchronous", "validated, to synchronous"),
+            trained_rows(done),
+        ),
+        (texts.BY_SEED, "", seeds, seed_rows(done)),
+        (texts.GAPS, "", by_rounds, rows if len(rows := rounds_rows(done)) > 1 else []),
+        (texts.UNEVEN, texts.UNEVEN_TEXT, of_clocks, uneven_rows(done)),
+        (texts.ELASTIC, texts.ELASTIC_TEXT, texts.ELASTIC_COLUMNS, elastic_rows(read_records(ELASTIC_RECORDS))),
+        (texts.BENCHMARKS, texts.BENCHMARKS_TEXT, *benchmark_rows(read_records(BENCHMARK_RECORDS), done)),
+        (texts.HEATS, f"{texts.HEATS_TEXT.format(seed=FINAL_SEEDS[0])}\n\n![]({HEAT_MAP})", rates, heat_rows(done)),
         ("Beside the fit of arXiv 2503.09799, extrapolated to this size", "", fit, formula_rows(done)),
-        (SITES, SITES_TEXT, SITES_COLUMNS, text_rows(STAGES["sites"], done)),
-        (FAULTS, FAULTS_TEXT, FAULTS_COLUMNS, fault_rows(done)),
-        (SINGLE, SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
-        (FIRST, FIRST_TEXT, short, first_rows(first)),
+        (texts.SITES, texts.SITES_TEXT, texts.SITES_COLUMNS, text_rows(STAGES["sites"], done)),
+        (texts.FAULTS, texts.FAULTS_TEXT, texts.FAULTS_COLUMNS, fault_rows(done)),
+        (texts.SINGLE, texts.SINGLE_TEXT, ("run", "seed", "steps", "loss", "keys"), probe_rows(done)),
+        (texts.FIRST, texts.FIRST_TEXT, short, first_rows(first)),
     ]
     return [table for table in found if table[-1]]
 
@@ -318,22 +226,13 @@ def page(done: Records, tables: Sequence[tuple[str, str, Sequence[str], list[Row
     [measure, shares], *_ = SHORTENED.items()
     lengths = sorted(Run(measure, "shorter", 0, Setting(0.0), share).share_of_tokens for share in (*shares, 1.0))
     *shorter, longest = (f"{100 * length:.0f}" for length in lengths)
-    intro = TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
+    intro = texts.TEXT.format(trials=TRIALS, seeds=len(FINAL_SEEDS), shares=f"{', '.join(shorter)} and {longest} %")
     title = "# Does it pay? Losses of all methods, with the same number of trials"
     return "\n\n".join([title, made_by(done), intro, *sections]) + "\n"
 
 
-def with_summary(text: str, done: Records) -> str:
-    """Return the text of docs/results.md with the study's tables of today."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    summary, reached = markdown(SUMMARY, summary_rows(done)), markdown(REACHED, reach_rows(done))
-    tables = summary, REACHED_TEXT, reached, CHANGES_TEXT, markdown(CHANGES, change_rows(done))
-    return "\n\n".join((f"{before}{BEGIN}", *tables, f"{END}{after}"))
-
-
 def main() -> None:
-    """Print the tables, and with --write also write the page, the figures and the table in docs/results.md."""
+    """Print the tables, and with --write also write the page, the figures and the tables in docs/results.md and README.md."""
     options = parser(__doc__).parse_args()
     done, first = read_records(), read_records(FIRST_RECORDS)
     tables = tables_of(done, first)
@@ -346,7 +245,7 @@ def main() -> None:
         draw_speeds(done, RECORDS.parent / CURVES)
         if heat := heat_rows(done):
             draw_heat(heat, HEAT_RATES, RECORDS.parent / HEAT_MAP)
-        RESULTS_PAGE.write_text(with_summary(RESULTS_PAGE.read_text(), done))
+        write_summaries(done)
 
 
 if __name__ == "__main__":

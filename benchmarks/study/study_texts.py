@@ -23,6 +23,30 @@ SUMMARY = (
     "tokens/s at 0.1 / 1 / 10 / 100",
     "speed to its loss at 0.1 / 1 / 10 / 100",
 )
+IN_SHORT = (
+    "method",
+    "loss above synchronous",
+    "bytes",
+    "speedup at 1 step",
+    "at 10 steps",
+    "at 100 steps",
+)
+IN_SHORT_NAMES = {
+    "synchronous-int8": "synchronous, int8 gradients",
+    "diloco-auto, H = 10": "DiLoCo, `sync.outer=auto`, rounds of 10 steps",
+    "qsr": "QSR",
+    "diloco-auto": "DiLoCo, `sync.outer=auto`",
+    "edit": "EDiT",
+    "diloco": "DiLoCo",
+    "streaming_diloco": "Streaming DiLoCo, int4",
+    "local_sgd": "Local SGD",
+    "sparseloco": "SparseLoCo",
+    "muloco": "MuLoCo, beside synchronous with Muon",
+    "edit-x4": "EDiT, four times the tokens",
+    "diloco-x4": "DiLoCo, four times the tokens",
+    "local_sgd-x4": "Local SGD, four times the tokens",
+}
+"""Rows of the table in README.md: what it calls them, by label."""
 REACHED = (
     "method",
     "seeds",

@@ -13,7 +13,9 @@ import pytest
 
 from tests.unit.test_study import MAIN, finished, likes, plan, record, runs, stages
 
-page, figures = map(importlib.import_module, ("study_page", "study_figures"))
+page, summary, texts, figures = map(
+    importlib.import_module, ("study_page", "study_summary", "study_texts", "study_figures")
+)
 
 
 def test_the_heat_map_is_a_table_when_it_is_complete() -> None:
@@ -34,7 +36,9 @@ def test_the_page_compares_with_synchronous_runs(
             done |= finished(cell, likes(0.0055))[1]
     partly, _ = finished(MAIN[2], likes(0.0055))
     done |= {run.id: record(run, 4.0 - 0.1 * run.number) for run in partly[:3]}
-    synchronous, diloco, averaged = (dict(zip(page.COLUMNS, page.row_of(cell, done), strict=True)) for cell in MAIN[:3])
+    synchronous, diloco, averaged = (
+        dict(zip(texts.COLUMNS, page.row_of(cell, done), strict=True)) for cell in MAIN[:3]
+    )
     assert page.row_of(MAIN[3], done) is None
     assert synchronous["to synchronous"] == "" and float(synchronous["loss"]) > 3
     gap = float(diloco["loss"]) / float(synchronous["loss"]) - 1
@@ -49,8 +53,10 @@ def test_the_page_compares_with_synchronous_runs(
     assert page.formula_rows(done)[0][2] == "+3.7%", "as in PROTOCOL.md"
 
     monkeypatch.setattr(page, "RECORDS", tmp_path / "runs.jsonl")
-    (results := tmp_path / "results.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    monkeypatch.setattr(page, "RESULTS_PAGE", results)
+    pages = results, front = tmp_path / "results.md", tmp_path / "front.md"
+    for path, name in zip(pages, ("RESULTS_PAGE", "README"), strict=True):
+        path.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+        monkeypatch.setattr(summary, name, path)
     first = finished(MAIN[1], likes(0.001))[1]
     records = {None: done, page.FIRST_RECORDS: first}
     monkeypatch.setattr(page, "read_records", lambda path=None: records.get(path, {}))
@@ -58,7 +64,7 @@ def test_the_page_compares_with_synchronous_runs(
     monkeypatch.setattr(page, "parser", lambda text: SimpleNamespace(parse_args=lambda: options))
     page.main()
     assert "Gap against" not in capsys.readouterr().out, "this table needs at least two rows"
-    assert list(tmp_path.iterdir()) == [results] and "old" in results.read_text()
+    assert {*tmp_path.iterdir()} == {*pages} and all("old" in path.read_text() for path in pages)
     done |= finished(stages.STAGES["rounds"][0], likes(0.0055))[1]
     options.write = True
     page.main()
@@ -67,11 +73,12 @@ def test_the_page_compares_with_synchronous_runs(
     assert "## Gap against the number of rounds\n\n| method | H |" in written
     assert "## With a warm-up of 5 % of the steps\n\nThese runs were made first" in written
     assert written.count("## ") == 11 and (tmp_path / "losses.png").stat().st_size > 5_000
-    summary = results.read_text().splitlines()
-    assert (summary[0], summary[-1]) == ("before", "after") and "old" not in summary
-    assert [line for line in summary if line.startswith("| diloco |")] and "| 4 replicas, H = 3 | 64 |" in "\n".join(
-        summary
-    )
+    for path in pages:
+        lines = path.read_text().splitlines()
+        assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    table = results.read_text()
+    assert "\n| diloco |" in table and "| 4 replicas, H = 3 | 64 |" in table
+    assert front.read_text().count("\n| ") == 3, "DiLoCo alone, below two lines of titles"
 
 
 def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
@@ -80,15 +87,16 @@ def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:
     done: dict[str, Any] = {}
     for cell in (MAIN[1], *others):
         done |= finished(cell, likes(0.0055))[1] | finished(page.synchronous_beside(cell), likes(0.0055))[1]
-    rows = page.change_rows(done)
+    rows = summary.change_rows(done)
     assert [row[0] for row in rows if row[-1]] == ["4 replicas, H = 30"] and len(rows) == 4
-    assert rows[0][-1] == page.published_gap(4)
+    assert rows[0][-1] == summary.published_gap(4)
 
 
 def test_the_documentation_has_the_table_of_the_records() -> None:
     """The tables are what `study_page.py --write` would write."""
-    text = page.RESULTS_PAGE.read_text()
-    assert page.with_summary(text, runs.read_records()) == text, "run python benchmarks/study/study_page.py --write"
+    done = runs.read_records()
+    for path, tables in summary.tables_of_pages(done).items():
+        assert summary.with_tables(path.read_text(), tables) == path.read_text(), "run study_page.py --write"
 
 
 @pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
@@ -98,7 +106,7 @@ def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int],
     figures.draw_losses(done, tmp_path / "without.png")
     done |= finished(MAIN[1], lambda run: None if run.number in seeds and run.kind == "final" else usual(run))[1]
     row = page.row_of(MAIN[1], done)
-    assert row[2:9] == (words, *[""] * 6) and row[9].startswith("optim.lr=") and len(row) == len(page.COLUMNS)
+    assert row[2:9] == (words, *[""] * 6) and row[9].startswith("optim.lr=") and len(row) == len(texts.COLUMNS)
     assert page.formula_rows(done) == []
     figures.draw_losses(done, tmp_path / "with.png")
     assert (tmp_path / "with.png").read_bytes() == (tmp_path / "without.png").read_bytes()
@@ -127,7 +135,7 @@ def test_gaps_are_listed_by_method_and_rounds() -> None:
         ("local_sgd-s8", "30", "8%", "23"),
         ("edit", "30", "0%", ""),
     ]
-    row = dict(zip(page.COLUMNS, page.row_of(MAIN[1], done), strict=True))
+    row = dict(zip(texts.COLUMNS, page.row_of(MAIN[1], done), strict=True))
     assert rows[1][4:] == tuple(row[column] for column in ("loss", "± seeds", "to synchronous", "sent"))
     assert rows[-1][4:] == ("1 of 3 diverged", "", "", "")
 
@@ -138,11 +146,12 @@ def test_a_loss_is_worth_the_tokens_of_synchronous_training() -> None:
     done = finished(MAIN[0], usual)[1]
     lowest = page.mean_loss(MAIN[0], done)
     for share in (0.9, 0.5, 0.3):
-        assert page.equal_loss_share(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
+        assert summary.equal_loss_share(lowest - math.log(share), MAIN[1], done) == pytest.approx(share)
     assert (
-        page.equal_loss_share(lowest - 1, MAIN[1], done) == 1 and page.equal_loss_share(lowest + 9, MAIN[1], done) == 0
+        summary.equal_loss_share(lowest - 1, MAIN[1], done) == 1
+        and summary.equal_loss_share(lowest + 9, MAIN[1], done) == 0
     )
-    assert page.equal_loss_share(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
+    assert summary.equal_loss_share(3.0, plan.Cell("diloco", 8, 30, 96), done) is None
     done |= finished(MAIN[1], lambda run: lowest + 0.7 + 0.1 * (run.number - 12))[1]
     assert page.row_of(MAIN[1], done)[5] == "50 % (45 to 55)" and page.row_of(MAIN[0], done)[5] == ""
     worse = done | finished(MAIN[1], lambda run: lowest + 2)[1]

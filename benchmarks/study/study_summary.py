@@ -1,0 +1,126 @@
+"""The study's tables in docs/results.md and in README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from study_losses import (
+    equal_loss_share,
+    figures_of,
+    label_with_rounds,
+    mean_loss,
+    mean_of,
+    synchronous_beside,
+)
+from study_plan import BATCH, Cell, Records
+from study_stages import STAGES
+from study_texts import CHANGES, CHANGES_TEXT, IN_SHORT, IN_SHORT_NAMES, REACHED, REACHED_TEXT, SUMMARY, TEXT_NAMES
+from study_times import MESSAGES, reach_rows, step_speed, timed_cells, token_speed
+from table import ROOT, Row, markdown
+
+RESULTS_PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
+BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- end of study -->"
+FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
+"""(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
+PARAMETERS = 320_000
+
+
+def summary_rows(done: Records) -> list[Row]:
+    """Return the rows of the table in docs/results.md: complete cells of the first three stages, and of those with the rule's outer
+    step, by inner optimizer, the lowest loss first. Speeds are given where it is known with which share of the tokens synchronous
+    training reaches the loss."""
+    cells = [*STAGES["main"], *STAGES["gradients"], *STAGES["together"]]
+    cells += [cell for cell in STAGES["auto"] if (cell.replicas, cell.batch) == (4, BATCH[4])]
+    cells = [cell for cell in cells if mean_loss(cell, done) is not None]
+    cells.sort(key=lambda cell: (synchronous_beside(cell).inner, mean_loss(cell, done)))
+    timed = timed_cells(done)
+    rows = []
+    for cell in cells:
+        loss, spread, gap, tokens, *_ = figures_of(cell, done)
+        messages = MESSAGES if cell in timed else ()
+        share = share_of_bytes(cell, done)
+        of_bytes = "" if share is None else f"{share:.3f}"
+        rows.append(
+            (
+                label_with_rounds(cell),
+                f"{loss} ± {spread}",
+                gap,
+                tokens,
+                "1" if cell == synchronous_beside(cell) else of_bytes,
+                " / ".join(f"{token_speed(cell, done, steps):.2g}" for steps in messages),
+                " / ".join(f"{speed_to_loss(cell, done, steps):.2g}" for steps in messages),
+            )
+        )
+    return rows
+
+
+def short_rows(done: Records) -> list[Row]:
+    """Return the rows of the table in README.md: the cells of `IN_SHORT_NAMES` whose times are known, in that order."""
+    cells = {label_with_rounds(cell): cell for cell in timed_cells(done)}
+    rows = []
+    for label, name in IN_SHORT_NAMES.items():
+        if (cell := cells.get(label)) is not None:
+            gap, share = figures_of(cell, done)[2], share_of_bytes(cell, done)
+            speeds = (f"{speed_to_loss(cell, done, steps):#.2g}".rstrip(".") for steps in MESSAGES[1:])
+            rows.append((name, gap.replace("%", " %"), f"{share:.1%}".replace("%", " %"), *speeds))
+    return rows
+
+
+def share_of_bytes(cell: Cell, done: Records) -> float | None:
+    """Return the bytes that a cell's final runs send, divided by those of synchronous training, or None if the latter is not done."""
+    beside = synchronous_beside(cell)
+    return mean_of(cell, "bytes", done) / mean_of(beside, "bytes", done) if mean_loss(beside, done) else None
+
+
+def speed_to_loss(cell: Cell, done: Records, message_steps: float) -> float:
+    """Return how many times as fast as synchronous training a cell of `timed_cells` reaches its own final loss, if a message of the
+    model in fp32 takes `message_steps` steps."""
+    return equal_loss_share(mean_loss(cell, done), cell, done) * step_speed(cell, done, message_steps)
+
+
+def published_gap(replicas: int) -> str:
+    """Return the published fit's distance of DiLoCo to data parallel training, extrapolated to this size."""
+    fit, base = (scale * PARAMETERS**power for scale, power in (FIT[replicas], FIT[0]))
+    return f"{fit / base - 1:+.1%}"
+
+
+def change_rows(done: Records) -> list[Row]:
+    """Return the complete cells of DiLoCo in all stages, beside synchronous training."""
+    rows = []
+    for cell in (cell for stage in STAGES.values() for cell in stage if cell.method == "diloco"):
+        loss, spread, gap, _, _, rounds, _ = figures_of(cell, done)
+        if gap:
+            start = f", first {cell.together:.0%} synchronous" if cell.together else ""
+            auto = ", `sync.outer=auto`" if cell.variant else ""
+            what = f"{cell.replicas} replica{'s' * (cell.replicas > 1)}, H = {cell.every}{start}{TEXT_NAMES[cell.text]}{auto}"
+            tokens = f"{mean_of(cell, 'tokens', done) / 1e6:.2f} M"
+            beside = f"{mean_loss(synchronous_beside(cell), done):.4f}"
+            # The fit is of runs with the best batch and a compute-optimal number of tokens.
+            is_fitted = cell in (*STAGES["replicas"], *STAGES["main"])
+            fit = published_gap(cell.replicas) if is_fitted else ""
+            rows.append((what, str(cell.batch), tokens, rounds, f"{loss} ± {spread}", beside, gap, fit))
+    return rows
+
+
+def with_tables(text: str, tables: str) -> str:
+    """Return a page's text with `tables` between its two marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+
+
+def results_tables(done: Records) -> str:
+    """Return the tables of docs/results.md and the texts between them."""
+    summary, reached = markdown(SUMMARY, summary_rows(done)), markdown(REACHED, reach_rows(done))
+    return "\n\n".join((summary, REACHED_TEXT, reached, CHANGES_TEXT, markdown(CHANGES, change_rows(done))))
+
+
+def tables_of_pages(done: Records) -> dict[Path, str]:
+    """Return the text between the marks of each page."""
+    return {RESULTS_PAGE: results_tables(done), README: markdown(IN_SHORT, short_rows(done))}
+
+
+def write_summaries(done: Records) -> None:
+    """Write the tables of the records into docs/results.md and README.md."""
+    for page, tables in tables_of_pages(done).items():
+        page.write_text(with_tables(page.read_text(), tables))
