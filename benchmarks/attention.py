@@ -1,9 +1,10 @@
-"""What does GPT-Neo gain by fused attention, and what do document masks cost?
+"""Speed of GPT-Neo with fused attention, and cost of document masks.
 
     python benchmarks/attention.py              # five minutes on two cores
 
-One GPT-Neo of four layers (global and local ones in turn), forward and backward, as transformers builds it and with llmtrain's
-attention, without and with `train.document_mask`, in turns. With `--write` the table goes to benchmarks/results/attention/.
+Runs forward and backward of a GPT-Neo with four layers, alternately global and local: with transformers' attention, with
+llmtrain's, and with llmtrain's and `train.document_mask`. The three take turns. With `--write`, the table goes to
+benchmarks/results/attention/.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ documents (tests/unit/test_attention.py)."""
 
 
 def passes(length: int) -> dict[str, Callable[[], object]]:
-    """Return a function for each kind of attention that makes one forward and backward pass, all with the same weights."""
+    """Return, for each kind of attention, a function that runs one forward and backward pass. All have the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,14 +65,14 @@ def passes(length: int) -> dict[str, Callable[[], object]]:
 
 
 def seconds_of(once: Callable[[], object]) -> float:
-    """Return the seconds of one pass."""
+    """Run one pass, and return its seconds."""
     began = time.perf_counter()
     once()
     return time.perf_counter() - began
 
 
 def main() -> None:
-    """Measure one length after another, print the table, and write the page if asked to."""
+    """Measure one sequence length after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048])
     arguments.add_argument("--turns", type=int, default=9)

@@ -1,10 +1,10 @@
-"""How long does training stand still for a checkpoint?
+"""Time for which training stands still for a checkpoint.
 
     python benchmarks/checkpoints.py                                          # GPT-Neo 125M with EDiT, two minutes a turn
 
-Trains a few steps of a recipe with a checkpoint every few, once written in the background and once not, in turns, and
-prints one table: seconds for which training stood still for a checkpoint, seconds until it was on the disk, and its size.
-With `--write` the table goes to benchmarks/results/checkpoints/.
+Trains a recipe for a few steps with a checkpoint every 8 steps, in turn with and without `checkpoint.background`. Prints one
+table: per checkpoint, the seconds for which training stood still, the seconds until it was on the disk, and its size. With
+`--write`, the table goes to benchmarks/results/checkpoints/.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ use the processors."""
 
 @dataclass
 class Measured:
-    """Measurements of all checkpoints with one setting: seconds that training stood still, seconds of writing, and bytes."""
+    """Measurements with one setting: by checkpoint, seconds of standing still and of writing; bytes of the newest checkpoint."""
 
     stood_still: list[float] = field(default_factory=list)
     written: list[float] = field(default_factory=list)
@@ -67,7 +67,8 @@ class Measured:
 
 
 def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measured) -> Path:
-    """Train once, add the measurements of the run's checkpoints to `into`, and return the run directory."""
+    """Train once, add the measurements of the checkpoints to `into`, and return the run directory. Raises SystemExit if the run
+    fails."""
     name = f"benchmark_checkpoints_{'background' if background else 'waiting'}"
     shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
     keys = [f"run.name={name}", "run.out_dir=runs", f"parallel.replicas={replicas}", f"train.global_batch={replicas}"]
@@ -86,7 +87,7 @@ def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measur
     run = ROOT / "runs" / name
     stood = [line["perf/checkpoint_seconds"] for line in metrics_of(run, "perf/checkpoint_seconds")]
     taken = [later - earlier for earlier, later in itertools.pairwise(stood) if later > earlier]
-    into.stood_still += taken[1:]  # the last log line precedes the run's last checkpoint
+    into.stood_still += taken[1:]  # all but the first; the last one follows the last log line
     into.written += [float(seconds) for seconds in re.findall(r"written in ([\d.]+) s", done.stdout)][1:-1]
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     into.bytes = sum(file.stat().st_size for file in newest.iterdir())
@@ -94,7 +95,7 @@ def run_once(background: bool, replicas: int, extra: Sequence[str], into: Measur
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the measurements of one run's checkpoints, for a row of `gpu_day.py`."""
+    """Train once, and return the measurements of the checkpoints, for a row of `gpu_day.py`."""
     measured = Measured()
     run_once(task["background"], 1, task["override"], measured)
     return asdict(measured)
@@ -106,7 +107,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Train with each setting in turn, print the table, and write the page if asked to."""
+    """Train with each setting in turn, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--turns", type=int, default=2)
     arguments.add_argument("--replicas", type=int, default=1)

@@ -1,10 +1,10 @@
-"""How fast is text made into tokens beside the tokenizers library alone, and does a step wait for its batch?
+"""Speed of tokenizing text compared with the tokenizers library alone, and time for which a step waits for its batch.
 
     python benchmarks/data.py                                     # the standard library's source; two minutes
     python benchmarks/data.py --source train.txt --tokenizer FOLDER
 
-First `prepare` and the bare library take turns over the same text, in this process and on all its cores. Then the loader
-reads batches from what was prepared, alone and inside steps of a small Llama. With `--write` the tables go to
+First, `prepare` and the bare library take turns on the same text, in one process that uses all cores. Then the loader reads
+batches of the prepared tokens, alone and inside steps of a small Llama. With `--write`, the tables go to
 benchmarks/results/data/.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llmtrain.config import DataSection
 
 BATCH_CHARACTERS = 1_000_000
-"""Characters of text that the tokenizers library gets at once, as many as from `prepare`."""
+"""Characters per batch for the tokenizers library, as many as `prepare` gives it."""
 FAST, PLAIN, PREPARE = "library, without offsets", "library", "prepare"
 READ = "reading the text"
 COLUMNS = ("what", "seconds", "quartiles", "MB/s", "M tokens/s", "of the library", "processor s", "one thread, s")
@@ -64,14 +64,14 @@ costs: at N tokens a second and rank, its share is N / (tokens/s of the loader).
 
 
 def library(tokenizer: PreTrainedTokenizerBase, batches: Sequence[Sequence[str]], fast: bool) -> int:
-    """Return the number of tokens of all texts, tokenized by the library alone."""
+    """Tokenize all texts with the library alone, `fast` without offsets, and return the number of tokens."""
     backend = tokenizer.backend_tokenizer
     encode = backend.encode_batch_fast if fast else backend.encode_batch
     return sum(len(one) for batch in batches for one in encode(batch, add_special_tokens=False))
 
 
 def prepared_tokens(data: DataSection) -> int:
-    """Return the number of tokens of both splits, without eos, after preparing them into an empty folder."""
+    """Prepare both splits in an empty folder, and return their number of tokens, without eos."""
     from llmtrain.data.prepare import prepare
 
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def prepared_tokens(data: DataSection) -> int:
 
 
 def batched(texts: Sequence[str]) -> list[list[str]]:
-    """Return the texts in batches of BATCH_CHARACTERS or a little more."""
+    """Return the texts in batches of at least BATCH_CHARACTERS, the last one excepted."""
     batches: list[list[str]] = [[]]
     for text in texts:
         if sum(map(len, batches[-1])) >= BATCH_CHARACTERS:
@@ -90,7 +90,7 @@ def batched(texts: Sequence[str]) -> list[list[str]]:
 
 
 def clocked(work: Callable[[], int]) -> dict[str, float]:
-    """Return the tokens that `work` returns, its seconds, its CPU seconds, and those of the calling thread alone."""
+    """Call `work`, and return its number of tokens, its seconds, and the CPU seconds of the process and of the calling thread."""
     clocks = {"seconds": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
     began = {name: clock() for name, clock in clocks.items()}
     tokens = work()
@@ -98,7 +98,7 @@ def clocked(work: Callable[[], int]) -> dict[str, float]:
 
 
 def tokenize(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of the first table."""
+    """Tokenize the text in each way by turns, and return the figures for the first table."""
     from llmtrain.config import DataSection
     from llmtrain.data.prepare import cache_path, prepare
     from llmtrain.data.sources import SPLITS, documents
@@ -130,7 +130,7 @@ def tokenize(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the second table's figures for one shape of batch: seconds of batches alone, and of steps and their data."""
+    """Return the figures for a row of the second table: seconds and tokens of batches alone, and (seconds, data seconds) of steps."""
     from llmtrain.recipe_loader import load_recipe
 
     micro_batch, length = task["shape"]
@@ -163,7 +163,7 @@ def load(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_keys(kind: str, source: str) -> list[str]:
-    """Return the keys of a kind of text."""
+    """Return the recipe's overrides for a kind of text: PACKED, MIXTURE or DOCUMENTS."""
     if kind == MIXTURE:
         other = "stdlib" if source == "stories" else "stories"
         return [f"data.sources=[{{source: {source}, weight: 3}}, {{source: {other}, weight: 1}}]"]
@@ -175,7 +175,7 @@ def _batch(loader: Any) -> int:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of the table that the task asks for."""
+    """Return the figures for the table that the task names."""
     return load(task) if "shape" in task else tokenize(task)
 
 
@@ -219,7 +219,7 @@ def loader_row(kind: str, shape: tuple[int, int], found: Mapping[str, Any]) -> R
 
 
 def main() -> None:
-    """Measure, print both tables, and write the page if asked to."""
+    """Measure, print both tables, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--source", default="stdlib", help="data.source: a file or folder of text")
     arguments.add_argument("--tokenizer", default="train:4096", help="data.tokenizer")

@@ -1,7 +1,7 @@
-"""A language model whose computation takes a given time and no CPU time, for measuring networks on a machine with fewer
-cores than replicas.
+"""Language model whose computation takes a given time but no CPU time, to measure networks on a machine with fewer cores
+than replicas.
 
-Everything else is real: parameters, autograd, and the hooks of modules and gradients, with all that a library does in them.
+Everything else is real: parameters, autograd, and the hooks that libraries register on modules and gradients.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GRADIENT_SCALE = 1e-3
 
 
 def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
-    """Replace a model's forward and backward by sleeps of `step_seconds` in all. Backward yields gradients that are drawn
-    beforehand from `seed`, and the loss is 0.
+    """Replace a model's forward and backward by sleeps of `step_seconds` per step. Backward yields gradients that are drawn
+    from `seed` in advance, and the loss is 0.
 
-    A block sleeps for its share of the model's matrix products. Its gradients appear when its backward ends, from the last
-    block to the first, as real ones do.
+    Each block sleeps in proportion to its matrix products. Its gradients appear when its backward ends, from the last block
+    to the first, as real gradients do.
     """
     generator, clock = torch.Generator().manual_seed(seed), Pace()
     blocks = blocks_of(model)
@@ -50,7 +50,7 @@ def emulate(model: LanguageModel, step_seconds: float, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """One block's computation: its seconds in forward and backward, and the gradients that it yields."""
+    """One block's computation: its seconds in forward and backward together, and the gradients that backward yields."""
 
     seconds: float
     gradients: list[torch.Tensor]
@@ -58,7 +58,7 @@ class _Work:
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity of a scalar that depends on a block's parameters, and takes the time of the block."""
+    """Identity function of a scalar, which takes a block's time and through which the block's parameters get their gradients."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, scalar: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -77,8 +77,7 @@ def _forward_of(work: _Work, parameters: list[nn.Parameter]) -> Callable[[torch.
 
 
 def _multiplying(model: LanguageModel, block: ModelBlock) -> int:
-    """Return the number of weights that a block multiplies by: those of its matrices, without embeddings, unless the head
-    shares them."""
+    """Return the number of weights in a block's matrix products. Embeddings do not count unless the head shares them."""
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     looked_up.discard(id(model.causal_lm.get_output_embeddings().weight))
     return sum(p.numel() for _, p in named_parameters_of(model, block) if p.ndim >= 2 and id(p) not in looked_up)

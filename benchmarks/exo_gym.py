@@ -1,10 +1,10 @@
-"""Four replicas in EXO Gym's simulator (https://github.com/exo-explore/gym), for in_process.py.
+"""Training in EXO Gym's simulator (https://github.com/exo-explore/gym), for in_process.py.
 
     PYTHONPATH=FOLDER python benchmarks/exo_gym.py         # FOLDER: a checkout of EXO Gym; writes logs/ where it is started
 
-Trains the study's model with EXO Gym's own trainer and DiLoCo strategy, unchanged, on random tokens: one process per node, on
-the CPU, without validation and checkpoints. Prints one line of JSON: the tokens per second of all nodes between two steps, the
-GiB of the largest node at its peak, and the seconds from this process's start to the end of the first step.
+Trains the study's model on random tokens with EXO Gym's own trainer and DiLoCo strategy, unchanged: one process per node, on the
+CPU, without validation or checkpoints. Prints one line of JSON: the tokens per second of all nodes between two steps, the peak
+memory of the largest node in GiB, and the seconds from the start of this process to the end of the first step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def options_of(arguments: list[str] | None = None) -> Namespace:
-    """Return the command line's choices."""
+    """Return the parsed command line, or parsed `arguments`."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step and node")
@@ -52,14 +52,14 @@ class TimedLoss(torch.nn.Module):
     """Model that returns its mean loss on a batch, as EXO Gym expects, and notes when a node's steps begin."""
 
     def __init__(self, model: torch.nn.Module, noted: tuple[int, ...], folder: str):
-        """Note the beginnings of the steps `noted`, counted from 1. At that of the last of them, write them to `folder`."""
+        """Note when each of the steps `noted` (from 1) begins. When the last of them begins, write these times to `folder`."""
         super().__init__()
         self.model, self.noted, self.folder = model, noted, folder
         self.steps = 0
         self.began: dict[int, float] = {}
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of sequences that have one token more than the model reads."""
+        """Return the mean loss of `batch`, [sequences, T + 1], of which the model reads T tokens."""
         self.steps += 1
         if self.steps in self.noted:
             self.began[self.steps] = time.time()
@@ -71,13 +71,13 @@ class TimedLoss(torch.nn.Module):
 
 
 def random_tokens(rows: int, length: int, rank: int, num_nodes: int, train_dataset: bool) -> torch.Tensor:
-    """Return a node's own sequences, of `length` tokens each. EXO Gym calls this on every node, and names the last arguments."""
+    """Return a node's own sequences, [rows, length]. EXO Gym calls this on each node, and passes the last three arguments."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(VOCABULARY, (rows, length), generator=generator)
 
 
 def train(options: Namespace, folder: str) -> None:
-    """Train with EXO Gym for one step more than is measured. Every node writes what it noted to `folder`."""
+    """Train with EXO Gym until one step after the last measured one. Each node writes its measurements to `folder`."""
     from exogym.strategy.diloco import DiLoCoStrategy
     from exogym.strategy.optim import OptimSpec
     from exogym.trainer import Trainer
@@ -107,7 +107,9 @@ def train(options: Namespace, folder: str) -> None:
 
 
 def summary(options: Namespace, folder: str) -> dict[str, float]:
-    """Return the measurements, from what the nodes wrote to `folder`. A step ends when the next has begun on every node."""
+    """Return the measurements from the nodes' files in `folder`. A step ends when the next one has begun on every node.
+
+    Raises SystemExit if a node has written nothing."""
     found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if len(found) != options.nodes:
         raise SystemExit(f"{len(found)} of {options.nodes} nodes have trained; see their output")

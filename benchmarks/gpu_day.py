@@ -1,14 +1,14 @@
-"""All that is worth measuring on one GPU, in a short time: row after row, each on its own, the most valuable first.
+"""Measurements on one GPU in a short time: one row after another, the most valuable first.
 
     python benchmarks/gpu_day.py preflight,run --out results
     python benchmarks/gpu_day.py throughput --out results --no-machine --deadline 560
     python benchmarks/gpu_day.py sync,rounding --out results --only "1B edit" int    # one row, and those with `int` in the name
     python benchmarks/gpu_day.py throughput --out results --rehearse       # the same rows, small, without a GPU
 
-A row is a process of its own with a time limit. Its result is appended to OUT/rows.jsonl and printed at once, so a row that
-fails, hangs or comes too late costs no other one. Output of the rows goes to OUT/rows.log. A row that has not ended
-`--deadline` seconds after the start is cut off, and one for which less than half of its usual time is left is skipped. The first
-line describes the machine. `GPU_DAY.md` has the whole plan.
+Each row runs in a process of its own with a time limit, and its result is appended to OUT/rows.jsonl and printed at once, so a
+row that fails or hangs costs no other result. The rows' output goes to OUT/rows.log. A row that still runs `--deadline` seconds
+after the start is cut off; a row is skipped if less than half of its expected time is left. The first line describes the machine.
+`GPU_DAY.md` has the complete plan.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from loops import RowFailed, ask, on_gpu
 from table import ROOT, commit, parser
 
 REHEARSAL_PATIENCE = 4.0
-"""Factor by which the rows' time limits are longer in a rehearsal, for CPUs that other programs use, too."""
+"""Factor of the rows' time limits in a rehearsal, because other programs may use the CPUs, too."""
 LEAST_PART = 0.5
-"""Part of a row's expected seconds that must be left before the deadline to start it."""
+"""Share of a row's expected seconds that must be left before the deadline when the row starts."""
 
 
 class Journal:
-    """Record of the results as they arrive: one line of JSON per result in a file, and one printed line for the reader."""
+    """Record of the results as they arrive: per result, one line of JSON in a file and one printed line."""
 
     def __init__(self, out: Path):
         out.mkdir(parents=True, exist_ok=True)
@@ -42,13 +42,13 @@ class Journal:
         self.log: IO[str] = (out / "rows.log").open("a+", errors="replace")
 
     def begin_output(self, title: str) -> None:
-        """Write a heading for the output of the next row."""
+        """Write a heading for the next row's output to the log."""
         self.log.write(f"\n==== {title}\n")
         self.log.flush()
         self._begun = self.log.tell()
 
     def last_output(self) -> str:
-        """Return the last line that the row has written. If that is the end of a traceback, it is the error."""
+        """Return the last line of the row's output. At the end of a traceback, this is the error."""
         self.log.seek(self._begun)
         return next((line for line in reversed(self.log.read().splitlines()) if line.strip()), "")
 
@@ -60,8 +60,8 @@ class Journal:
 
 
 def measure_row(row: DayRow, phase: str, deadline: float, journal: Journal, longer: float) -> None:
-    """Measure one row, if there is time, and record the result or the failure. The row's time limit is multiplied by
-    `longer`."""
+    """Measure one row if there is time before `deadline`, and record the result or the failure. `longer` multiplies the row's
+    time limit."""
     left = deadline - time.monotonic()
     if left < LEAST_PART * row.expected:
         journal.record(phase, row.name, f"skipped, {left:.0f} s before the deadline", skipped=left)
@@ -112,8 +112,8 @@ def _phases(text: str) -> list[str]:
 
 
 def chosen(phases: Sequence[str], day: Day, only: Sequence[str]) -> list[tuple[str, DayRow]]:
-    """Return the rows of the phases, each with its phase, that `only` selects. A text selects the rows that have it as their name
-    or, if none has, those that have it in their names. Raises SystemExit if it selects none."""
+    """Return (phase, row) for all rows of the phases that `only` selects. A text selects the rows of that name or, if no row has
+    that name, all rows whose names contain it. Raises SystemExit if a text selects no row."""
     rows = [(phase, row) for phase in phases for row in PHASES[phase](day)]
     names = {row.name for _, row in rows}
     selected = {text: {text} if text in names else {name for name in names if text in name} for text in only}
@@ -123,7 +123,7 @@ def chosen(phases: Sequence[str], day: Day, only: Sequence[str]) -> list[tuple[s
 
 
 def main() -> None:
-    """Measure the phases' rows until they are done or the deadline comes."""
+    """Measure the rows of the phases until all are done or the deadline is reached."""
     began = time.monotonic()
     options = arguments().parse_args()
     signal.signal(

@@ -1,10 +1,10 @@
-"""Collect what a machine with a GPU and without a network lacks: wheels in .whl/; text, a tokenizer, the commit and torchao in .gpu/.
+"""Files for a GPU machine without a network: wheels in .whl/; text, a tokenizer, the commit and torchao in .gpu/.
 
     python benchmarks/gpu_pack.py --text train.txt --validation valid.txt --tokenizer gpt2
     make gpu-kit ARGS="--text train.txt --validation valid.txt --tokenizer gpt2"
 
-For a machine that has torch 2.11 and transformers 5.17 with their requirements, but not all of ours. Both folders are ignored
-by git. Fails if they and the tree are together larger than `--limit`. `GPU_DAY.md` says how they are used.
+The machine has torch 2.11 and transformers 5.17 with their requirements, but lacks some of llmtrain's. Git ignores both folders.
+The script fails if the folders and the tree are together larger than `--limit`. `GPU_DAY.md` says how to use them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ WHEELS = (
     "torchtitan==0.2.2",  # its model; later releases need torch 2.12
 )
 FLOAT8 = ("torchao==0.17.0",)
-"""Package for the float8 row (made for torch 2.11). It is unpacked for that row alone and not installed, because transformers
-imports it if it is installed. It then starts CUDA, after which no process can be forked that uses the GPU."""
+"""Package for the float8 row, built for torch 2.11. It is unpacked for that row alone: if it were installed, transformers would
+import it, which starts CUDA, and forked processes could then not use the GPU."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
 MEBIBYTE = 2**20
 
 
 def fetch(python: str, machine: str, wheels: Path, unpacked: Path) -> None:
-    """Fill `wheels` with wheels for the given Python and processor, and `unpacked` with the contents of FLOAT8's wheels. Raises
-    SystemExit if a wheel can't be downloaded."""
+    """Fill `wheels` with wheels for the given Python version and processor, and `unpacked` with the contents of FLOAT8's wheels.
+    Raises SystemExit if a wheel cannot be downloaded."""
     platforms = [option for name in PLATFORMS for option in ("--platform", f"{name}_{machine}")]
     common = [
         "--quiet",
@@ -74,12 +74,12 @@ def tree() -> list[Path]:
 
 
 def mebibytes(files: Iterable[Path]) -> float:
-    """Return the total size in MiB of the files, without those that do not exist."""
+    """Return the total size of the files in MiB. Paths that are not files do not count."""
     return sum(file.stat().st_size for file in files if file.is_file()) / MEBIBYTE
 
 
 def main() -> None:
-    """Download, copy, and check the size."""
+    """Download and copy all files, and check their total size."""
     arguments = parser(__doc__)
     arguments.add_argument("--text", type=Path, required=True, help="training text, documents apart by <|endoftext|>")
     arguments.add_argument("--validation", type=Path, required=True, help="validation text")

@@ -1,4 +1,4 @@
-"""Rows of `gpu_day.py`: the measurements of each phase, the most valuable first, and each result's text in one line."""
+"""Rows of `gpu_day.py`: the measurements of each phase, the most valuable first, and the one-line text of each result."""
 
 from __future__ import annotations
 
@@ -16,56 +16,57 @@ from table import ROOT
 from throughput import BARE, FLOAT8, GATHERED, PLAIN, TITAN_MODEL
 
 SAMPLE = ROOT / ".gpu"
-"""Folder of text, tokenizer and torchao that `gpu_pack.py` fills."""
+"""Folder that `gpu_pack.py` fills with text, a tokenizer and torchao."""
 ONE_DEVICE = "llmtrain"
-"""Name of the engine of a replica on one device, which does not use FSDP2. The rows beside it run FSDP2 with one rank."""
+"""Name in rows of the engine for replicas on one device, which does not use FSDP2. The bare loop and torchtitan's model run FSDP2
+with one rank."""
 RECOMPUTED = {"no": (), "selective": ("selective",), "yes": ("recompute",)}
-"""Words in a row's name that say which activations are computed again."""
+"""Words in a row's name, by which activations are recomputed."""
 ROW_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class DayRow:
-    """One measurement, which a benchmark script makes in processes of its own."""
+    """One measurement, made by a benchmark script in a process of its own."""
 
     name: str
     script: str
     task: Mapping[str, Any]
     line: Callable[[Any], str]
     expected: float
-    """Seconds that it should take on an H100. Estimated, until `seconds` in rows.jsonl says it better."""
+    """Expected seconds on an H100, estimated until rows.jsonl has measured `seconds`."""
     limit: float = ROW_SECONDS
     """Seconds after which the measurement counts as failed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     empties: Path | None = None
-    """Folder of kernels that is emptied first."""
+    """Folder of compiled kernels that is emptied first, or None."""
 
 
 @dataclass(frozen=True)
 class Day:
-    """Sizes of the rows: for a GPU, or for a rehearsal, which runs the same rows small."""
+    """Sizes of the rows: full size on a GPU, or small ones for a rehearsal of the same rows."""
 
     rehearse: bool
     gpu: bool
 
     @property
     def text(self) -> list[str]:
-        """Return the overrides that name the text in SAMPLE, or none if it does not exist and recipes read their own text."""
+        """Overrides that select the text in SAMPLE. Empty if that folder does not exist; recipes then read their own text."""
         if not SAMPLE.exists():
             return []
         source = [f"data.source={SAMPLE / 'train.txt'}", f"data.validation={SAMPLE / 'valid.txt'}"]
         return [*source, f"data.tokenizer={SAMPLE / 'gpt2'}"]
 
     def model(self, size: str) -> tuple[str, list[str]]:
-        """Return the name in `throughput.SIZES` to measure in place of `size`, and the overrides that belong to it."""
+        """Return the key of `throughput.SIZES` to measure for `size`, which is a small one in a rehearsal, and its overrides."""
         if not self.rehearse:
             return size, []
         return "6M", ["train.sequence_length=64", *(["model.config.vocab_size=50304"] if self.text else [])]
 
 
 def kernels_of(engine: str) -> Path:
-    """Return the folder in which all rows of an engine keep what they compile. A later call finds it, too. Inductor does not quote
-    its name when it calls a compiler."""
+    """Return the folder in which all rows of an engine, in this call and later ones, keep their compiled kernels. Its name has no
+    special characters, because Inductor does not quote it when it calls a compiler."""
     common = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}"
     return Path(common) / "gpu_day" / re.sub(r"\W+", "-", engine)
 
@@ -76,8 +77,7 @@ def machine(day: Day) -> DayRow:
 
 
 def preflight(day: Day) -> list[DayRow]:
-    """Return the rows about the machine itself. The description of the machine, which every call prints first, is not one of
-    them."""
+    """Return the rows about the machine itself. They do not include `machine`, which `gpu_day.py` measures before all phases."""
     _, small = day.model("1B")
     vocabulary = [key for key in small if "vocab" in key]
     return [
@@ -87,7 +87,7 @@ def preflight(day: Day) -> list[DayRow]:
 
 
 def throughput(day: Day) -> list[DayRow]:
-    """Return the speed of one replica, beside a bare loop and torchtitan's model."""
+    """Return the rows of one replica's speed, compared with a bare loop and torchtitan's model."""
 
     def row(
         size: str,
@@ -100,8 +100,9 @@ def throughput(day: Day) -> list[DayRow]:
         expected: float = 55.0,
         **more: Any,
     ) -> DayRow:
-        """Return a row. The rows of an engine share what they compile, which saves minutes. The first one, `cold`, empties the folder
-        and compiles all of it, and its first step is shown. A row is measured `again` to show how far two processes differ."""
+        """Return a row. The rows of an engine share compiled kernels, which saves minutes. The first of them is `cold`: it empties
+        the folder, compiles everything, and shows its first step. A row is measured `again` to show how much two processes
+        differ."""
         chosen, changes = day.model(size)
         how = [*(["compile"] if compiled else []), *RECOMPUTED[checkpoint]]
         named = [f"{key}={value}" for key, value in more.items()]
@@ -150,12 +151,12 @@ def throughput(day: Day) -> list[DayRow]:
 
 
 def _path_with_float8() -> str:
-    """Return a PYTHONPATH that also has what only the float8 row may see (`gpu_pack.FLOAT8`)."""
+    """Return the PYTHONPATH of the float8 row, the only row that may import `gpu_pack.FLOAT8`."""
     return os.pathsep.join(filter(None, (str(SAMPLE / "float8"), str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def parts(day: Day) -> list[DayRow]:
-    """Return what a step spends its time on."""
+    """Return the rows of the parts of a step's time."""
     size, changes = day.model("1B")
     task = {"size": size, "compile": True, "checkpoint": "no", "shard": 1, "override": [*day.text, *changes]}
     task |= {"steps": 3, "profiled": 2, "precision": "bf16" if day.gpu else "fp32"}
@@ -173,7 +174,7 @@ def parts(day: Day) -> list[DayRow]:
 
 
 def loss(day: Day) -> list[DayRow]:
-    """Return the cost of head and loss: the 1B model's and Llama 3 8B's."""
+    """Return the rows of the cost of head and loss, for the 1B model and Llama 3 8B."""
     cases = {"1B": ("bf16", 16384, 2048, 50304), "Llama 3 8B": ("bf16", 8192, 4096, 128256)}
     cases = {"1B": ("fp32", 256, 64, 512)} if day.rehearse else cases
     counts = {"turns": 1, "times": 1} if day.rehearse else {"turns": 5, "times": 3}
@@ -185,7 +186,7 @@ def loss(day: Day) -> list[DayRow]:
 
 
 def rounding(day: Day) -> list[DayRow]:
-    """Return the cost of rounding a message of 0.5 GB."""
+    """Return the rows of the cost of rounding a message of 0.5 GB."""
     values, turns = (2**14, 1) if day.rehearse else (2**27, 5)
     return [
         DayRow(
@@ -200,7 +201,7 @@ def rounding(day: Day) -> list[DayRow]:
 
 
 def sync(day: Day) -> list[DayRow]:
-    """Return the cost of a synchronization's arithmetic, and of offload's copies, with one replica."""
+    """Return the rows of the cost of a synchronization with one replica: its arithmetic, and the copies of offload."""
     size, changes = day.model("1B")
     task = {"size": size, "replicas": 1, "shard": 1, "wires": ["fp32"], "turns": 1 if day.rehearse else 3, "rounds": 2}
     task["override"] = [*day.text, *changes, f"parallel.precision={'bf16' if day.gpu else 'fp32'}"]
@@ -224,9 +225,9 @@ def sync(day: Day) -> list[DayRow]:
 
 
 def checkpoint(day: Day) -> list[DayRow]:
-    """Return how long training stands still for a checkpoint of GPT-Neo 125M."""
+    """Return the rows of the time for which training stands still for a checkpoint of GPT-Neo 125M."""
     small = ["model.config.hidden_size=64", "model.config.num_heads=4"] if day.rehearse else []
-    # On a GPU, 50 steps take longer than a write, so that none waits for the write before it.
+    # On a GPU, 50 steps take longer than a write, so that no checkpoint waits for the one before it.
     long = ["train.sequence_length=1024", "train.micro_batch=16", "train.global_batch=16"]
     long += ["train.steps=160", "checkpoint.every=50"]
     keys = [*day.text, f"parallel.precision={'bf16' if day.gpu else 'fp32'}", *small]
@@ -244,7 +245,7 @@ def checkpoint(day: Day) -> list[DayRow]:
 
 
 def run(day: Day) -> list[DayRow]:
-    """Return a real run that is stopped and continued, four replicas in one process, and two that share the GPU."""
+    """Return the rows of real runs: one that is stopped and continued, four replicas in one process, two that share the GPU."""
     size, changes = day.model("160M")
     override = [*day.text, *changes, *(["eval.tokens=2000"] if day.rehearse else [])]
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(kernels_of(ONE_DEVICE))}

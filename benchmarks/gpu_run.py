@@ -1,10 +1,10 @@
-"""Does a real run train on this machine, stop when it is told to, and continue?
+"""Real run on this machine, which trains, is stopped, and continues.
 
     python benchmarks/gpu_run.py --override data.source=train.txt data.tokenizer=gpt2    # a GPU; minutes
 
-Starts a run by the launcher, sends it SIGTERM at half of its steps, starts it again, and shows its loss curve and speed. With
-`--how share`, EDiT with two replicas that share one GPU: gloo carries their messages, so its speed says nothing. With `--how
-"in process"`, EDiT with four replicas of one process, which take turns. Neither is stopped.
+Starts a run with the launcher, sends it SIGTERM at half of its steps, starts it again, and shows its loss curve and speed.
+`--how share` trains two EDiT replicas that share one GPU; gloo carries their messages, so the speed says nothing. `--how "in
+process"` trains four EDiT replicas in one process, which take turns. These two runs are not stopped.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ KEYS = {
     SHARE: (*EDIT, "parallel.replicas=2"),
     IN_PROCESS: (*EDIT, "parallel.replicas=4", "parallel.in_process=true"),
 }
-"""Ways to train, and the overrides of each."""
+"""Overrides of each way to train."""
 LAST = 4000
-"""Characters of a failed run's output that are shown."""
+"""Number of characters shown of the end of a run's output."""
 
 
 def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
@@ -62,7 +62,7 @@ def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
         f"train.steps={steps}",
         f"train.global_batch={task['global_batch']}",
         f"eval.every={steps // 2}",
-        f"checkpoint.every={steps}",  # a run that stops writes one, too, within the 30 s that torch before 2.12 leaves it
+        f"checkpoint.every={steps}",  # a stopped run writes one, too, within the 30 s that torch before 2.12 gives it
         f"parallel.precision={'bf16' if gpu else 'fp32'}",
         f"parallel.compile={str(gpu).lower()}",
         *task["override"],
@@ -70,7 +70,7 @@ def overrides_of(task: Mapping[str, Any], folder: str) -> list[str]:
 
 
 def start(keys: Sequence[str], how: str, output: Path) -> subprocess.Popen:
-    """Start the launcher, which writes to `output`."""
+    """Start a run with the launcher, which appends its output to `output`."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if how == SHARE:
         variables["LLMTRAIN_SHARE_GPU"] = "1"
@@ -80,12 +80,14 @@ def start(keys: Sequence[str], how: str, output: Path) -> subprocess.Popen:
 
 
 def said(output: Path) -> str:
-    """Return what a run has written, even if it was cut off within a character."""
+    """Return a run's output, even if it ends within a character."""
     return output.read_text(errors="replace")
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, stop after half of the steps and continue, if it trains alone; return curve, speed and where it continued."""
+    """Train, and return losses, speed and where the run continued. A run alone is stopped at half of its steps and continued.
+
+    Raises SystemExit if a start ends with another exit code than expected, or does not continue the run."""
     with tempfile.TemporaryDirectory() as folder:
         run, output, began = Path(folder) / "gpu_run", Path(folder) / "output", time.monotonic()
         keys, codes, stopped = overrides_of(task, folder), [], None
@@ -123,7 +125,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stop_at(step: int, run: Path, process: subprocess.Popen) -> int:
-    """Send SIGTERM when `step` is logged, and return the last logged step."""
+    """Send SIGTERM once `step` is logged, and return the last logged step."""
     seen, log = 0, run / "metrics.jsonl"
     while seen < step and process.poll() is None:
         time.sleep(0.2)

@@ -1,12 +1,12 @@
-"""One process of a benchmark on each host of a virtual cluster. These processes measure one task after another together.
+"""Processes of a benchmark, one on each host of a virtual cluster, which measure one task after another together.
 
-The script's main process opens the hosts and asks for measurements. The script's other processes serve:
+The main process of the script opens the hosts and asks for measurements. The processes on the hosts run the same script and serve:
 
     if __name__ == "__main__" and not serves(measure):
         with open_hosts(4, 100) as hosts, HostRanks(__file__, hosts, log) as ranks:
             answers = ranks.ask({"loop": "ddp"}, patience=600)
 
-`measure(task, member)` is called on every host at the same time, and returns its answer. Tasks and answers are JSON.
+`measure(task, member)` is called on all hosts at the same time, and returns the host's answer. Tasks and answers are JSON.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from llmtrain.compare.cluster.hosts import Host
 
 MEMBER = "BENCHMARK_MEMBER"
-"""Environment variable of a process on a host: its `Member`, and the descriptor on which it is asked."""
+"""Environment variable of a process on a host (JSON): its rank and address, the store, and the descriptor of its socket."""
 STORE_PORT = 29_400
-"""First port of the ranks' store on a virtual host, which has all its ports to itself."""
+"""Port below that of the ranks' first store on a virtual host, where no other program has ports. Each new store takes the next one."""
 GRACE_SECONDS = 5.0
-"""Seconds that the other ranks have to answer after the first one has failed."""
+"""Seconds for the other ranks to answer after the first one has failed."""
 START_SECONDS = 300.0
-"""Seconds for all processes to import what they need, on a busy machine."""
+"""Seconds for all processes to start and import their modules, on a busy machine."""
 TIMEOUT = timedelta(seconds=300)
 """Timeout of every wait among ranks."""
 NET_DEVICES = Path("/proc/self/net/dev")
@@ -50,9 +50,9 @@ SENT_FIELD = 8
 
 @contextmanager
 def open_hosts(count: int, bandwidth_mbit: float | None, latency_ms: float | None = None) -> Iterator[Sequence[Host]]:
-    """Create virtual hosts with these limits. Without limits, hosts on loopback take their place if virtual ones can't be made.
+    """Yield virtual hosts with these limits. Without limits, yield hosts on loopback if virtual ones cannot be created here.
 
-    Raises ClusterError if there are limits and virtual hosts can't be made here.
+    Raises ClusterError if limits are given and virtual hosts cannot be created here.
     """
     from llmtrain.compare.cluster.hosts import loopback_cluster, virtual_cluster, why_no_cluster
     from llmtrain.compare.cluster.limits import HostLimits
@@ -68,7 +68,7 @@ def open_hosts(count: int, bandwidth_mbit: float | None, latency_ms: float | Non
 
 @dataclass(frozen=True)
 class Member:
-    """This process among the ranks, of which each host has one."""
+    """This process as one of the ranks. Each host has one rank."""
 
     rank: int
     size: int
@@ -79,14 +79,14 @@ class Member:
     """Store of all ranks, with a prefix per task."""
 
     def barrier(self, name: str) -> None:
-        """Wait until all ranks have come to the barrier `name`, once per task. Raises RuntimeError after TIMEOUT."""
+        """Wait until all ranks have reached the barrier `name`, which can be used once per task. Raises RuntimeError after TIMEOUT."""
         key = f"barrier {name}"
         if self.store.add(key, 1) == self.size:
             self.store.set(f"{key} is complete", "yes")
         self.store.wait([f"{key} is complete"], TIMEOUT)
 
     def sent(self) -> int | None:
-        """Return the bytes that this host has sent, headers included; None on loopback, which all hosts share."""
+        """Return the bytes that this host has sent, including headers, or None on loopback, which all hosts share."""
         if self.interface == "lo":
             return None
         return sent_by(self.interface, NET_DEVICES.read_text())
@@ -99,7 +99,7 @@ def sent_by(interface: str, devices: str) -> int:
 
 
 def serves(measure: Callable[[dict[str, Any], Member], Any]) -> bool:
-    """Measure until there are no more tasks, in a process that HostRanks started. Return False in any other process."""
+    """Measure until there are no more tasks, and return True, in a process of HostRanks. Return False in any other process."""
     if MEMBER not in os.environ:
         return False
     import torch
@@ -131,8 +131,8 @@ def serves(measure: Callable[[dict[str, Any], Member], Any]) -> bool:
 
 
 class HostRanks:
-    """One process of a script on each of some hosts, all of which measure the same tasks. As a context manager, it ends
-    them on exit. Processes that failed at a task are replaced before the next one."""
+    """Processes of a script, one on each host, which all measure the same tasks. The context manager ends them on exit. If a
+    task fails, all processes are replaced before the next one."""
 
     def __init__(self, script: str, hosts: Sequence[Host], log: IO[str]):
         """Write everything that the processes print to `log`."""
@@ -147,8 +147,8 @@ class HostRanks:
         self.close()
 
     def ask(self, task: Mapping[str, Any], patience: float) -> list[Any]:
-        """Return every rank's answer to a task, in order. Raises RowFailed with the first failure, or after `patience`
-        seconds."""
+        """Return the answers of all ranks to a task, in the order of the ranks. Raises RowFailed with the first failure, or after
+        `patience` seconds."""
         measuring = f"{Path(self._script).name}: measuring {dict(task)}"
         if not self._asks:
             self._start()
@@ -225,6 +225,6 @@ class HostRanks:
 
 
 def free_port() -> int:
-    """Return a port of loopback that nothing listens on at the moment."""
+    """Return a port of loopback on which no program listens at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -1,12 +1,12 @@
-"""Cost of replicas that share a process, beside processes of their own.
+"""Cost of replicas that share a process, compared with one process per replica.
 
     python benchmarks/in_process.py --turns 5 --write
     python benchmarks/in_process.py --exo-gym FOLDER --turns 5 --write      # also EXO Gym, of which FOLDER is a checkout
 
-Trains the study's model (0.32 M parameters, 4 replicas, DiLoCo with H = 10) for 40 steps on this machine's CPU, in turn: as four
-processes with one thread each, as one process with one thread and with one thread per core, and as two such runs at a
-time with one thread each. With a checkout of EXO Gym (https://github.com/exo-explore/gym), the same is trained in its
-simulator, too (benchmarks/exo_gym.py). Nothing else may run meanwhile. About three minutes per turn on two cores.
+Trains the study's model (0.32 M parameters, 4 replicas, DiLoCo with H = 10) for 40 steps on this machine's CPU, in turn as four
+processes with one thread each, as one process with one thread, as one process with one thread per core, and as two runs at a time
+of one process with one thread. With a checkout of EXO Gym (https://github.com/exo-explore/gym), its simulator trains the same model,
+too (benchmarks/exo_gym.py). Run nothing else at the same time. A turn takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from table import RESULTS, ROOT, UNKNOWN, Row, commit, markdown, parser, show, w
 COLUMNS = ("4 replicas as", "tokens/s, median", "quartiles", "memory", "to the first step")
 REPLICAS, STEPS, ROUND, MICRO_BATCH, LR, WARMUP = 4, 40, 10, 16, 0.008, 4
 SKIPPED_LINES = 1
-"""The first line of a run's metrics is of its first step, which is slower."""
+"""Number of lines skipped in a run's metrics: the line of the first step, which is slower."""
 KEYS = (
     *("sync.method=diloco", f"sync.period.every={ROUND}", f"optim.lr={LR}", f"schedule.warmup_steps={WARMUP}"),
     *(f"train.steps={STEPS}", f"train.global_batch={REPLICAS * MICRO_BATCH}", f"train.micro_batch={MICRO_BATCH}"),
@@ -69,7 +69,7 @@ class Way:
 
 
 def ways(cores: int) -> tuple[Way, ...]:
-    """Return the ways to compare on a machine with so many cores."""
+    """Return the ways to compare on a machine with `cores` cores."""
     return (
         Way("4 processes, one thread each", False, 1),
         Way("one process, one thread", True, 1),
@@ -137,14 +137,14 @@ def measure_exo_gym(checkout: Path) -> tuple[float, float, float]:
 
 
 def source_of(checkout: Path) -> str:
-    """Return which version of EXO Gym a folder holds: git's commit, or what its file SOURCE says."""
+    """Return the version of EXO Gym in a folder: the text of its file SOURCE, or else git's commit."""
     if (checkout / "SOURCE").exists():
         return (checkout / "SOURCE").read_text().strip()
     return f"exo-explore/gym at commit {commit(checkout) if (checkout / '.git').exists() else UNKNOWN}"
 
 
 def rate_and_memory(run: Path) -> tuple[float, float]:
-    """Return a run's tokens per second after its first lines, and the largest GiB of a process."""
+    """Return a run's tokens per second after the skipped lines, and the peak GiB of its largest process."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "perf/tokens_per_second" in line]
     first, last = lines[SKIPPED_LINES], lines[-1]
@@ -153,7 +153,7 @@ def rate_and_memory(run: Path) -> tuple[float, float]:
 
 
 def row_of(name: str, found: Sequence[tuple[float, float, float]]) -> Row:
-    """Return the row of a way, of all its turns."""
+    """Return a way's row of the table, with medians over the turns."""
     rates, memory, first = (sorted(column) for column in zip(*found, strict=True))
     low, _, high = quartiles(rates)
     middle = statistics.median
@@ -167,7 +167,7 @@ def row_of(name: str, found: Sequence[tuple[float, float, float]]) -> Row:
 
 
 def main() -> None:
-    """Measure all ways in turn, print the table and perhaps write the page."""
+    """Measure all ways in turn, print the table, and write the page if `--write` is given."""
     options_parser = parser(__doc__)
     options_parser.add_argument("--turns", type=int, default=5, help="measurements of each way")
     options_parser.add_argument(

@@ -1,7 +1,7 @@
-"""A stand-in for the Hugging Face hub on this machine, which may drop connections at random: one data set, `hf:o/d`.
+"""Stand-in for the Hugging Face hub on this machine, with one data set, `hf:o/d`. It may drop connections at random.
 
-It answers the part of the hub's API that the `datasets` library needs to stream a data set. A process uses it with the
-environment variables `environment(home)`, which are read when the libraries are imported.
+It implements the part of the hub's API that the `datasets` library needs to stream a data set. A process uses it if it starts
+with the variables of `LocalHub.environment(home)`, because the libraries read them at import.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LocalHub:
         seed: int = 0,
         before_read: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Serve `files` by name. A share `drop` of the answers with data break off in the middle. `before_read` is called
-        with a file's name before its data is sent, and may wait."""
+        """Serve `files` by name. A share `drop` of the answers with data breaks off in the middle. `before_read` is called with
+        a file's name before its data is sent, and may wait."""
         self.files, self.drop, self.before_read = files, drop, before_read
         self.dropped = 0
         """Number of answers that were broken off."""
@@ -43,7 +43,7 @@ class LocalHub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Return the variables of a process that uses this hub, and `home` for its downloads."""
+        """Return the environment variables of a process that uses this hub, with `home` for its downloads."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -75,7 +75,7 @@ class LocalHub:
             return file.read(count)
 
     def break_after(self, count: int) -> int | None:
-        """Return after how many of `count` bytes an answer breaks off; None if it does not."""
+        """Return the number of bytes, of `count`, after which an answer breaks off, or None if it does not."""
         with self._lock:
             if self._random.random() >= self.drop:
                 return None

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks of speed: processes on this machine, loops that take turns, and plain loops for comparison."""
+"""Shared parts of the speed benchmarks: processes on this machine, loops that take turns, and plain loops for comparison."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RECIPE = "recipes/edit_llama_stdlib.yaml"
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
-"""Small model, of 4.2 M parameters with the recipe's vocabulary."""
+"""Configuration of a small model, which has 4.2 M parameters with the recipe's vocabulary."""
 ENDLESS = ("train.steps=1_000_000", "sync.warmup_steps=0", "optim.lr=1.0e-4")
-"""Overrides for a run that no benchmark reaches the end of. Training is stable even if every step synchronizes."""
+"""Overrides for a run whose end no benchmark reaches. Training is stable even if every step synchronizes."""
 NEVER = "sync.period.every=1_000_000_000"
-"""Override after which a run has only local steps."""
+"""Override for a run with only local steps."""
 TASK, ANSWER = "BENCHMARK_TASK", "BENCHMARK_ANSWER"
 PATIENCE_SECONDS = 3600
-"""Maximum seconds of all measurements of one set of processes."""
+"""Maximum seconds for all measurements of one set of processes."""
 
 
 def on_gpu() -> bool:
@@ -65,8 +65,9 @@ def ask(
     patience: float = PATIENCE_SECONDS,
     output: IO[str] | None = None,
 ) -> Any:
-    """Start `ranks` processes of a benchmark script, give each the task (JSON), and return the main one's answer. They share
-    this machine's cores. Their output goes to `output`. Raises RowFailed if one fails, or after `patience` seconds."""
+    """Start `ranks` processes of a benchmark script, give each the task (JSON), and return the main process's answer. The
+    processes share this machine's cores. Their output goes to `output`. Raises RowFailed if one fails, or after `patience`
+    seconds."""
     command = [sys.executable, script]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -100,7 +101,7 @@ def end_with_children(process: subprocess.Popen) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)
-        process.kill()  # first, so that it starts nothing again
+        process.kill()  # first, so that it cannot restart its children
         for child in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -108,8 +109,8 @@ def end_with_children(process: subprocess.Popen) -> None:
 
 
 def is_asked(measure: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return False in a process that `ask` has not started. In one that it has, measure, write the main process's answer, and
-    return True."""
+    """Measure, write the main process's answer, and return True, in a process that `ask` started. Return False in any other
+    process."""
     if TASK not in os.environ:
         return False
     answer = measure(json.loads(os.environ[TASK]))
@@ -238,7 +239,7 @@ def deepspeed_loop(
     recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
     """Return a function that takes one step of plain DeepSpeed training, as in DeepSpeed's guide: transformers' model and loss,
-    AdamW, and ZeRO in the recipe's stage with DeepSpeed's default settings."""
+    AdamW, and ZeRO at the recipe's stage with DeepSpeed's default settings."""
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM
@@ -291,9 +292,9 @@ def plain_step(
 
 
 def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """Return the results of each measurement by turn. All measurements take turns, so that changes of the machine's speed
-    affect all alike. Every other turn goes backward, because a measurement may depend on the one before it. The first turn
-    warms up and is left out."""
+    """Return the results of each measurement by turn. Each turn makes all measurements once, so that changes of the machine's
+    speed affect all alike. Every other turn has the reverse order, because a measurement may depend on the one before it. A
+    first turn warms up and does not count."""
     found: dict[str, list[T]] = {name: [] for name in measurements}
     forwards = list(measurements)
     for turn in range(turns + 1):
@@ -305,7 +306,7 @@ def take_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[
 
 
 def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
-    """Return the seconds of `steps` steps, which all ranks begin together."""
+    """Take `steps` steps, which all ranks begin together, and return their seconds."""
     import torch
 
     mesh.all_ranks.all_reduce(torch.zeros(1))
@@ -320,7 +321,7 @@ def timed(step: Callable[[], object], steps: int, mesh: Mesh) -> float:
 
 
 class Pace:
-    """Clock of emulated computation. Each span ends at a time that is fixed beforehand. If a sleep or other work takes longer,
+    """Clock of emulated computation. Each span ends at a time that is fixed in advance. If a sleep or other work takes longer,
     the next span is shorter by the excess, so that the sum of all spans is exact. Time between spans does not count."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep):

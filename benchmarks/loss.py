@@ -1,10 +1,10 @@
-"""What do the head and its loss cost, forward and backward?
+"""Cost of the head and its loss, forward and backward.
 
     python benchmarks/loss.py               # six minutes on two cores; on the GPU if there is one
 
-Cross-entropy over all logits at once, as one would write it; ours in chunks, plain and compiled (`parallel.compile`); and
-liger-kernel's (`parallel.loss_kernel=liger`), where it is installed and there is a GPU. They take turns on the same numbers.
-With `--write` the table goes to benchmarks/results/loss/.
+Measures cross-entropy over all logits at once, llmtrain's in chunks, plain and compiled (`parallel.compile`), and liger-kernel's
+(`parallel.loss_kernel=liger`) if it is installed and there is a GPU. They take turns on the same inputs. With `--write`, the table
+goes to benchmarks/results/loss/.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ at a time beyond what came in. *First time*: compiling is in it. That loss and g
 
 
 def losses(chunk: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """Return the losses that can be measured on this machine, by name: functions from (hidden, weight, labels) to a scalar."""
+    """Return the losses that can be measured on this machine, by name: functions from (hidden, weight, bias, labels) to a scalar."""
     import torch.nn.functional as F
 
     from llmtrain.loss import IGNORE_INDEX, summed_loss
@@ -95,7 +95,7 @@ def measure(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rows_of(case: tuple[str, int, int, int], found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return the lines of one case."""
+    """Return the rows of one case."""
     precision, tokens, width, vocabulary = case
     rows = []
     for name, one in found.items():
@@ -126,7 +126,7 @@ def _peak(work: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    """Measure one case after another, print the table, and write the page if asked to."""
+    """Measure one case after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--chunk", type=int, default=1024, help="parallel.loss_chunk")
     arguments.add_argument("--turns", type=int, default=7)

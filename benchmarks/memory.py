@@ -1,11 +1,11 @@
-"""Peak memory of training, beside what `llmtrain recipe show` predicts for it.
+"""Peak memory of training, compared with the prediction of `llmtrain recipe show`.
 
     python benchmarks/memory.py --write
 
-Every row is two steps of a Llama with 33 M parameters on its own ranks: an engine, a precision, what is recomputed, and the
-number of micro-batches per step. Ranks have emulated GPUs (tests/emulated_gpu), whose allocator counts every byte, whichever
-thread frees it. Compiled layers run on the CPU, on one rank, because torch.compile has no kernels for an emulated GPU; there
-torch's profiler counts. Nothing is timed, so other programs may run meanwhile. About half an hour on two cores.
+Each row trains a Llama of 33 M parameters for two steps in processes of its own. Rows differ in engine, precision, recomputation
+and number of micro-batches per step. Ranks have emulated GPUs (tests/emulated_gpu), whose allocator counts every byte, whichever
+thread frees it. Compiled layers run on one CPU rank, because torch.compile has no kernels for an emulated GPU; there, torch's
+profiler counts. Nothing is timed, so other programs may run at the same time. All rows take about half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 from throughput import CHECKPOINTING, SIZES, is_possible, recipe_of, step_of
 
 MESHES = (("fsdp2", 1), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 1), ("zero3", 2))
-"""Engines with the ranks that hold a replica."""
+"""(Engine, number of ranks per replica) of the rows."""
 COMPILED = (("fsdp2", 1), ("zero1", 1), ("zero2", 1))
 ARITHMETIC = (("fp32", 1), ("fp32", 2), ("bf16", 2))
-"""Precisions with the micro-batches of a step."""
+"""(Precision, number of micro-batches per step) of the rows."""
 STEPS = 2
 COLUMNS = ("engine", "ranks", "precision", "recomputed", "micro-batches", "peak, MB", "predicted, MB", "off by")
 RECOMPUTED = {"no": "nothing", "yes": "layers", "selective": "selective"}
@@ -38,7 +38,7 @@ emulated GPU runs the CPU's kernels: what kernels of CUDA need for themselves is
 
 
 def tasks(engines: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield what each row measures."""
+    """Yield the task of each row that has one of `engines` and a recipe that the checks accept."""
     cases = itertools.chain(itertools.product([False], MESHES), itertools.product([True], COMPILED))
     for (compiled, (engine, ranks)), checkpoint, (precision, micro_batches) in itertools.product(
         cases, CHECKPOINTING, ARITHMETIC
@@ -50,7 +50,7 @@ def tasks(engines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the peak of the main rank and its prediction, and None on other ranks."""
+    """Train, and return the peak bytes of the main rank and their prediction. Return None on other ranks."""
     from llmtrain.plan.memory import estimate
     from llmtrain.plan.model_size import size_of
     from llmtrain.train.devices import peak_memory_bytes
@@ -103,7 +103,9 @@ def _setting(task: Mapping[str, Any]) -> Row:
 
 
 def emulation() -> dict[str, str]:
-    """Return the environment of a process with emulated GPUs, which are compiled if need be. Exits if they cannot be."""
+    """Return the environment variables of a process with emulated GPUs, and compile the emulation if necessary.
+
+    Raises SystemExit if GPUs cannot be emulated here."""
     sys.path.insert(0, str(ROOT))
     from tests.emulated_gpu.as_cuda import environment
     from tests.emulated_gpu.build import build, why_not
@@ -114,7 +116,7 @@ def emulation() -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure one row after another, print the table, and write the page if asked to."""
+    """Measure one row after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     engines = list(dict.fromkeys(engine for engine, _ in MESHES))
     arguments.add_argument("--engines", nargs="+", choices=engines, default=engines)

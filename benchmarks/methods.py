@@ -1,12 +1,12 @@
-"""What does every method reach with the same model, text, seed and steps, and what does it send?
+"""Loss and traffic of every method with the same model, text, seed and number of tokens.
 
     python benchmarks/methods.py --source train.txt --validation valid.txt      # TinyStories' files, or any text
     python benchmarks/methods.py                                                # TinyStories from the hub
 
-Trains recipes/<method>_gpt_neo_8m.yaml with every method, one after another, cut down to 300 short steps of 4 replicas
-on the CPU: 2 to 3 minutes each on two cores. All read the same number of tokens. Prints one table. A run that is complete
-is not made again, so an interrupted benchmark continues; it may be of an earlier commit, and table and page name the commits at
-which the runs were trained. Delete runs/benchmark_* to train all of them now. With `--write` the table, a plot and each run's
+Trains recipes/<method>_gpt_neo_8m.yaml with one method after another, shortened to 300 short steps of 4 replicas on the CPU, and
+prints one table. Each run takes 2 to 3 minutes on two cores. All methods read the same number of tokens. Complete runs are not
+repeated, so an interrupted benchmark continues. Such runs may be of earlier commits; the table and the page name the commits at
+which the runs were trained. Delete runs/benchmark_* to train all methods anew. With `--write`, the table, a plot and each run's
 metrics go to benchmarks/results/methods/.
 """
 
@@ -40,11 +40,11 @@ from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
 
 SHORTEST, GLOBAL_EVERY = 10, 10
-"""QSR's shortest round, and the steps from one of WAGMA's global averages to the next."""
+"""Steps of QSR's shortest round, and steps between WAGMA's global averages."""
 DECAY = 0.95
-"""Decay of GPA's average: over 20 steps, like a round."""
+"""Decay of GPA's average, which covers about 20 steps, like a round."""
 ONE_REPLICA = ["parallel.replicas=1", "parallel.shards=4"]
-"""Mesh of the methods that are meant for a single replica."""
+"""Mesh of the methods for a single replica."""
 COLUMNS = (
     "method",
     "validation loss",
@@ -80,7 +80,7 @@ def recipe_of(method: str) -> str:
 
 
 def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> list[str]:
-    """Return the overrides that give a method short rounds, by the kind of its period."""
+    """Return the overrides that give a method short rounds, by the kind of its period, and the common learning rate."""
     recipe = load_recipe(ROOT / recipe_of(method), common)
     sync = recipe.sync
     if sync.period.kind == "every_step":
@@ -94,7 +94,7 @@ def own_overrides(method: str, common: Sequence[str], round_seconds: float) -> l
     if sync.period.kind == "seconds":
         half_a_round = 4 * EVERY // 2
         return [*changes, f"sync.period.every={round_seconds:g}", f"sync.period.min_steps={half_a_round}"]
-    if sync.pull is not None:  # steps that pull read nothing: as many more, so that all methods read the same tokens
+    if sync.pull is not None:  # steps that pull read no tokens, so there are more steps, to read as many tokens
         local = recipe.train.total_steps - WARMUP
         changes.append(f"train.steps={WARMUP + round(local / (1 - sync.pull.probability))}")
     if sync.outer.kind == "gpa":  # a running average, which needs many more steps than it covers
@@ -121,7 +121,7 @@ def row(run: Path) -> Row:
 
 
 def draw(runs: Mapping[str, Path], target: Path) -> None:
-    """Draw validation loss over tokens, for the complete run and its second half; the legend is in the order of the ends."""
+    """Draw validation loss over tokens, for the complete run and its second half. The legend is ordered by final loss."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -156,7 +156,7 @@ def draw(runs: Mapping[str, Path], target: Path) -> None:
 
 
 def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
-    """Write the page with table and plot, and keep the runs' logs to check the numbers against."""
+    """Write the page with table and plot, and keep the runs' logs, by which the numbers can be checked."""
     folder = RESULTS / "methods"
     table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
     picture = f"![Validation loss over tokens by method]({PLOT})"
@@ -166,7 +166,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
 
 
 def main() -> None:
-    """Train with every method, print the table, and write the page if asked to."""
+    """Train with every method, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     add_run_options(arguments)
     arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")

@@ -1,11 +1,12 @@
-"""Cost of a step of Muon beside the matrix products in it, and beside a step of AdamW.
+"""Cost of a step of Muon, compared with its matrix products and with a step of AdamW.
 
     python benchmarks/muon.py                           # a few minutes on two cores; on the GPU if there is one
     python benchmarks/muon.py --sizes 160M 1B           # for a GPU
     python benchmarks/muon.py --precision bf16          # on a CPU, whose products in bf16 may be slow
 
-The matrices of the layers of a Llama, on one device: a step of Muon on all of them, their Newton-Schulz products alone,
-torch.optim.Muon (in bf16), and fused AdamW, in turns. With `--write` the table goes to benchmarks/results/muon/.
+Times four loops in turns, on the matrices of all layers of a Llama and on one device: a step of Muon, its Newton-Schulz products
+alone, a step of torch.optim.Muon (in bf16), and a step of fused AdamW. With `--write`, the table goes to
+benchmarks/results/muon/.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ norms, new matrices and the change of the parameters. torch's iterates in bf16."
 
 
 def loops_of(size: ModelSize, precision: str) -> dict[str, Callable[[], object]]:
-    """Return a step of each loop over a model's matrices of layers."""
+    """Return, for each loop, a function that takes one step on the matrices of a model's layers and returns its seconds."""
     import torch
 
     from llmtrain.config import MuonSection
@@ -94,7 +95,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of every loop, turn by turn, and the amount of work that the loops do."""
+    """Return the seconds of every loop by turn, the number of matrices, and the operations of the products in one step."""
     from llmtrain.parallel.muon import orthogonalization_flops
     from llmtrain.plan.model_size import size_of
 
@@ -105,7 +106,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(name: str, precision: str, found: dict[str, Any]) -> list[Row]:
-    """Return a model's rows."""
+    """Return a model's rows of the table."""
     rows, products = [], found["turns"]["products"]
     for loop in LOOPS:
         series: Sequence[float] = found["turns"][loop]
@@ -129,7 +130,7 @@ def rows_of(name: str, precision: str, found: dict[str, Any]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure one model after another, print the table, and write the page if asked to."""
+    """Measure one model after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=(SMALL, *SIZES), default=[SMALL, "6M", "33M"], metavar="SIZE")
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16" if on_gpu() else "fp32")

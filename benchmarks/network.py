@@ -1,19 +1,19 @@
-"""Share of the compute that each method uses, by bandwidth, latency and the length of a round.
+"""Utilization of the compute with each method, by bandwidth, latency and round length.
 
     python benchmarks/network.py --quick                              # 4 virtual hosts, root; five minutes on two cores
     python benchmarks/network.py                                      # cells that cover all pairs; an hour and a half
     python benchmarks/network.py --rows diloco streaming_diloco/int4 --every 20 --mbit 30 100 --latency-ms 0 100
     python benchmarks/network.py --rows 'delayed mean: sync.method=diloco sync.schedule=delayed' --every 20 --mbit 100
 
-Each replica is a process (or several, `--shards`) in its own host of a virtual cluster: a network namespace whose cable has
-the bandwidth, with a switch in user space where packets have a latency or are lost. Messages are real, of a model of
-`--parameters`, and so is TCP. A step is a sleep, so that processes do not compete for cores. Spans of it end at times fixed
-beforehand, so that a late wake-up is taken off the next span. The same steps with no method at all are measured before
-each cell ("alone").
+Each replica is a process (or several, `--shards`) on its own host of a virtual cluster: a network namespace whose cable has the
+given bandwidth. Where packets have a latency or are lost, they pass a switch in user space. TCP and the messages are real, for
+a model with `--parameters` parameters. A step is a sleep, so that processes do not compete for cores. Its spans end at times
+fixed in advance, so that a late wake-up shortens the next span. Before each cell, the same steps are measured without a method
+("alone").
 
-A cell is measured in whole rounds after the first one. Utilization is the time that its steps take alone over the time of the
-round. Beside it stands the analytic value (llmtrain/plan/network_time.py), with the bandwidth that Ethernet's and TCP's
-headers leave. With `--write` the table goes to benchmarks/results/network/, or with `--page NAME` to network_NAME/.
+A cell is measured in complete rounds after the first one. Utilization is the time that a round's steps take alone, divided by
+the time of the round. The table also has the prediction of llmtrain/plan/network_time.py, for the bandwidth that Ethernet's and
+TCP's headers leave. With `--write`, the table goes to benchmarks/results/network/, or with `--page NAME` to network_NAME/.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from llmtrain.plan.network_time import NetworkLink, RoundTime
 
 PAYLOAD = 1448 / 1514
-"""Payload's share of an Ethernet frame. The rest are its own header and those of IP and TCP."""
+"""Payload's share of an Ethernet frame. The rest is the headers of Ethernet, IP and TCP."""
 PORT = 29400
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 PASSED = ("connections", "rounds", "gradient_rounds", "alone_steps", "jitter", "keep_window")
@@ -53,7 +53,7 @@ PASSED = ("connections", "rounds", "gradient_rounds", "alone_steps", "jitter", "
 START_SECONDS = 20
 """Seconds that the processes of a cluster take to start on two cores."""
 TOO_LONG_SECONDS = 400
-"""Longest predicted measurement of a cell of the default table. Beyond it, utilization is close to 0."""
+"""Maximum predicted seconds to measure a cell that is chosen by default. In slower cells, utilization is close to 0."""
 QUICK = {"methods": ["synchronous", "diloco", "edit", "streaming_diloco"], "wires": ["fp32", "int4"], "every": [5, 10]}
 QUICK |= {"mbit": [30.0, 300.0], "latency_ms": [0.0, 20.0], "rounds": 2, "step_ms": 300.0, "parameters": 1_000_000}
 
@@ -67,14 +67,14 @@ def clusters_of(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def in_words(group: Sequence[Cell]) -> str:
-    """Return the cells of one network as words."""
+    """Return the cells of one network in words."""
     mbit, latency_ms = group[0].network
     cells = ", ".join(" ".join(filter(None, (cell.method, cell.wire, str(cell.every)))) for cell in group)
     return f"{cells} at {mbit:g} Mbit/s and {latency_ms:g} ms"
 
 
 def link_of(cell: Cell, options: Namespace) -> NetworkLink:
-    """Return a rank's share of the network, in which the ranks of a host share its card."""
+    """Return a rank's link to other replicas. The ranks of a host share its network card."""
     from llmtrain.parallel.connections import connections_for
     from llmtrain.plan.network_time import NetworkLink
 
@@ -86,7 +86,7 @@ def link_of(cell: Cell, options: Namespace) -> NetworkLink:
 
 
 def prediction(cell: Cell, options: Namespace) -> RoundTime:
-    """Return the analytic times of a cell's round."""
+    """Return the predicted times of a cell's round. Raises ValueError if its rounds have no fixed length."""
     from llmtrain.plan.network_time import round_time, timed_round
 
     sync, step = cell.sync(), options.step_ms / 1000
@@ -102,19 +102,19 @@ def prediction(cell: Cell, options: Namespace) -> RoundTime:
 
 
 def values_of(options: Namespace) -> int:
-    """Return the number of values of a block on one rank."""
+    """Return the number of values per block on one rank."""
     return max(1, round(options.parameters / BLOCKS / options.shards))
 
 
 def seconds_of(cell: Cell, options: Namespace) -> float:
-    """Return the seconds that measuring a cell takes, by the formula."""
+    """Return the predicted seconds to measure a cell."""
     rounds = options.rounds if not cell.sync().period.averages_gradients else options.gradient_rounds
     one = prediction(cell, options)
     return (rounds + 2) * (one.compute + one.exposed) + options.alone_steps * options.step_ms / 1000
 
 
 def cells_of(options: Namespace) -> list[Cell]:
-    """Return the command line's cells: all combinations of its rows with the networks, or a choice that covers all pairs."""
+    """Return the chosen cells: all combinations of `--rows` with rounds and networks, or a selection that covers all pairs."""
     network = {"every": options.every, "mbit": options.mbit, "latency_ms": options.latency_ms}
     if options.rows:
         rows = list(map(row_of, options.rows))
@@ -133,7 +133,7 @@ def cells_of(options: Namespace) -> list[Cell]:
 
 
 def measured(cells: Sequence[Cell], options: Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return every rank's rows for the cells of one network, and the counters of the delaying switch. Raises RowFailed."""
+    """Return the answers for the cells of one network, and the counters of its switch, if it has one. Raises RowFailed."""
     from llmtrain.compare.cluster.hosts import virtual_cluster
     from llmtrain.compare.cluster.limits import HostLimits
 
@@ -194,7 +194,7 @@ def run_ranks(hosts: Sequence[VirtualHost], task: dict[str, Any], folder: Path, 
 
 
 def table_row(answer: Mapping[str, Any], options: Namespace) -> tuple[Row, str | None]:
-    """Return a cell's line of the table, and a sentence about it if it is far from the prediction."""
+    """Return a cell's row of the table, and a phrase that names the row if it is far off the prediction."""
     cell = Cell(**answer["cell"] | {"keys": tuple(answer["cell"]["keys"])})
     ranks, expected = answer["ranks"], prediction(cell, options)
     rounds = range(len(ranks[0]["seconds"]))
@@ -279,7 +279,7 @@ def options_of(arguments: ArgumentParser, words: Sequence[str] | None = None) ->
 
 
 def main() -> None:
-    """Measure one network after another, print the table, and write the page if asked to."""
+    """Measure one network after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     add_options(arguments)
     options = options_of(arguments)
@@ -342,7 +342,7 @@ def ceiling(mbit: float, options: Namespace) -> str:
     """Return a sentence about the throughput of the switch in user space."""
     from llmtrain.compare.cluster.limits import HostLimits
 
-    delayed = HostLimits(latency_ms=0.01)  # no more than it takes to have the switch
+    delayed = HostLimits(latency_ms=0.01)  # just enough for packets to pass the switch
     try:
         free = carried_mbit(delayed, options.replicas)
         limited = carried_mbit(delayed.model_copy(update={"bandwidth_mbit": mbit}), options.replicas)
@@ -355,7 +355,7 @@ def ceiling(mbit: float, options: Namespace) -> str:
 
 
 def finish(rows: Sequence[Row], far: Sequence[str], said: Sequence[str], options: Namespace) -> None:
-    """Print the table, name the rows that differ from the prediction, and write the page if asked to."""
+    """Print the table and the rows far off the prediction, and write the page if `--write` is given."""
     extras = {"loss": options.loss, "jitter": options.jitter, "downlink": options.downlink}
     named = "".join(f", {name} {value:g}" for name, value in extras.items() if value)
     named += ", no slow start after a pause" if options.keep_window else ""

@@ -1,9 +1,9 @@
-"""Predictions of network.py's pages made again, with the formula of today and the measurements that a page has.
+"""New predictions for pages of network.py, with the current formula and the measurements on the page.
 
     python benchmarks/network_again.py                                 # benchmarks/results/network
     python benchmarks/network_again.py network_30mbit network_100mbit
 
-A page is rewritten in place. Its line of origin says at which commits it was measured and predicted.
+A page is rewritten in place. Its line with the command then names the commits of its measurements and of its predictions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AT = {name: index for index, name in enumerate(COLUMNS)}
 
 
 def rows_of(page: str) -> list[Row]:
-    """Return the rows of a page's table."""
+    """Return the rows of a page's table. Raises SystemExit if the table has other columns than COLUMNS."""
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines]
     if not cells or cells[0] != COLUMNS:
@@ -45,7 +45,9 @@ def options_for(page: str) -> Namespace:
 
 
 def predicted_again(row: Row, options: Namespace) -> tuple[Row, str | None]:
-    """Return a row with today's prediction, and a sentence about it if it is far off."""
+    """Return a row with the current prediction, and a phrase that names the row if it is far off.
+
+    Raises SystemExit for a row with keys of its own."""
     if row[0] not in METHODS:
         raise SystemExit(f"row {row[0]!r} has keys of its own, which the page does not name; measure it again")
     cell = Cell(row[0], row[1], int(row[AT["H"]]), float(row[AT["Mbit/s"]]), float(row[AT["ms"]]))
@@ -59,7 +61,7 @@ def predicted_again(row: Row, options: Namespace) -> tuple[Row, str | None]:
 
 
 def rewritten(page: str) -> str:
-    """Return a page with today's predictions."""
+    """Return a page with the current predictions."""
     options, rows, far = options_for(page), [], []
     old = rows_of(page)
     for row in old:

@@ -35,7 +35,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as pe
 
 
 def carried_mbit(limits: HostLimits, hosts: int) -> float:
-    """Return the Mbit/s of payload that each of `hosts` hosts sends while it receives as much: the mean over hosts."""
+    """Return the Mbit/s of payload that a host sends while it receives as much: the mean over `hosts` hosts."""
     from llmtrain.compare.cluster.hosts import virtual_cluster
 
     with virtual_cluster([limits] * hosts) as cluster:

@@ -1,4 +1,4 @@
-"""Rows and cells of network.py, and the choice of few cells that cover all pairs of values."""
+"""Rows and cells of network.py, and the selection of a few cells that cover all pairs of values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Factors = Mapping[str, Sequence[object]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a method as it is set, the steps of a round, and the network."""
+    """One measurement: a method with its wire format, the steps per round, and the network."""
 
     method: str
     wire: str
@@ -42,16 +42,16 @@ class Cell:
     mbit: float
     latency_ms: float
     keys: tuple[str, ...] = ()
-    """Overrides of a row given on the command line; nothing else sets its method."""
+    """Overrides of a row given on the command line, in place of those of METHODS."""
 
     @property
     def network(self) -> tuple[float, float]:
-        """Return bandwidth and latency. Cells that have both in common share the hosts."""
+        """Bandwidth and latency. Cells that have both in common are measured on the same hosts."""
         return self.mbit, self.latency_ms
 
     @property
     def overrides(self) -> list[str]:
-        """Return the recipe's overrides."""
+        """Overrides of the recipe."""
         own = self.keys or METHODS[self.method]
         if "sync.method=synchronous" in own:
             rounded = [f"sync.wire.kind={self.wire}", "sync.wire.gradients=true"]
@@ -74,8 +74,8 @@ def _sync_of(overrides: tuple[str, ...]) -> SyncSection:
 
 
 def row_of(text: str) -> dict[str, object]:
-    """Return method, wire and keys of `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`, whose keys choose the wire. Raises
-    ValueError for any other text."""
+    """Return the method, wire and keys that a row of the command line gives as `METHOD`, `METHOD/WIRE` or `NAME: KEY=VALUE ...`.
+    Keys also choose the wire. Raises ValueError for any other text."""
     name, custom, keys = text.partition(CUSTOM)
     if custom:
         words = keys.split()
@@ -95,16 +95,16 @@ def row_of(text: str) -> dict[str, object]:
 
 
 def product(factors: Factors) -> list[dict[str, object]]:
-    """Return all combinations of the factors' values, the last factor's changing fastest."""
+    """Return all combinations of the factors' values, with the last factor changing fastest."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(
     candidates: Sequence[dict[str, object]], cost: Callable[[dict[str, object]], float]
 ) -> list[dict[str, object]]:
-    """Return few of the candidates that together cover all pairs: if a candidate has two values of different factors, a chosen
-    one has both. The search is greedy. It repeatedly takes the candidate with the most new pairs, of equal ones the cheapest,
-    and of these the first. The choice depends on nothing else."""
+    """Return a few candidates that cover all pairs: any two values that a candidate has together, a chosen candidate has
+    together, too. The search is greedy and deterministic. It repeatedly takes the candidate with the most new pairs, of equal
+    ones the cheapest, and of these the first."""
 
     def pairs(one: dict[str, object]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
         return set(itertools.combinations(one.items(), 2))

@@ -1,11 +1,11 @@
-"""Words of network.py's pages: columns, rows that are far off their prediction, and notes."""
+"""Texts of network.py's pages: columns, rows that are far off their prediction, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 FAR_OFF = 3.0
-"""Difference in percentage points between measured and predicted utilization from which a row is named."""
+"""Difference in percentage points between measured and predicted utilization above which a row is named."""
 COLUMNS = (
     "method",
     "wire",
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def off_sentence(row: Sequence[str], off: float, exposed: float, waited: float) -> str | None:
-    """Return a sentence about a row that is more than FAR_OFF points off its prediction, or None."""
+    """Return a phrase that names a row more than FAR_OFF points off its prediction, or None for any other row."""
     if abs(off) <= FAR_OFF:
         return None
     of_it = f", {max(0.0, exposed - waited) / max(exposed, 1e-9):.0%} of the exposed time not waiting for messages"
@@ -33,14 +33,14 @@ def off_sentence(row: Sequence[str], off: float, exposed: float, waited: float) 
 
 
 def off_summary(far: Sequence[str]) -> str:
-    """Return one line with the sentences about rows that are far off."""
+    """Return one line with the phrases of the rows that are far off."""
     if far:
         return f"More than {FAR_OFF:g} points off the prediction: {', '.join(far)}."
     return f"No row is more than {FAR_OFF:g} points off."
 
 
 def notes(blocks: int, payload: float) -> str:
-    """Return the page's notes. `payload` is the payload's share of a frame."""
+    """Return the page's notes, given the number of blocks and the payload's share of a frame."""
     return f"""\
 *H*: local steps in a round; 1 where every step averages gradients. *ms*: latency, one way. *Used*: utilization, which is the
 time that a round's steps take alone over the round's time: the median over rounds of the mean over ranks, and the smallest and

@@ -1,4 +1,4 @@
-"""Ranks of network.py: real methods over a stand-in for a model, whose steps take a given time."""
+"""Ranks of network.py: real methods on a stand-in for a model, whose steps take a given time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 BLOCKS = 6
 FORWARD = 1 / 3
-"""Forward's share of a step, in which blocks are used in order. In the rest their gradients appear, the last block's first."""
+"""Forward's share of a step. Forward uses the blocks in order, and backward yields their gradients, the last block's first."""
 UPDATED = 4096
-"""Number of values of each block that a step changes: enough for a pseudo-gradient, and too few to take noticeable CPU time."""
+"""Number of values that a step changes in each block: enough for a pseudo-gradient, but too few to take noticeable CPU time."""
 TIMEOUT_SECONDS = 900
 SENT = "/sys/class/net/{}/statistics/tx_bytes"
 
@@ -43,7 +43,7 @@ class PacedStandIn(StandIn):
         """Wire format of gradients."""
 
     def step(self, step: int, lr: float) -> None:
-        """Take one step of this replica, and average its gradients while the method wants it."""
+        """Take one step of this replica, and average its gradients if the method asks for it."""
         import torch
 
         seconds, pace, averaging = self.seconds(step) / len(self.blocks), self.pace, []
@@ -69,7 +69,7 @@ class PacedStandIn(StandIn):
 
 
 def measure(task: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Measure one cell after another on the mesh of the task's hosts. The main rank answers, with a row per cell."""
+    """Measure one cell after another on the mesh of all hosts. The main rank returns all ranks' measurements per cell."""
     import torch
 
     from llmtrain.parallel.mesh import open_process_mesh
@@ -96,7 +96,7 @@ def measure(task: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any]) -> dict[str, list[float] | float]:
-    """Return this rank's times of steps alone and of a method's rounds after the first one. A collective of all ranks."""
+    """Return this rank's measurements of steps alone and of a method's rounds after the first one. A collective of all ranks."""
     import torch.distributed as dist
 
     from llmtrain.config import LRScheduleSection
@@ -144,7 +144,7 @@ def measure_cell(sync: SyncSection, mesh: Mesh, number: int, task: dict[str, Any
 
 
 def steps_alone(engine: PacedStandIn, mesh: Mesh, steps: int, worth: Callable[[int], float]) -> float:
-    """Return the seconds of one step without a method."""
+    """Return the mean seconds, without a method, of a step of length 1."""
     engine.average_gradients = False
     start_together(mesh)
     started = time.perf_counter()
@@ -161,7 +161,7 @@ def start_together(mesh: Mesh) -> None:
 
 
 def steps_worth(jitter: float, cell: int, replica: int, step: int) -> float:
-    """Return the length of a replica's step in units of a step: 1, or a normal number around 1, equal on all of its ranks."""
+    """Return the length of a replica's step: 1, or with jitter a normal random number around 1, equal on all ranks of the replica."""
     if not jitter:
         return 1.0
     return max(0.1, random.Random(f"{cell} {replica} {step}").gauss(1.0, jitter))

@@ -1,4 +1,4 @@
-"""Memory of this process as the system and as torch's allocator count it."""
+"""Memory of this process, as counted by the system and by torch's allocator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def peak_resident() -> int | None:
 
 
 def forget_peak() -> None:
-    """Reset the peak, if the system can, and that of a GPU."""
+    """Reset the peak of resident memory, if the system supports it, and the GPU's, if one is in use."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -34,14 +34,14 @@ def forget_peak() -> None:
 
 
 def reserved() -> int | None:
-    """Return the largest number of bytes that torch has reserved on the GPU, used or not. None before a GPU is used."""
+    """Return the peak of the bytes that torch has reserved on the GPU, used or not, or None before a GPU is used."""
     import torch
 
     return torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else None
 
 
 def allocator_peak(work: Callable[[], object]) -> int:
-    """Return the peak bytes in use during `work` that torch's CPU allocator has handed out during `work`."""
+    """Run `work`, and return the peak bytes in use that torch's CPU allocator has handed out during `work`."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -53,7 +53,7 @@ def allocator_peak(work: Callable[[], object]) -> int:
 
 
 def highest(events: Iterable[Mapping[str, Any]]) -> int:
-    """Return the peak of the sum of a trace's memory events. Their own totals are not used, as they include earlier traces."""
+    """Return the peak of the running sum of a trace's memory events. Their own totals would include earlier traces."""
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
     return max(itertools.accumulate((change for _, change in changes), initial=0))
 

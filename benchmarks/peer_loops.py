@@ -1,7 +1,7 @@
-"""Training loops that synchronize replicas with torch's and torchft's means, as one writes them by hand.
+"""Hand-written training loops that synchronize replicas with the tools of torch and torchft.
 
-All of them take the same steps (`PlainLoop`): backward of a batch's mean loss, clipping, an inner optimizer, a learning
-rate by the step. They differ in what is wrapped around the model and the optimizer.
+All loops take the same steps (`PlainLoop`): backward of a batch's mean loss, clipping, an inner optimizer, a learning rate per
+step. They differ in the wrappers of the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Job:
     """This replica's tokens for the next step, [sequences, T + 1], as one batch."""
     optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
     lr: Callable[[int], float]
-    """Learning rate of a step, from 1."""
+    """Learning rate by step, counted from 1."""
     clip_norm: float | None
     every: int
     """Local steps per round."""
     member: Member | None = None
     """This process among the ranks, for loops that need more than the process group."""
     fragments: Sequence[nn.Module] = ()
-    """The model in parts, for loops that synchronize it in parts."""
+    """Parts of the model, for loops that synchronize it in parts."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     delay: int = 0
     """Local steps between sending a fragment and applying its mean."""
     alpha: float = 0.0
-    """Share of its own parameters with which a replica continues after that."""
+    """Share of a replica's own parameters in those with which it continues after that."""
 
 
 class PlainLoop:
@@ -76,14 +76,14 @@ class PlainLoop:
 
 
 class DdpLoop(PlainLoop):
-    """DistributedDataParallel: gradients are averaged in every step, while backward computes others."""
+    """DistributedDataParallel: gradients are averaged in every step, while backward computes further ones."""
 
     bucket_mb: float | None = None
     """Size of the messages in MB; None: 25, DistributedDataParallel's default."""
 
     def __init__(self, job: Job):
         super().__init__(job)
-        # The only buffers are the constant frequencies of rotary positions. By default each forward would wait for rank 0's.
+        # The only buffers are the constant frequencies of rotary positions. By default, each forward would wait for rank 0's.
         self.forward = nn.parallel.DistributedDataParallel(
             job.model, broadcast_buffers=False, bucket_cap_mb=self.bucket_mb
         )
@@ -96,8 +96,8 @@ class SmallBucketsLoop(DdpLoop):
 
 
 class PostLocalSgdLoop(DdpLoop):
-    """DDP's post-local SGD hook with a PeriodicModelAverager: parameters are averaged after the first step and after
-    every `every` steps from there. Hosts have one replica each, so gradients are never averaged."""
+    """DDP's post-local SGD hook with a PeriodicModelAverager: parameters are averaged after the first step, and
+    every `every` steps from then on. Each host has one replica, so gradients are never averaged."""
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -112,8 +112,8 @@ class PostLocalSgdLoop(DdpLoop):
 
 
 class TorchftDilocoLoop(PlainLoop):
-    """torchft's DiLoCo, or with several fragments its Streaming DiLoCo: a Manager for each replica, and a lighthouse in the
-    process of the first one. Fragments are those of the job, or the model as one."""
+    """torchft's DiLoCo or, with several fragments, its Streaming DiLoCo. Each replica has a Manager, and the process of the
+    first replica has the lighthouse. If the job has no fragments, the complete model is one."""
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -167,7 +167,7 @@ class TorchftDilocoLoop(PlainLoop):
     def step(self, number: int) -> None:
         super().step(number)
         if number % self.job.every == 0:
-            # A failed synchronization is not an error to torchft: it skips it and tries again in the next round.
+            # torchft raises no error for a failed synchronization: it skips it, and tries again in the next round.
             expected = number // self.job.every * self._synchronizations_per_round
             if self.manager.current_step() != expected:
                 raise RuntimeError(
@@ -189,7 +189,7 @@ class TorchftDilocoLoop(PlainLoop):
 
 
 def torchft_diloco(job: Job) -> PlainLoop:
-    """Return a loop with torchft's DiLoCo, which synchronizes the model at once and waits for it."""
+    """Return a loop with torchft's DiLoCo, which synchronizes the complete model at once and waits for the result."""
     return TorchftDilocoLoop(replace(job, fragments=(), delay=0, alpha=0.0))
 
 
@@ -205,7 +205,7 @@ OF_TORCHFT = {"torchft_diloco", "torchft_streaming"}
 
 
 def torchft_release() -> str:
-    """Return the installed release, or an empty string."""
+    """Return torchft's installed release, or an empty string."""
     try:
         return version(TORCHFT)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One loop of benchmarks/peers.py, measured on every host: its processes there run this file."""
+"""Measurement of one loop of benchmarks/peers.py, in the processes on the hosts, which run this file."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ OURS = {
     "streaming_int4": ("llmtrain Streaming DiLoCo, int4", ["sync.method=streaming_diloco"]),
     "co2": ("llmtrain CO2", ["sync.method=co2"]),
 }
-"""Names in the table, and what each adds to the recipe."""
+"""Name in the table and overrides of each llmtrain loop."""
 COUNTERPARTS = {"torchft_diloco": "diloco", "torchft_streaming": "streaming_fp32"}
-"""Loops of ours whose outer optimizer a peer has, too."""
+"""Loop of llmtrain with the same outer optimizer, by the peer's loop."""
 
 
 def delay_of(every: int) -> int:
-    """Return the local steps between sending a fragment and applying its mean: torchft's most, and at most 5."""
+    """Return the local steps between sending a fragment and applying its mean: the most that torchft allows, but at most 5."""
     return min(5, every // FRAGMENTS - 1)
 
 
 def recipe_of(task: Mapping[str, Any], loop: str | None = None) -> Recipe:
-    """Return the recipe of a task's loop, or of another of the same task. What it has in `sync` concerns our loops only."""
+    """Return the recipe of a task's loop, or of `loop` under the same task. A peer's loop ignores its own recipe's `sync` section."""
     from llmtrain.recipe_loader import load_recipe
 
     every, steps = task["every"], task["every"] * (1 + task["rounds"])
@@ -89,7 +89,7 @@ class TrainerLoop:
         self._trainer.train_step()
 
     def finish(self) -> None:
-        """Complete what is in flight, which other replicas may wait for."""
+        """Complete the messages in flight, for which other replicas may wait."""
         self._trainer.method.finish()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class TrainerLoop:
 
 
 class PeerLoop:
-    """Steps of a loop of benchmarks/peer_loops.py on this replica, with the model and the batches that ours have."""
+    """Steps of a loop of benchmarks/peer_loops.py on this replica, with the same model and batches as llmtrain's loops."""
 
     def __init__(self, task: Mapping[str, Any], recipe: Recipe, prepared: TokenDataset, member: Member):
         import torch
@@ -187,7 +187,7 @@ def measure(task: dict[str, Any], member: Member) -> dict[str, Any]:
             loop.close()
             return found
     finally:
-        gc.collect()  # process groups have threads that wake up again and again
+        gc.collect()  # deletes process groups, whose threads wake up again and again
 
 
 def mesh_of(member: Member, store: dist.Store) -> Mesh:
@@ -204,7 +204,7 @@ def mesh_of(member: Member, store: dist.Store) -> Mesh:
 
 
 def timed_steps(loop: TrainerLoop | PeerLoop, task: Mapping[str, Any], member: Member) -> dict[str, Any]:
-    """Take all steps of a task, and return seconds, tokens and bytes of the rounds after the first one."""
+    """Take all steps of a task, and return the seconds and tokens of the rounds after the first one, and their bytes per round."""
     from emulated_model import emulate
 
     if task["step_ms"] is not None:
@@ -214,7 +214,7 @@ def timed_steps(loop: TrainerLoop | PeerLoop, task: Mapping[str, Any], member: M
     for number in range(1, every * (1 + task["rounds"]) + 1):
         loop.step(number)
         if number == every:
-            member.barrier("ending the first round")  # replicas that share cores may not have begun alike
+            member.barrier("ending the first round")  # replicas that share cores may have begun at different times
         if number % every == 0:
             marks.append((time.perf_counter(), member.sent()))
     (first, sent_first), (last, sent_last) = marks[0], marks[-1]

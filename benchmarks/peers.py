@@ -1,4 +1,4 @@
-"""Training over a slow network: llmtrain's methods next to torch's and torchft's.
+"""Speed of training over a slow network: llmtrain's methods compared with torch's and torchft's.
 
     make peers                                                 # all rows; torchft in an environment of its own
     python benchmarks/peers.py                                 # the same without torchft's rows, unless it is installed
@@ -6,15 +6,15 @@
     python benchmarks/peers.py --row "EDiT, int8" sync.method=edit sync.wire.kind=int8
     python benchmarks/peers.py --real --bandwidth none --turns 1 --rounds 14      # trains on text; adds the loss
 
-Hosts in network namespaces (root, iproute2), joined by links of a given bandwidth, train a replica of a Llama of 2.56 M
-parameters each, 8 sequences of 128 tokens per step, in fp32 with AdamW. All loops take the same steps and differ in how
-they synchronize. By default a step's forward and backward sleep, since this machine has fewer cores than replicas, and
-yield gradients drawn beforehand, block after block (benchmarks/emulated_model.py); optimizers and messages are real.
-With --real everything is, and the validation loss of the replicas' mean is reported after the same tokens.
+Hosts in network namespaces (which need root and iproute2), joined by links of a given bandwidth, train one replica each of a
+Llama with 2.56 M parameters, on 8 sequences of 128 tokens per step, in fp32 with AdamW. All loops take the same steps and differ
+in how they synchronize. By default, a step's forward and backward sleep, because the machine may have fewer cores than replicas,
+and yield gradients drawn in advance, block by block (benchmarks/emulated_model.py); optimizers and messages are real. With
+--real, everything is real, and the table also has the validation loss of the replicas' mean after the same number of tokens.
 
-In a turn every loop runs once, from the start: a first round, then the rounds that are measured. Speeds are relative to
-a loop that never communicates ("alone") in the same turn. Bytes are those of the hosts' network cards, with headers. With the
-defaults, a turn takes about 7 minutes per bandwidth. With --write the table goes to benchmarks/results/peers/, or to
+In each turn, every loop runs once from the start: a first round, then the measured rounds. Speeds are relative to a loop that
+never communicates ("alone") in the same turn. Bytes are counted at the hosts' network cards, with headers. With the defaults, a
+turn takes about 7 minutes per bandwidth. With --write, the table goes to benchmarks/results/peers/ or, with --real, to
 peers_real/.
 """
 
@@ -44,7 +44,7 @@ PEERS = {
     "torchft_diloco": "torchft DiLoCo",
     "torchft_streaming": "torchft Streaming DiLoCo",
 }
-"""Names in the table of the loops that benchmarks/peer_loops.py has."""
+"""Name in the table of each loop of benchmarks/peer_loops.py that communicates."""
 PATIENCE_SECONDS = 3600.0
 """Timeout of one loop in one turn."""
 COLUMNS = (
@@ -87,8 +87,8 @@ forward (EDiT), is not applied."""
 
 
 def minimum_bytes(task: Mapping[str, Any], parameters: int) -> float | None:
-    """Return the bytes that a loop's messages need per round and host; None for rounds of no fixed length, and where hosts
-    average within groups."""
+    """Return the bytes that a loop's messages need per round and host. Return None for rounds without a fixed number of steps,
+    for averages within groups, and for wire formats without fixed BYTES per value."""
     replicas = task["replicas"]
     if task["overrides"] is None:
         return theory(parameters, replicas, "fp32") * (task["every"] if task["loop"] in ("ddp", "ddp_small") else 1)
@@ -113,8 +113,8 @@ def rows_of(
     turns: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]],
     minima: Mapping[str, float | None],
 ) -> list[Row]:
-    """Return the rows of one bandwidth. `turns` holds the answers of every host by loop, for the loops that gave some. The name in
-    a row says how many turns are in it if they are not all."""
+    """Return the rows of one bandwidth. `turns` has the answers of all hosts by loop, without loops that failed. If a row lacks
+    turns, its name says how many it has."""
     rows = []
     for loop, name in names.items():
         pairs = [(turn[loop], turn[ALONE]) for turn in turns if loop in turn and ALONE in turn]
@@ -145,7 +145,7 @@ def rows_of(
 
 
 def limit_in_words(bandwidth: float | None) -> str:
-    """Return a bandwidth for the table."""
+    """Return a bandwidth in words, for the table."""
     return "no limit" if bandwidth is None else f"{bandwidth:g} Mbit/s"
 
 
@@ -153,7 +153,7 @@ def limit_in_words(bandwidth: float | None) -> str:
 
 
 def bandwidth_option(text: str) -> float | None:
-    """Return the bandwidth that a word of the command line gives; None for `none`."""
+    """Return the bandwidth that a word of the command line gives, or None for `none`."""
     try:
         value = None if text == "none" else float(text)
     except ValueError:
@@ -164,7 +164,7 @@ def bandwidth_option(text: str) -> float | None:
 
 
 def options_of(arguments: ArgumentParser) -> Namespace:
-    """Return the command line's choices."""
+    """Add the options, and return the parsed command line."""
     available = [*PEERS, *OURS]
     arguments.add_argument(
         "--loops", nargs="+", choices=available, default=available, metavar="LOOP", help=", ".join(available)
@@ -225,8 +225,8 @@ def tasks_of(options: Namespace) -> tuple[dict[str, dict[str, Any]], dict[str, s
 def take_turns(
     ranks: HostRanks, tasks: Mapping[str, Mapping[str, Any]], turns: int, words: str
 ) -> list[dict[str, list[dict[str, Any]]]]:
-    """Return the answers by turn and loop. Every other turn is backwards. A loop that fails is reported, and left out of its
-    turn."""
+    """Return the answers by turn and loop. Every other turn has the reverse order. A loop that fails is reported, and left out
+    of its turn."""
     found: list[dict[str, list[dict[str, Any]]]] = []
     for turn in range(turns):
         found.append({})
@@ -241,7 +241,7 @@ def take_turns(
 
 
 def main() -> None:
-    """Measure all loops in turn, print the table, and write the page if asked to."""
+    """Measure all loops in turn, print the table, and write the page if `--write` is given."""
     options = options_of(parser(__doc__))
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -264,7 +264,7 @@ def main() -> None:
         try:
             for task in tasks.values():
                 check(recipe_of(task), options.replicas)
-            prepare_texts(recipe_of(tasks[ALONE]), show_progress=True)  # the text, before all ranks want it
+            prepare_texts(recipe_of(tasks[ALONE]), show_progress=True)  # once, before all ranks need the text
             for bandwidth in options.bandwidth:
                 with (
                     open_hosts(options.replicas, bandwidth, options.latency_ms) as hosts,
@@ -301,7 +301,7 @@ def main() -> None:
 
 
 def title_of(options: Namespace, torchft: str) -> str:
-    """Return what was measured, in one line."""
+    """Return one line that says what was measured."""
     step = "computed" if options.real else f"of {options.step_ms:g} ms that sleep"
     latency = f", {options.latency_ms:g} ms of latency" if options.latency_ms else ""
     versions = f", torchft {torchft}" if torchft else ", without torchft"

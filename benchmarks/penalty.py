@@ -1,12 +1,12 @@
-"""Rounds that EDiT's penalty leaves out when pseudo-gradient norms change, by both rules for its running statistics.
+"""Rounds that EDiT's penalty excludes when pseudo-gradient norms change, with both rules for its running statistics.
 
     python benchmarks/penalty.py          # a few seconds; no training
 
-Norms of one block are made up: lognormal noise of 3 % around a level that jumps, drifts, has single spikes, follows the
-growing rounds of QSR, or belongs to an A-EDiT replica that becomes twice as fast, or to one whose rounds become three times as
-short while its steps cancel each other. The penalty weighs them round by round with
-its defaults (z = 3, ema = 0.02, min_rounds = 10). The picture shows norms, the threshold mean + z std at that time, and the
-rounds that are left out. With `--write` table and picture go to benchmarks/results/penalty/.
+The norms of one block are synthetic: lognormal noise of 3 % around a level that jumps, drifts, has single spikes, or follows the
+growing rounds of QSR. Two more cases are an A-EDiT replica that becomes twice as fast, and one whose rounds become three times as
+short while its steps have random directions. The penalty weighs the norms round by round with its defaults (z = 3, ema = 0.02,
+min_rounds = 10). The picture shows the norms, the threshold (mean + z std) in each round, and the rounds that are left out. With
+`--write`, table and picture go to benchmarks/results/penalty/.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The penalty's decision in each round, with its threshold in the norms' own units."""
+    """The penalty's decision in each round, and its threshold in the unit of the norms."""
 
     left_out: np.ndarray
     threshold: np.ndarray
 
     @property
     def longest(self) -> int:
-        """Return the largest number of consecutive rounds that were excluded."""
+        """Largest number of consecutive rounds that are excluded."""
         return max(map(len, "".join(" x"[int(flag)] for flag in self.left_out).split()), default=0)
 
 
 def cases() -> dict[str, Case]:
-    """Return the norms by their name."""
+    """Return the cases by name."""
     after, ones = np.arange(ROUNDS) >= CHANGE, np.ones(ROUNDS)
     drift = 1.01 ** np.maximum(0, np.arange(ROUNDS) - CHANGE)
     spikes = np.where(after & (np.arange(ROUNDS) % 20 == 0), 10.0, 1.0)
@@ -84,7 +84,7 @@ def qsr_rounds() -> tuple[np.ndarray, np.ndarray]:
 
 
 def weigh(norms: np.ndarray, lr_sums: np.ndarray, steps: np.ndarray, statistics: str) -> Outcome:
-    """Let the penalty weigh one replica's norms, round by round."""
+    """Return the penalty's decisions on one replica's norms, weighed round by round. `statistics` is `paper` or `adaptive`."""
     import torch
 
     from llmtrain.config import EditPenaltySection
@@ -105,13 +105,13 @@ def weigh(norms: np.ndarray, lr_sums: np.ndarray, steps: np.ndarray, statistics:
 
 
 def false_alarms(statistics: str, trials: int) -> float:
-    """Return the share of rounds that are excluded in runs of 30 rounds whose norms have only noise: lognormal(0.1)."""
+    """Return the share of rounds 11 to 30 that are excluded in runs whose norms are only noise: lognormal(0.1)."""
     norms = np.exp(0.1 * np.random.default_rng(1).standard_normal((trials, 30)))
     return float(np.mean([weigh(row, np.ones(30), np.ones(30), statistics).left_out[10:] for row in norms]))
 
 
 def draw(outcomes: dict[str, dict[str, Outcome]]) -> Figure:
-    """Draw a row per case and a column per rule."""
+    """Draw the picture, with a row per case and a column per rule."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 12.0), layout="constrained")

@@ -1,10 +1,10 @@
-"""Description of a machine: its versions, the speed of its copies and matrix products, and the attention that it uses.
+"""Description of this machine: its versions, the speed of copies and matrix products, and the attention that torch uses.
 
     python benchmarks/preflight.py
 
-The first line of a day's results: GPU, driver, torch, CUDA, cuDNN, NCCL and power limit, with measured ceilings. Then the
-attention that torch chooses for bf16 (on Hopper it should be cuDNN's; an older cuDNN on LD_LIBRARY_PATH silently gives another
-one), and, if asked for by `gpu_day.py`, the tokens that later rows read.
+Prints the GPU, driver, torch, CUDA, cuDNN, NCCL and power limit with measured rates, and the attention that torch chooses for
+bf16. On Hopper, this should be cuDNN's; with an older cuDNN on LD_LIBRARY_PATH, torch silently chooses another one. `gpu_day.py`
+records both, and also uses this script to prepare the tokens that later rows read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loops import RECIPE, is_asked, on_gpu
 from table import PACKAGES, ROOT, commit, parser
 
 SQUARE, LAYER = (8192, 8192, 8192), (16384, 2048, 5632)
-"""Rows, columns and inner size of the products that are timed: a large one, and one of the 1B model's."""
+"""Rows, columns and inner size of the timed products: a large one, and one of the 1B model."""
 SMALL = (512, 512, 512)
 COPIED_BYTES = 2**32
 TIMES = 20
@@ -30,7 +30,7 @@ QUERY = "driver_version,power.limit,clocks.max.sm,clocks.sm,temperature.gpu,memo
 
 
 def machine(quick: bool) -> dict[str, Any]:
-    """Return values that identify this machine and its software, and its peak rates. With `quick`, matrices are small."""
+    """Return this machine's hardware, software and measured rates. With `quick`, matrices and copies are small."""
     import importlib.metadata
 
     import torch
@@ -85,7 +85,7 @@ def _seconds(work: Callable[[], object], times: int = TIMES) -> float:
 
 
 def _product_rate(shape: tuple[int, int, int]) -> float:
-    """Return TFLOP/s of one bf16 matrix product of random numbers; constants would be faster."""
+    """Return the TFLOP/s of one bf16 matrix product of random numbers, because constants would be faster."""
     import torch
 
     rows, columns, inner = shape
@@ -96,7 +96,7 @@ def _product_rate(shape: tuple[int, int, int]) -> float:
 
 
 def _copy_rates(size: int) -> dict[str, float]:
-    """Return GB/s: within memory (bytes read and written), and between a GPU and pinned memory."""
+    """Return the GB/s of copies within memory (bytes read plus bytes written) and between a GPU and pinned memory."""
     import torch
 
     source = torch.empty(size, dtype=torch.uint8, device=_device())
@@ -149,7 +149,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the machine and print the result."""
+    """Measure the machine and its attention, and print the results."""
     parser(__doc__).parse_args()
     for name, value in (machine(not on_gpu()) | attention(not on_gpu())).items():
         print(f"{name}: {value}")

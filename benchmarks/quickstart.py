@@ -1,10 +1,10 @@
-"""Final bits per byte of the quickstart, beside its settings before the study and beside other methods with Muon.
+"""Final bits per byte of the quickstart, compared with its settings before the study and with other methods with Muon.
 
     python benchmarks/quickstart.py --write
     python benchmarks/quickstart.py --variants now before      # only these
 
-Trains recipes/quickstart.yaml with each variant and three seeds, in turn: about two minutes per run on two cores. A run that is complete
-is not made again, so an interrupted benchmark continues. Nothing else may run meanwhile, because the runs' times are compared, too.
+Trains each variant of recipes/quickstart.yaml with three seeds, in turn. A run takes about two minutes on two cores. Complete runs
+are not repeated, so an interrupted benchmark continues. Run nothing else at the same time, because times are compared, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from table import (
 RECIPE, FOLDER = "recipes/quickstart.yaml", "runs/benchmark_quickstart"
 SEEDS = (1, 2, 3)
 QSR_ALPHA = 0.0632
-"""QSR's growth rate for which rounds of 10 steps grow as soon as the peak learning rate falls: 0.02 x sqrt(10)."""
+"""QSR's alpha with which rounds of 10 steps grow as soon as the learning rate falls from its peak, 0.02: 0.02 x sqrt(10)."""
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "now": ("the quickstart: EDiT with Muon", ()),
     "before": (
@@ -71,13 +71,13 @@ def name_of(variant: str, seed: int) -> str:
 
 
 def run_of(variant: str, seed: int) -> Path:
-    """Train a variant with a seed, unless that is done, and return the run directory."""
+    """Train a variant with a seed, unless that run is complete, and return the run directory."""
     keys = [f"run.name={name_of(variant, seed)}", f"run.out_dir={FOLDER}", f"run.seed={seed}", "log.tensorboard=false"]
     return train(RECIPE, [*VARIANTS[variant][1], *keys])
 
 
 def row_of(variant: str, runs: Sequence[Path]) -> Row:
-    """Return a variant's row, of its runs by seed."""
+    """Return a variant's row of the table, from its runs by seed."""
     summaries = [summary_of(run) for run in runs]
     bits = [metrics_of(run, "eval/bpb")[-1]["eval/bpb"] for run in runs]
     seconds = statistics.median(summary["train_seconds"] for summary in summaries)
@@ -101,7 +101,7 @@ def changes_of(variants: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Train what is missing, print the table, and perhaps write the page."""
+    """Train the missing runs, print the table, and write the page if `--write` is given."""
     options_parser = parser(__doc__)
     options_parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     options = options_parser.parse_args()

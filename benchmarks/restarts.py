@@ -1,15 +1,15 @@
-"""Recovery of a run whose ranks, hosts or network fail, by launch/train.sh and by torchrun's elastic c10d rendezvous.
+"""Recovery of a run whose ranks, hosts or network fail, with launch/train.sh and with torchrun's elastic c10d rendezvous.
 
     sudo python benchmarks/restarts.py                        # needs root for virtual hosts; about half an hour
     sudo python benchmarks/restarts.py --only 'rank dies'
 
 Three virtual hosts train a small model with one rank per host. `train.sh` is started on each host as
-launch/README.md says. `c10d` is what a user would otherwise run: `torchrun --rdzv-backend c10d --nnodes 2:3 --max-restarts 1` with
+launch/README.md says. `c10d` is the alternative in torch: `torchrun --rdzv-backend c10d --nnodes 2:3 --max-restarts 1` with
 `llmtrain train`, which resumes from the last checkpoint of the same folder. Its timeouts are shorter than the defaults, so
 that it does not wait 30 s for nodes that may still come (`last_call_timeout`). Once all ranks have logged ten steps, a fault
-is injected. *Continues* is the time from the fault to the fifth logged step beyond it; *ends* the time to the end of the last
-launcher, with the exit codes of hosts 0 to 2. Where a fault precedes the start, both are times from the start, and *continues* is
-that to step 5. With `--write` the table goes to benchmarks/results/restarts/.
+is injected. *Continues* is the time from the fault to the fifth logged step after it. *Ends* is the time to the end of the last
+launcher, with the exit codes of hosts 0 to 2. If the fault precedes the start, both times begin at the start, and *continues* ends
+at step 5. With `--write`, the table goes to benchmarks/results/restarts/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmtrain.compare.cluster.hosts import VirtualHost, virtual_cluster
 from llmtrain.compare.cluster.limits import HostLimits
 
 PORT, TIMEOUT, FAULT_AT, BEYOND = 29533, 20, 10, 5
-"""Port of host 0; run.timeout_seconds; step of the fault; number of steps logged after it from which a run has continued."""
+"""Port of host 0; run.timeout_seconds; step of the fault; steps logged after it for a run to count as continued."""
 START_SECONDS, WATCH_SECONDS = 100.0, 150.0
 """Maximum seconds until the step of the fault, and after the fault."""
 KEYS = [
@@ -80,7 +80,7 @@ the exchange of exits and the heartbeats, about 120 lines, would go. So launch/t
 
 @dataclass
 class Trial:
-    """One run, its launchers and what they wrote."""
+    """One run with its launchers and their output."""
 
     hosts: list[VirtualHost]
     folder: Path
@@ -154,7 +154,7 @@ class Trial:
         return [None if process is None else process.poll() for process in self.processes]
 
     def last_error(self) -> str:
-        """Return the last line of host 0, or else of another, that names an error."""
+        """Return the last line of output that names an error, from host 0 or else the next host with one."""
         for rank in range(len(self.hosts)):
             with contextlib.suppress(OSError):
                 lines = (self.folder / f"host-{rank}.log").read_text().splitlines()
@@ -181,7 +181,7 @@ FAULTS: dict[str, Callable[[Trial], None] | None] = {
 
 
 def attempt(fault: str, launcher: str, keep: Path | None) -> Row:
-    """Return the row of one trial."""
+    """Make one trial, and return its row. The launchers' output is also written to `keep`, if given."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         virtual_cluster([HostLimits()] * 3) as hosts,
@@ -219,7 +219,7 @@ def attempt(fault: str, launcher: str, keep: Path | None) -> Row:
 
 
 def main() -> None:
-    """Run the trials and show the table."""
+    """Make the trials, print the table, and write the page if `--write` is given."""
     options = parser(__doc__)
     options.add_argument("--only", choices=list(FAULTS))
     options.add_argument("--logs", type=Path, help="folder for what launchers wrote")

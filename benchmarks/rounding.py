@@ -1,10 +1,10 @@
-"""What does rounding a message cost, and what does compiling it save?
+"""Cost of rounding a message, and what compiling saves of it.
 
     python benchmarks/rounding.py               # two minutes on two cores; on the GPU if there is one
 
 Each wire format encodes and decodes messages of fp32 values, plain and compiled (`parallel.compile`), in turns with copies of
-the values; on a CPU with one thread, as each of a node's ranks has. The messages take turns, too, so that their values come
-from memory and not from a cache. With `--write` the table goes to benchmarks/results/rounding/.
+the values. On a CPU, one thread does so, as in each rank of a node. The messages take turns, too, so that their values come from
+memory and not from a cache. With `--write`, the table goes to benchmarks/results/rounding/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = (
     "to compile, s",
 )
 ROWS = 4
-"""Parts of a message: one for each replica."""
+"""Parts of a message, one per replica."""
 MESSAGES = 8
 
 
@@ -65,7 +65,7 @@ def done(result: object) -> object:
 
 
 def seconds_of(once: Callable[[], object], times: int) -> float:
-    """Return the median seconds of one call."""
+    """Return the median seconds of `times` calls."""
     taken = []
     for _ in range(times):
         began = time.perf_counter()
@@ -107,7 +107,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure one format after another, print the table, and write the page if asked to."""
+    """Measure one format after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--values", type=int, default=2**22, help="in a message, a multiple of 512")
     arguments.add_argument("--threads", type=int, default=1)

@@ -1,14 +1,13 @@
-"""Seconds from the command to its first line and to the first logged step, of this tree and of another checkout.
+"""Start of this tree and of another checkout: seconds from the command to its first line and to the first logged step.
 
     git worktree add --detach ../llmtrain-before 5ed7e1e
     python benchmarks/start.py --against ../llmtrain-before --write     # 10 turns, about ten minutes on two idle cores
     python benchmarks/start.py --turns 3
 
-In each turn both trees launch recipes/quickstart.yaml in new interpreters, one after the other, with data that is prepared
-before: as each tree has that recipe, and with the model, batch and text that 5ed7e1e had in it. Once step 1 is logged, the run
-is killed. The CPU seconds are those of the launcher and all its processes until then. On a machine that does other work,
-compare these: the seconds that a start takes are then worth nothing. With `--write` the table goes to
-benchmarks/results/start/.
+In each turn, both trees launch recipes/quickstart.yaml in new interpreters, one after the other, on prepared data: first each
+tree's own version of the recipe, then the model, batch and text of the recipe in 5ed7e1e. The run is killed once step 1 is
+logged. CPU seconds are those of the launcher and all its processes until then. On a machine that does other work, compare only
+the CPU seconds. With `--write`, the table goes to benchmarks/results/start/.
 """
 
 from __future__ import annotations
@@ -92,18 +91,18 @@ class Tree(NamedTuple):
 
 
 def family(launcher: int) -> list[psutil.Process]:
-    """Return a launcher and all processes below it."""
+    """Return a launcher and all of its descendants."""
     process = psutil.Process(launcher)
     return [process, *process.children(recursive=True)]
 
 
 def cpu_seconds(launcher: int) -> float:
-    """Return the CPU seconds of a launcher and all processes below it, also of those that have ended."""
+    """Return the CPU seconds of a launcher and all of its descendants, including those that have ended."""
     return sum(sum(process.cpu_times()[:4]) for process in family(launcher))
 
 
 def kill_family(process: subprocess.Popen) -> None:
-    """Kill a launcher and all processes below it, and wait for their end."""
+    """Kill a launcher and all of its descendants, and wait for their end."""
     members = family(process.pid)
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,7 +128,7 @@ def rows(measured: Mapping[tuple[str, str], Sequence[Start]]) -> list[Row]:
 
 
 def ratios_of(measured: Mapping[tuple[str, str], Sequence[Start]], this: str, other: str) -> str:
-    """Return a sentence on the seconds to the first logged step of one tree, divided by those of the other."""
+    """Return a sentence with the seconds to the first logged step of one tree, divided by those of the other tree."""
     found = []
     for recipe in KEYS:
         pairs = zip(measured[this, recipe], measured[other, recipe], strict=True)
@@ -141,7 +140,7 @@ def ratios_of(measured: Mapping[tuple[str, str], Sequence[Start]], this: str, ot
 
 
 def main() -> None:
-    """Measure the trees in turn and show the table."""
+    """Measure the trees in turn, print the table, and write the page if `--write` is given."""
     options = parser(__doc__)
     options.add_argument("--against", type=Path, help="another checkout, for example a git worktree of 5ed7e1e")
     options.add_argument("--turns", type=int, default=10)

@@ -1,4 +1,4 @@
-"""Cost of the trainer compared with the loop that one would write instead, and of a synchronization.
+"""Cost of the trainer compared with a hand-written loop, and cost of a synchronization.
 
     python benchmarks/step_overhead.py                                # one device per replica, on the CPU
     python benchmarks/step_overhead.py --size 33M --family gpt_neo --precision bf16
@@ -6,14 +6,14 @@
     python benchmarks/step_overhead.py --replicas 1 --shard 8         # one node of 8 GPUs
     python benchmarks/step_overhead.py --shard 1 2 --zero 1 2 3       # DeepSpeed's stages
 
-Loops over the same batches take turns in one run, a step each by default. With one device per replica, the first is a plain loop
-(`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, and the second
-column of ratios says how equal equal loops are here. With several shards, there are two bare FSDP2 loops (`bare_loop`), with and
-without resharding after forward, and the faster one comes first; the trainer has rows for both policies, too. With `--zero`, the
-first is a bare DeepSpeed loop (`deepspeed_loop`), run twice, and with one shard the plain loop follows. Then come the trainer's
-local step, and the trainer synchronizing after *every* step, blocking and layer-wise. Ratios are medians over the turns; the last
-column is what one synchronization in 128 steps adds. With `--write` the table goes to benchmarks/results/step_overhead/, with
-several shards to step_overhead_sharded/, or with `--zero` to step_overhead_zero/.
+Loops over the same batches take turns in one run, by default of one step. With one device per replica, the first row is a plain
+loop (`plain_loop` in benchmarks/loops.py): transformers' model and loss, torch's AdamW, nothing else. It runs twice, so that the
+ratio of the second row shows how much equal loops differ here. With several shards, there are two bare FSDP2 loops (`bare_loop`),
+with and without resharding after forward, and the faster one comes first; the trainer has rows for both policies, too. With
+`--zero`, the first row is a bare DeepSpeed loop (`deepspeed_loop`), which runs twice; with one shard, the plain loop follows. The
+next rows are the trainer's local step, and the trainer with a synchronization after *every* step, blocking and layer-wise. Ratios
+are medians over the turns. The last column is what one synchronization in 128 steps adds. With `--write`, the table goes to
+benchmarks/results/step_overhead/, with several shards to step_overhead_sharded/, or with `--zero` to step_overhead_zero/.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SYNC = {
 SIZES = {"2.5M": (192, 4, 4, 2048), "8M": (256, 6, 8, 4096), "33M": (512, 8, 8, 8192)}
 """(hidden size, layers, heads, vocabulary)."""
 RECIPES = {"llama": RECIPE, "gpt_neo": "recipes/edit_gpt_neo_8m.yaml"}
-"""Recipes to change, by family."""
+"""Recipe to change, by family."""
 COLUMNS = (
     "loop",
     "ms/step, median",
@@ -73,7 +73,7 @@ that of the median ratio (order statistics), and blank for fewer than 6 turns.""
 
 
 def changes_for(family: str, size: str, length: int) -> list[str]:
-    """Return a recipe's overrides for a model of a family and size, and for its text."""
+    """Return a recipe's overrides for a model of a family and size, and for its text and tokenizer."""
     hidden, layers, heads, vocabulary = SIZES[size]
     common = {"hidden_size": hidden, "vocab_size": vocabulary, "max_position_embeddings": max(512, length)}
     of_family: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
             loops = {PLAIN: plain_loop(*common_arguments), AGAIN: plain_loop(*common_arguments)}
         else:
             loops = {BARE: bare_loop(*common_arguments), GATHERED: bare_loop(*common_arguments, resharded=False)}
-        # The local step is between the two loops that it is compared with, so that neither has an advantage by its neighbor.
+        # The local step is between the two loops with which it is compared, so that neither has an advantage from its neighbor.
         first, *others = loops
         order = {first: loops[first], LOCAL: trainers[LOCAL].train_step, **{name: loops[name] for name in others}}
         order |= {name: built.train_step for name, built in trainers.items()}
@@ -146,8 +146,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives. None for fewer
-    than 6 values, whose lowest and highest are too close together."""
+    """Return a 95 % confidence interval of the median: the order statistics that a binomial distribution gives. Return None for
+    fewer than 6 values, because their complete range is too narrow."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, rank) / 2**count for rank in range(count)))
     outside = sum(chance <= 0.025 for chance in below)  # number of values outside the interval on each side
@@ -186,7 +186,7 @@ def title_of(task: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure each combination, print the tables, and write the page if asked to."""
+    """Measure each combination, print the tables, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=1)
     arguments.add_argument("--shard", type=int, nargs="+", default=[1])

@@ -1,11 +1,11 @@
-"""What does one replica's step spend its time on?
+"""Time of one replica's step by kind of operation.
 
     python benchmarks/step_parts.py                              # a small model on a CPU; three minutes on two cores
     python benchmarks/step_parts.py --size 1B --compile yes      # one GPU
 
-Each loop is a process of its own. Some steps are timed, then some are profiled by torch: the time of every operation itself, without
-those that it calls (on a GPU: of its kernels) goes to one of a few groups by its name. With `--write` the table goes to
-benchmarks/results/step_parts/.
+Each loop runs in a process of its own. Some steps are timed, then others are profiled by torch. The time of each operation, without
+the operations that it calls (on a GPU, the time of its kernels), is added to a group by the operation's name. With `--write`, the
+table goes to benchmarks/results/step_parts/.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
         with profile(activities=activities) as profiled:
             profiled_wall = timed(step, task["profiled"], mesh)
         own = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
-        # Only operations, which the host calls. On a GPU, their kernels are further events, and would count twice.
+        # Only operations, which the host calls. On a GPU, their kernels are further events, which would count twice.
         operations = (event for event in profiled.key_averages() if event.device_type == DeviceType.CPU)
         events = [(event.key, 1e-6 * getattr(event, own)) for event in operations]
         scale = wall / profiled_wall
@@ -88,7 +88,7 @@ def measure(task: dict[str, Any]) -> dict[str, float]:
 
 def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
     """Return a row for each part, with a column for each loop. The last rows are the complete step, the ideal step (the best
-    over all loops), and their ratio to the matrix products."""
+    over all loops), and the ratio of the complete step to its matrix products."""
     ideal = min(loop[IDEAL] for loop in found.values())
     found = {name: {**loop, IDEAL: ideal} for name, loop in found.items()}
 
@@ -101,7 +101,7 @@ def rows_of(found: dict[str, dict[str, float]]) -> list[Row]:
 
 
 def main() -> None:
-    """Measure one loop after another, print the table, and write the page if asked to."""
+    """Measure one loop after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     default = [BARE, *([TITAN] if is_installed() else []), "fsdp2"]
     default += ["zero3"] if importlib.util.find_spec("deepspeed") else []

@@ -1,13 +1,12 @@
-"""What does a slow replica cost the others, under the methods that wait for it and those that do not?
+"""Cost of a slow replica for the others, with methods that wait for it and methods that do not.
 
     python benchmarks/stragglers.py                                   # no data, no GPU; about fifteen minutes
     python benchmarks/stragglers.py --turns 1 --slow 4 --step-ms 50
 
-Four processes on this machine run the real methods over a stand-in for a model: a step is a sleep and an update drawn
-beforehand, so that a step takes what it is told to, however few cores there are. One replica is slow, or in each step
-another one, drawn from a common seed. Speeds are those of whole rounds after the first one, and relative to the same
-steps of the same stand-in with no method at all ("alone"), measured in the same turn. With `--write` the table goes to
-benchmarks/results/stragglers/.
+Four processes on this machine run the real methods on a stand-in for a model: a step is a sleep and an update drawn in advance,
+so that it takes the given time, however few cores the machine has. One replica is slow, or a different one in each step, drawn
+from a common seed. Speeds are those of complete rounds after the first one, relative to the same steps of the stand-in without a
+method ("alone"), measured in the same turn. With `--write`, the table goes to benchmarks/results/stragglers/.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from llmtrain.parallel.comms import Comms
 
 ROUND = 128
-"""Steps in a round of EDiT (its preset), and what A-EDiT's seconds are to a fast replica."""
+"""Steps per round of EDiT (its preset). A-EDiT's rounds have the seconds that a fast replica takes for as many."""
 BLOCKS = 4
 TIMEOUT = timedelta(seconds=120)
 NAMES = ("synchronous", "edit", "a_edit", "wagma_10", "wagma_50")
@@ -67,7 +66,7 @@ and 50 steps."""
 
 @dataclass(frozen=True)
 class Settings:
-    """The command line's choices."""
+    """Choices of the command line."""
 
     step_seconds: float = 0.02
     seconds: float = 3.0
@@ -80,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Choice of the slow replica, whose steps take `factor` times as long: one, another one in each step, or none."""
+    """Choice of the slow replica, whose steps take `factor` times as long: one replica, a different one in each step, or none."""
 
     factor: float = 1.0
     slow: int | None = None
@@ -106,7 +105,7 @@ class Scenario:
 
 
 class StandIn:
-    """Stand-in for an engine, as methods see it. Its forward calls hooks and sleeps; its updates are drawn beforehand."""
+    """Stand-in for an engine, as methods see it. Its forward calls hooks and sleeps. Its updates are drawn in advance."""
 
     def __init__(self, replica: Comms, values: int, seconds: Callable[[int], float]):
         import torch
@@ -150,7 +149,7 @@ class Speed:
     worth: float = 0.0
     """Length of these steps, in steps of a fast replica."""
     between_steps: float = 0.0
-    """Steps without the last one of every round, as in the next two fields."""
+    """Steps without the last one of each round. The next two fields are of these steps, too."""
     between_seconds: float = 0.0
     between_worth: float = 0.0
     late: float = 0.0
@@ -194,8 +193,8 @@ def choices(step_seconds: float) -> dict[str, SyncSection]:
 
 
 def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.Store, settings: Settings) -> Speed:
-    """Return this replica's speed under a method. After a first round, complete rounds of `settings.seconds` together, and at
-    least two, are measured. All replicas must call this."""
+    """Return this replica's speed under a method. After a first round, complete rounds are measured, at least two
+    and about `settings.seconds` in total. All replicas must call this."""
     import torch
 
     from llmtrain.config import LRScheduleSection
@@ -231,7 +230,7 @@ def measure(sync: SyncSection, scenario: Scenario, replica: Comms, store: dist.S
 
 
 def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:
-    """Return the seconds that this replica needs per step of a fast replica, without any method. All measure at once."""
+    """Return this replica's seconds without a method, per step of a fast replica. All replicas measure at once."""
     import torch
 
     engine = StandIn(
@@ -250,7 +249,7 @@ def alone(scenario: Scenario, replica: Comms, settings: Settings) -> float:
 
 
 def scenarios(factors: Sequence[float], replicas: int) -> list[Scenario]:
-    """Return the scenarios: no slow replica, the last one by each factor, another one in each step by the largest factor."""
+    """Return the scenarios: no slow replica; the last one, by each factor; a different one in each step, by the largest factor."""
     return [Scenario(), *(Scenario(factor, replicas - 1) for factor in factors), Scenario(max(factors))]
 
 
@@ -357,7 +356,7 @@ def rows_of(results: list[dict]) -> list[Row]:
 
 
 def main() -> None:
-    """Start the replicas, print the table of their measurements, and write the page if asked to."""
+    """Start the replicas, print the table of their measurements, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--replicas", type=int, default=4, help="a power of two")
     arguments.add_argument("--step-ms", type=float, default=20, help="a fast replica's step")

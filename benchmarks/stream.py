@@ -1,16 +1,15 @@
-"""A long text that is streamed through connections that break, and tokenized by processes that are killed, while a run trains.
+"""Streaming and tokenizing of a long text while a run trains, with connections that break and processes that are killed.
 
     python benchmarks/stream.py                              # 2 GB of text, 20 interruptions; about an hour on two cores
     python benchmarks/stream.py --megabytes 40 --interruptions 3
 
-The text: the Python files of the standard library and of all installed packages, repeated with a salt, as a data set of
-jsonl files on a stand-in for the hub (`local_hub`) that breaks off one of five answers at random. Its tokens are made twice.
-*Undisturbed*: by `llmtrain prepare`, with connections that hold, the training of the tokenizer included. *Disturbed*: by runs of a
-small model that begin with the first block, and that are interrupted (Ctrl-C), killed (SIGKILL of all processes), or lose their
-tokenizing process to SIGKILL, in turn, at random moments; after the last interruption, `prepare` continues to the end of the text.
-The table says how long after the command the first new step was logged, and whether all tokens are equal. After a SIGKILL of the
-run, the steps since its last checkpoint are made again before a new one, and their time is included; these starts have a line of
-their own.
+The text is the Python files of the standard library and of all installed packages, repeated with a salt. It is a data set of jsonl
+files on a stand-in for the hub (`local_hub`), and is tokenized twice. *Undisturbed*: by `llmtrain prepare`, which also trains the
+tokenizer, over connections that hold. *Disturbed*: by runs of a small model that begin with the first block, while the hub breaks off
+one of five answers at random. In turn and at random moments, the runs are interrupted (Ctrl-C), killed (SIGKILL of all processes), or
+lose their tokenizing process to SIGKILL. After the last interruption, `prepare` continues to the end of the text. The table says how
+long after the command the first new step was logged, and whether all tokens are equal. After a SIGKILL of the run, the steps since its
+last checkpoint are repeated before a new one; their time is included, and these starts have a row of their own.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Command:
         )
 
     def prepare(self, cache: str, tokenizer: str) -> Path:
-        """Prepare all tokens, starting the command again while the hub breaks off. Return their folder."""
+        """Prepare all tokens, and return their folder. The command is started again each time it fails, up to 100 times."""
         for _ in range(100):
             if self.start("prepare", cache, f"data.tokenizer={tokenizer}").wait() == 0:
                 [index] = (self.folder / cache).glob("*/index.json")
@@ -113,13 +112,13 @@ class Command:
 
 
 def steps(folder: Path) -> int:
-    """Return how many steps the run has logged."""
+    """Return the number of steps that the run has logged."""
     lines = folder / "runs" / "stream" / "metrics.jsonl"
     return lines.read_text().count('"train/loss"') if lines.exists() else 0
 
 
 def tokenizers_below(process: subprocess.Popen) -> list[psutil.Process]:
-    """Return the tokenizing processes that a run has started."""
+    """Return the tokenizing processes among a run's descendants."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -150,7 +149,7 @@ def disturb(
             if victims:
                 for one in victims:
                     one.kill()
-                time.sleep(drawn.uniform(5, 15))  # it is started again
+                time.sleep(drawn.uniform(5, 15))  # the run starts it again
                 assert process.poll() is None, "the run has ended with its tokenizer"
             if kind != KILLED:
                 process.send_signal(signal.SIGINT)
@@ -163,8 +162,8 @@ def disturb(
 
 
 def first_steps(seconds: Sequence[float], done: Sequence[str]) -> list[Row]:
-    """Return the table's lines about the seconds to the first new step, given those of each start and the interruption that
-    ended each start. Starts after a SIGKILL of the run, which make steps again, have a line of their own."""
+    """Return the table's rows about the seconds to the first new step, given these seconds and the interruption of each start.
+    Starts after a SIGKILL of the run, which repeat steps, have a row of their own."""
     found: dict[str, list[float]] = {"first step after": []}
     for taken, before in zip(seconds, ("", *done[:-1]), strict=True):
         name = f"first new step after a {KILLED}, repeated ones included" if before == KILLED else "first step after"
@@ -187,7 +186,7 @@ def digest(folder: Path) -> str:
 
 
 def main() -> None:
-    """Make the text, tokenize it twice, compare the tokens, print the table, and write the page if asked to."""
+    """Make the text, tokenize it twice, compare the tokens, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--megabytes", type=int, default=2000, help="size of the text")
     arguments.add_argument("--interruptions", type=int, default=20)
@@ -199,7 +198,7 @@ def main() -> None:
         (folder / "files").mkdir()
         size = options.megabytes * 1_000_000
         files = write_files(folder / "files", size)
-        # more tokens than the text has, so that it is read to its end
+        # As a number of tokens, `size` is more than the text has, so that it is read to its end.
         with LocalHub(files) as hub:
             began = time.monotonic()
             undisturbed = Command(folder, hub, size).prepare("undisturbed", options.tokenizer)

@@ -1,15 +1,15 @@
-"""Cost of one synchronization, by method and wire, compared with what its bytes alone need.
+"""Cost of one synchronization, by method and wire, compared with the time for its bytes alone.
 
     python benchmarks/sync_cost.py                              # 2 replicas of one process each; ten minutes on two cores
     python benchmarks/sync_cost.py --methods edit diloco --wires fp32 int8 --shard 4    # eight GPUs
     python benchmarks/sync_cost.py --replicas 1 --wires fp32 --size 1B --offload        # one GPU: arithmetic and copies
 
-For each method a new set of processes trains a small Llama: local steps, and rounds with every wire, in turns. What a
-round takes beyond its local steps, as measured in the same turn, is the added time; an all-reduce that sends as many bytes
-stands beside it, made in the same turn too. With `--write` the table goes to benchmarks/results/sync_cost/.
+For each method, new processes train a small Llama: local steps, and rounds with each wire format, in turns. The added time of a
+round is its time minus that of as many local steps in the same turn. It is compared with the time of an all-reduce that sends as
+many bytes, also in the same turn. With `--write`, the table goes to benchmarks/results/sync_cost/.
 
-The page there was made before turns had a round that is not timed: for `co2` and `streaming_diloco` it leaves one of three
-messages out of the added time, and the bytes alone were sent while that message was in flight.
+The page there is from before turns began with an untimed round. For `co2` and `streaming_diloco`, its added time lacks one of three
+messages, and the all-reduce was made while that message was in flight.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LOCAL = "local"
 WIRES = ("fp32", "bf16", "int8", "int4")
 SMALL = "4M"
 MICRO_BATCH, SEQUENCE = 2, 128
-"""Settings of the small model; other sizes have those of `throughput.SIZES`, with one sequence per step."""
+"""Settings of the small model. Other sizes have those of `throughput.SIZES`, with micro-batches of one sequence."""
 LATE_ROUND = 8
-"""Steps per round for the methods that spread a round's work over its steps, or whose messages arrive during the steps."""
+"""Steps per round of methods that spread a round's work over its steps, or whose messages arrive during the steps."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ CHOICES = {
     "wagma": Choice("wagma", LATE_ROUND, _steps(LATE_ROUND)),
     "edit": Choice("edit", 1, _steps(1)),
     "edit, blocking": Choice("edit", 1, (*_steps(1), "sync.schedule=blocking")),
-    # a time that every step is longer than: all replicas meet after each
+    # shorter than any step, so that all replicas meet after each step
     "a_edit": Choice(
         "a_edit", 1, ("sync.period.kind=seconds", "sync.period.every=0.000001", "sync.period.min_steps=1")
     ),
 }
 SAME = {"post_local_sgd": "local_sgd", "qsr": "local_sgd", "palsgd": "diloco", "muloco": "diloco", "snoo": "diloco"}
-"""Methods that differ from another one in when they synchronize, or in their steps, but not in how."""
+"""Methods that synchronize as another one does, and differ from it only in when they synchronize or in their steps."""
 COLUMNS = (
     "method",
     "wire",
@@ -132,7 +132,7 @@ class Turn:
 
 
 def recipe_of(task: Mapping[str, Any], overrides: Sequence[str]):
-    """Return the recipe of one loop."""
+    """Return the recipe of one loop, given its overrides."""
     from llmtrain.recipe_loader import load_recipe
 
     replicas, shard, size = task["replicas"], task["shard"], task.get("size", SMALL)
@@ -164,7 +164,7 @@ def loops_of(task: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Run one method's turns on this rank. The main rank returns them by loop."""
+    """Measure one method's turns on this rank. The main rank returns them by loop, and other ranks return None."""
     recipes = {name: recipe_of(task, overrides) for name, overrides in loops_of(task).items()}
     every = CHOICES[task["choice"]].every
     with opened(recipes[LOCAL], task["replicas"], task["shard"]) as (mesh, prepared, scratch):
@@ -188,23 +188,24 @@ def measure(task: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def local_turn(trainer: Trainer, steps: int, mesh: Mesh) -> Turn:
-    """Return the turn of `steps` local steps."""
+    """Take `steps` local steps, and return the measurements per step."""
     return Turn(timed(trainer.train_step, steps, mesh) / steps)
 
 
 def sync_turn(trainer: Trainer, every: int, rounds: int, mesh: Mesh) -> Turn:
-    """Return the turn of `rounds` rounds of `every` steps, and time an all-reduce that sends as many bytes as one of them.
+    """Take an untimed round and `rounds` timed ones, of `every` steps each. Return the measurements per round, with the time of an
+    all-reduce that sends as many bytes.
 
-    A message that arrives a round later is in flight at both ends of what is timed, and nothing is in flight afterwards."""
+    A message that arrives a round later is in flight at both ends of the timed rounds. None is in flight during the all-reduce."""
     timed(trainer.train_step, every, mesh)
     before = _counters(trainer)
     seconds = timed(trainer.train_step, every * rounds, mesh)
     exposed, waited, taken, sent = ((now - then) / rounds for now, then in zip(_counters(trainer), before, strict=True))
     trainer.method.shared_state()  # waits for the means in flight
-    # A method whose thread sends its messages waits for the thread; the others count that waiting among the messages.
+    # A method whose messages are sent by a thread waits for the thread; the others count their waiting among the messages.
     messages = taken + (waited if trainer.recipe.sync.schedule.kind == "wait_avoiding" else 0.0)
     sent = mesh.broadcast_from_main(lambda: sent)
-    # What is offloaded would be copied by the CPU, which no method does.
+    # Offloaded state would be copied by the CPU, which no method does.
     copied = 0.0 if trainer.recipe.sync.offload else _copied(trainer)
     return Turn(seconds / rounds, exposed, messages, sent, _alone(mesh, sent), copied)
 
@@ -285,7 +286,7 @@ def failed_row(name: str, choice: Choice, wires: Sequence[str], why: RowFailed) 
 
 
 def main() -> None:
-    """Measure one method after another, print the table, and write the page if asked to."""
+    """Measure one method after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--methods", nargs="+", choices=CHOICES, default=list(CHOICES), metavar="METHOD")
     arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")

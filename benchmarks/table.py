@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: a table for terminal and page, a line that tells how to repeat it, and small runs."""
+"""Shared parts of the benchmarks: a table for terminal and page, the command and versions that produced it, and small runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers")
 COMMIT = "LLMTRAIN_COMMIT"
 """Environment variable: the commit, for a copy of the tree without `.git`."""
 COMMITS, UNKNOWN = "benchmark_commits.txt", "unknown"
-"""File of a run directory with the commits at which `train` has started it, and the commit of a run without that file."""
+"""File in a run directory with the commits at which `train` has started the run, and the commit of a run without that file."""
 COMMON = (
     "data.tokenizer=train:4096",
     "train.tokens=null",
@@ -43,7 +43,7 @@ COMMON = (
     "eval.tokens=100_000",
     "eval.sample_prompt=null",
 )
-"""Overrides that turn a recipe for GPUs into one for a few minutes on two cores."""
+"""Overrides that shorten a recipe for GPUs to a few minutes on two cores."""
 WARMUP, EVERY = 50, 20
 """Synchronous steps at the start, and local steps per round, for the methods that have them."""
 
@@ -51,7 +51,7 @@ Row = tuple[str, ...]
 
 
 def parser(description: str) -> ArgumentParser:
-    """Return a parser with the option `--write`, whose help shows the module's docstring as it is written."""
+    """Return a parser with the option `--write`, whose help shows `description`, a script's docstring, with its line breaks."""
     made = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     made.add_argument("--write", action="store_true", help="also write to benchmarks/results/")
     return made
@@ -73,13 +73,13 @@ def run_overrides(options: Namespace) -> list[str]:
 
 
 def train(recipe: str, overrides: Sequence[str]) -> Path:
-    """Train a recipe, unless its run is complete, and return the run directory, where the commit is recorded first."""
+    """Train a recipe, unless its run is complete, after recording the commit in the run directory. Return that directory."""
     from llmtrain.recipe_loader import load_recipe
     from llmtrain.train.run_dir import RunDirectory
 
     loaded = load_recipe(ROOT / recipe, overrides)
     run = ROOT / loaded.run.out_dir / loaded.run.name
-    with contextlib.chdir(ROOT):  # where the run starts
+    with contextlib.chdir(ROOT):  # where runs start
         is_complete = RunDirectory(loaded).finished_summary() is not None
     if not is_complete and commit() not in (known := commits_of(run)):
         run.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def train(recipe: str, overrides: Sequence[str]) -> Path:
 
 
 def commits_of(run: Path) -> list[str]:
-    """Return the commits at which `train` has started a run, `unknown` first if the run was begun without a record of it."""
+    """Return the commits at which `train` has started a run, first `unknown` if the run was begun without such a record."""
     if (run / COMMITS).exists():
         return (run / COMMITS).read_text().splitlines()
     return [UNKNOWN] if (run / "recipe.yaml").exists() else []
@@ -177,8 +177,8 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def write_page(folder: Path, title: str, paragraphs: Sequence[str]) -> None:
-    """Write the README.md of a new results folder, which replaces the old one."""
-    made_by = provenance()  # before a changed file makes the commit -dirty
+    """Replace a results folder by a new one with a README.md."""
+    made_by = provenance()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("\n\n".join([f"# {title}", made_by, *paragraphs]) + "\n")

@@ -1,12 +1,12 @@
-"""How fast does one replica train, in how much memory, beside a bare loop and beside what was predicted?
+"""Speed and memory of one replica's training, compared with a bare loop and with the predictions.
 
     python benchmarks/throughput.py                               # small models on a CPU; 33M alone: ten minutes on two cores
     python benchmarks/throughput.py --sizes 160M 1B 7B-layers     # one GPU
     python benchmarks/throughput.py --sizes 1B --shard 8          # eight
 
-Every row is a process of its own (with `--shard`, so many): an engine of ours, a bare FSDP2 loop, or torchtitan's trainer where
-that is installed, with and without torch.compile and activation checkpointing. What the recipe checks refuse (ZeRO stage 3 with
-compile) has no row. The prediction is the one that `llmtrain recipe show` prints. With `--write` the table goes to
+Each row runs in a process of its own, or in `--shard` processes: an engine of llmtrain, a bare FSDP2 loop, or torchtitan's trainer
+if it is installed, with and without torch.compile and activation checkpointing. Combinations that the recipe checks refuse (ZeRO
+stage 3 with compile) have no row. The predictions are those of `llmtrain recipe show`. With `--write`, the table goes to
 benchmarks/results/throughput/.
 """
 
@@ -79,9 +79,9 @@ SIZES = {
     "1B-2048": _llama(2048, 5632, 16, 16, 50304, 2048, 8),
     "7B-layers": _llama(4096, 11008, 4, 32, 50304, 4096, 8),
 }
-"""Llamas with their sequences and micro-batches; the last has the layers of a model of 7 B parameters, but four of them."""
+"""Llamas with their sequence lengths and micro-batches. The last one has four layers of the size of a 7 B model's."""
 TINY = _llama(32, 64, 2, 2, 2048, 32, 2)
-"""Tiny model that is trained first on a CPU, so that code that is loaded only once does not count in the measured memory."""
+"""Tiny model that is trained first on a CPU, so that the measured memory does not include code that is loaded once."""
 CHECKPOINTING = {"no": "false", "yes": "true", "selective": "selective"}
 COLUMNS = (
     "model",
@@ -150,7 +150,7 @@ def recipe_of(task: Mapping[str, Any], model: Sequence[str]) -> Recipe:
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Return one row's figures on the main rank, and None on others. With `quick`, the peak is not counted on a CPU."""
+    """Return one row's figures on the main rank, and None on others. With `quick`, a CPU's peak is not measured."""
     from llmtrain.plan.memory import estimate
     from llmtrain.plan.model_size import size_of
     from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
@@ -228,7 +228,7 @@ def step_of(
 
 
 def is_possible(task: Mapping[str, Any]) -> bool:
-    """Return whether a row can be measured: the recipe checks accept its recipe."""
+    """Return whether a row can be measured: its loop has these settings, and the recipe checks accept its recipe."""
     from llmtrain.errors import RecipeError
     from llmtrain.recipe_check import check
 
@@ -244,7 +244,7 @@ def is_possible(task: Mapping[str, Any]) -> bool:
 
 
 def row(task: Mapping[str, Any], found: Mapping[str, Any], bare: Mapping[str, Any] | None) -> Row:
-    """Return a row of the table. `bare` is the bare loop's answer to the same task."""
+    """Return a row of the table. `bare` is the bare loop's answer to the same task, if known."""
     rates = [found["tokens"] / seconds for seconds in found["seconds"]]
     low, rate, high = quartiles(rates)
     peak = found["peak_flops"]
@@ -277,7 +277,7 @@ def _with(task: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure one row after another, print the table, and write the page if asked to."""
+    """Measure one row after another, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"of {', '.join(SIZES)}")
     titans = [*([TITAN] if is_installed() else []), *([TITAN_MODEL] if has_titan_model() else [])]

@@ -1,8 +1,8 @@
-"""A training step of torchtitan (https://github.com/pytorch/torchtitan, 0.3) on the model and batches of one of our recipes.
+"""Training step of torchtitan (https://github.com/pytorch/torchtitan, 0.3) on the model and batches of an llmtrain recipe.
 
 Trainer, model, loss and optimizer are torchtitan's own, unchanged; only the batches and the mesh's process group are ours.
-torchtitan is made for GPUs. On a CPU, FlexAttention can't train, so its other attention (scaled_dot_product_attention) is
-used, and two of its GPU monitors read nothing.
+torchtitan is made for GPUs. On a CPU, FlexAttention cannot train, so torchtitan's other attention (scaled_dot_product_attention)
+is used, and its monitor of GPU memory reads zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEVER = 1_000_000_000
 
 
 def release() -> str:
-    """Return the installed release, or an empty string."""
+    """Return torchtitan's installed release, or an empty string."""
     try:
         return version(MODULE)
     except PackageNotFoundError:
@@ -36,14 +36,14 @@ def release() -> str:
 
 
 def is_installed() -> bool:
-    """Return whether a release is installed whose trainer can be measured. Of earlier releases, only the model can
+    """Return whether a release is installed whose trainer can be measured. Of release 0.2, only the model can be measured
     (`titan_model.py`)."""
     return bool(release()) and not release().startswith("0.2")
 
 
 def titan_loop(recipe: Recipe, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
     """Return a function that takes one step of torchtitan's trainer: one replica, sharded over all ranks. The trainer uses the
-    process group that is open."""
+    open process group."""
     if not on_gpu():
         _without_a_gpu()
     import torch

@@ -1,8 +1,8 @@
 """torchtitan's Llama 3 model of release 0.2.2, which torch 2.11 can run, in the loop of `loops.plain_step`.
 
-The release's trainer needs packages that its model does not (data sets, checkpoints, pipelines), and later releases need
-torch 2.12. So only the model's own files are loaded: modules in the places of the packages around them define the few names
-that those files import. Sharded and compiled as its `apply_fsdp` and `apply_compile` do; the loss is its
+The release's trainer needs packages that its model does not need (data sets, checkpoints, pipelines), and later releases need
+torch 2.12. So only the model's own files are loaded. Stand-ins for the modules around them define the few names that these files
+import. The model is sharded and compiled as by torchtitan's `apply_fsdp` and `apply_compile`. The loss is that of its
 `cross_entropy_loss`, over all logits at once. `titan.py` has the trainer of later releases.
 """
 
@@ -29,14 +29,14 @@ FILES = "models.llama3.model"
 
 
 def is_installed() -> bool:
-    """Return whether the release whose model this loads is installed."""
+    """Return whether the release is installed whose model is loaded here."""
     return release().startswith(RELEASE)
 
 
 def titan_model_loop(
     recipe: Recipe, mesh: Mesh, vocab_size: int, batches: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[[], None]:
-    """Return a function that takes one training step of the model in the sizes of the recipe's Llama, sharded over all
+    """Return a function that takes one training step of the model, with the sizes of the recipe's Llama, sharded over all
     ranks."""
     import torch
     import torch.nn.functional as F

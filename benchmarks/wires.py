@@ -1,13 +1,12 @@
-"""What do rounded messages cost in loss, and what do they save in bytes?
+"""Loss and bytes of DiLoCo with each wire format.
 
     python benchmarks/wires.py --source train.txt --validation valid.txt      # TinyStories' files, or any text
     python benchmarks/wires.py                                                # TinyStories from the hub
 
-Trains the DiLoCo run of benchmarks/methods.py once with each wire format, 2 to 3 minutes each on two cores, and prints
-one table; the run in fp32 is the very same one, so it is not made twice. A run that is complete is not made again; it may be of
-an earlier commit, and table and page name the commits at which the runs were trained. Delete runs/benchmark_diloco* to train
-all of them now.
-With `--write` the table and each run's metrics go to benchmarks/results/wires/.
+Trains the DiLoCo run of benchmarks/methods.py once with each wire format, and prints one table. Each run takes 2 to 3 minutes on
+two cores. The run in fp32 is that of benchmarks/methods.py itself. Complete runs are not repeated. Such runs may be of earlier
+commits; the table and the page name the commits at which the runs were trained. Delete runs/benchmark_diloco* to train all of them
+anew. With `--write`, the table and each run's metrics go to benchmarks/results/wires/.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ BYTES = {
     "fp4": 1 / 2 + 4 / 128,
     "2bit": 1 / 4 + 4 / 128,
 }
-"""Bytes per value of each wire format, the value's share of a block's scale included."""
+"""Bytes per value of each wire format, including the value's share of its block's scale."""
 COLUMNS = ("wire", "validation loss", "difference to fp32", "bytes per round and rank", "theory", "off by", "rounds")
 LOSS = COLUMNS.index("validation loss")
 NOTES = """\
@@ -85,7 +84,7 @@ def parameters_of(run: Path) -> int:
     from llmtrain.recipe_loader import load_recipe
     from llmtrain.train.prepare_data import prepare_texts
 
-    with contextlib.chdir(ROOT):  # its recipe names files as seen from there
+    with contextlib.chdir(ROOT):  # paths in its recipe are relative to that folder
         recipe = load_recipe(run / "recipe.yaml")
         vocab_size = prepare_texts(recipe, show_progress=False)[""].vocab_size
     return count_parameters(build(model_config(recipe.model, vocab_size), recipe.parallel.loss_chunk))
@@ -107,7 +106,7 @@ def row(wire: str, run: Path, parameters: int, fp32_loss: float) -> Row:
 
 
 def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
-    """Write the page with the table, and keep the runs' logs to check the numbers against."""
+    """Write the page with the table, and keep the runs' logs, by which the numbers can be checked."""
     folder = RESULTS / "wires"
     table = markdown(COLUMNS, lowest_in_bold(rows, LOSS))
     write_page(folder, "DiLoCo by wire", [table, commits_sentence(runs), NOTES])
@@ -115,7 +114,7 @@ def write(rows: Sequence[Row], runs: Mapping[str, Path]) -> None:
 
 
 def main() -> None:
-    """Train with every wire format, print the table, and write the page if asked to."""
+    """Train with every wire format, print the table, and write the page if `--write` is given."""
     arguments = parser(__doc__)
     add_run_options(arguments)
     arguments.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), metavar="WIRE")

@@ -1,8 +1,8 @@
-"""The pinned packages of `data.source: python`, written by `python -m docs.python_packages` after constraints.txt has changed,
-in an environment with its versions and torch for a CPU.
+"""Pinned packages of `data.source: python`. Write them with `python -m docs.python_packages` after constraints.txt has changed,
+in an environment with its versions and torch for CPUs.
 
-They are what llmtrain's requirements need on a CPU, directly or not; packages that only torch's CUDA version needs, and
-llmtrain itself, are not among them.
+They are llmtrain's direct and indirect requirements on a CPU. llmtrain itself and packages that only torch's CUDA version needs
+are not among them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmtrain.data.python_files import LIBRARY, PINNED, package_named
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
 CUDA = ("nvidia-", "cuda-", "triton")
-"""Beginnings of the names of packages that a CPU does not need."""
+"""Prefixes of the names of packages that are not needed on a CPU."""
 HEADER = """\
 # Packages of `data.source: python`, written by `python -m docs.python_packages`: version, files, bytes, and a
 # digest of the files' names, sizes and recorded digests. `python` is the standard library.
@@ -25,7 +25,7 @@ HEADER = """\
 
 
 def required_packages() -> list[str]:
-    """Return the names of the installed packages that requirements.txt needs, directly or not, sorted."""
+    """Return the sorted names of the installed packages that requirements.txt needs, directly or indirectly."""
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     missing = [Requirement(line) for line in lines if line]
     wanted: dict[str, set[str]] = {}

@@ -116,7 +116,7 @@ def recipe_reference() -> str:
 
 
 def methods_table() -> str:
-    """Return README's table of the methods and what they are for."""
+    """Return README's table of the methods and their purposes."""
     rows = []
     for name, method in METHODS.items():
         idea = method.__doc__.split("\n")[0].partition(": ")[2].rstrip(".")
@@ -128,7 +128,7 @@ def methods_table() -> str:
 
 
 def composition_table() -> str:
-    """Return docs/methods.md's tables of which kinds of two choices cannot be combined, and why."""
+    """Return what docs/methods.md shows of the kinds of two choices: a table of combinations, and why some are excluded."""
     pairs = [(choice, kind) for choice, kinds in CHOICES.items() for kind in kinds]
     concerned = [pair for pair in pairs if any(conflict_between(*pair, *other) for other in pairs)]
     columns = [pair for pair in concerned if pair[0] in ("schedule", "period")]
@@ -155,12 +155,12 @@ def _kinds(kinds: Sequence[str]) -> str:
 
 
 def readme_with_methods(readme: str) -> str:
-    """Return README's text with a new table between its two marks."""
+    """Return `readme` with a new table of methods between its two marks."""
     return _between(readme, METHODS_BEGIN, METHODS_END, methods_table())
 
 
 def methods_page_with_composition(page: str) -> str:
-    """Return docs/methods.md's text with new tables between its two marks."""
+    """Return `page` with a new table and list of combinations between its two marks."""
     return _between(page, COMPOSITION_BEGIN, COMPOSITION_END, composition_table())
 
 
@@ -171,7 +171,7 @@ def _between(text: str, begin: str, end: str, written: str) -> str:
 
 
 def _chosen(method: str) -> dict[str, Any]:
-    """Return a method's choices by key: those of `sync`, and what it chooses of `optim`, if anything."""
+    """Return a method's choices by key: those of `sync`, and those of `optim`, if it has any."""
     inner = inner_preset(method)
     return METHODS[method].PRESET | ({"optim": inner} if inner else {})
 

@@ -26,7 +26,7 @@ def main(steps: int = 40, replicas: int = 2) -> nn.Module:
     if torch.cuda.is_available():
         device = "cuda"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # Messages between replicas are in flight while FSDP2 gathers. NCCL may deadlock unless all GPUs start both in one order.
+    # Messages between replicas are in flight while FSDP2 gathers. NCCL may deadlock unless all GPUs start both in the same order.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -43,7 +43,7 @@ def main(steps: int = 40, replicas: int = 2) -> nn.Module:
     updates = LocalUpdates(model, optimizer, "edit", **groups, **choices)
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
-    torch.manual_seed(1 + dist.get_rank())  # every rank trains on other samples
+    torch.manual_seed(1 + dist.get_rank())  # every rank trains on different samples
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - 32, (8, 1), device=device)
         sequences = text[starts + torch.arange(32, device=device)]

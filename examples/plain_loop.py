@@ -1,11 +1,11 @@
-"""DiLoCo in a plain PyTorch loop: every process is a replica. The loop saves, and continues where it was stopped.
+"""DiLoCo in a plain PyTorch loop: every process is a replica. The loop saves checkpoints, and continues from them.
 
 The model learns to predict the next byte of this file. Run it with
 
     torchrun --nproc-per-node 2 examples/plain_loop.py [FOLDER]
 
-In FOLDER, every rank keeps its last two checkpoints; without it, nothing is saved. With GPUs, each process takes one;
-CUDA_VISIBLE_DEVICES= hides them. Between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface.
+In FOLDER, every rank keeps its last two checkpoints; without FOLDER, nothing is saved. With GPUs, each process takes one;
+CUDA_VISIBLE_DEVICES= hides the GPUs. Between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface.
 """
 
 import os
@@ -21,22 +21,22 @@ from llmtrain.sync import LocalUpdates
 
 
 def save(folder: Path, step: int, parts: dict[str, Any]) -> None:
-    """Write this rank's checkpoint of a step. The one before it is kept until all ranks have the next one."""
+    """Write this rank's checkpoint of a step. Keep the previous one, in case some ranks do not complete this one."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"rank{dist.get_rank()}.tmp"
     torch.save({name: part.state_dict() for name, part in parts.items()}, unfinished)
-    dist.barrier()  # all ranks have written this step, so all have the one before it
+    dist.barrier()  # all ranks have written this step, so all have the previous checkpoint
     unfinished.rename(checkpoint(folder, step))
     for old in steps_in(folder)[:-2]:
         checkpoint(folder, old).unlink()
 
 
 def load(folder: Path, parts: dict[str, Any], device: torch.device) -> int:
-    """Load this rank's checkpoint of the newest step of which all ranks have one, and return the step; 0 without any."""
+    """Load this rank's checkpoint of the newest step that all ranks have, and return the step, or 0 if there is none."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, steps_in(folder))
     step = max(set.intersection(*map(set, of_ranks)), default=0)
-    if not step and max(map(len, of_ranks)) > 1:  # more than a first one that was interrupted
+    if not step and max(map(len, of_ranks)) > 1:  # more than a first save that was interrupted
         raise SystemExit(f"{folder}: no step of which all ranks have a checkpoint; were there other processes before?")
     if step:
         state = torch.load(checkpoint(folder, step), map_location=device, weights_only=True)
@@ -53,7 +53,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps of which this rank has a checkpoint, in order."""
+    """Return the steps of this rank's checkpoints, in ascending order."""
     return sorted(int(path.stem.partition("-step")[2]) for path in folder.glob(f"rank{dist.get_rank()}-step*.pt"))
 
 
@@ -76,7 +76,7 @@ def main(steps: int = 60, folder: Path | None = None, save_every: int = 10) -> n
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
     for step in range(done + 1, steps + 1):
-        # Every replica trains on other samples, which a resumed loop draws again.
+        # Every replica trains on different samples, and a resumed loop draws the same ones again.
         drawn = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         starts = torch.randint(len(text) - 8, (32, 1), generator=drawn).to(device) + torch.arange(8, device=device)
         loss = nn.functional.cross_entropy(model(text[starts]), text[starts[:, -1] + 1])

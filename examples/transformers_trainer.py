@@ -4,7 +4,7 @@ The model learns to predict the next byte of this file. Run it with
 
     torchrun --nproc-per-node 2 examples/transformers_trainer.py
 
-On machines with GPUs, add --virtual-local-rank, with which each process sees one GPU only: Trainer uses all that it sees. Between
+On machines with GPUs, add --virtual-local-rank, so that each process sees only one GPU: Trainer uses all GPUs that it sees. Between
 hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface.
 """
 

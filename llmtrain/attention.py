@@ -19,10 +19,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 
 def document_ids(input_ids: torch.Tensor, separator: int) -> torch.Tensor:
-    """Return the number of each token's document in its row: [B, T].
+    """Return the document number of each token in its row: [B, T].
 
-    A document begins with the `separator` before it, as prompts do. A document's first token is so predicted from the separator
-    alone, and its last token predicts the next separator.
+    A document begins with the `separator` before its text, as a prompt does. The first token of the text is therefore
+    predicted from the separator alone, and the last one predicts the next separator.
     """
     return (input_ids == separator).cumsum(1)
 
@@ -48,7 +48,7 @@ UNMASKED = "unmasked_sdpa"
 AttentionInterface.register(UNMASKED, AttentionInterface()["sdpa"])
 
 SHORT = 256
-"""Number of queries up to which attention in bf16 on a CPU is computed without the fused kernel, which is slower there."""
+"""Largest number of queries for which attention in bf16 on a CPU avoids the fused kernel, which is slower for so few."""
 
 
 def fuse_attention(causal_lm: PreTrainedModel, separates_documents: bool) -> None:
@@ -139,8 +139,8 @@ def _attend_to(sees: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
-    """Return the bool mask [B, 1, T, T] in which a query sees itself and earlier keys of its own document, by `documents`
-    [B, T]."""
+    """Return the bool mask [B, 1, T, T] with which each query sees itself and the earlier keys that have its document
+    number in `documents` [B, T]."""
     place = torch.arange(documents.shape[1], device=documents.device)
     sees = (place[:, None] >= place) & (documents[:, :, None] == documents[:, None, :])
     return sees[:, None]
@@ -149,8 +149,8 @@ def causal_in_documents(documents: torch.Tensor) -> torch.Tensor:
 def _attend_in_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, documents: torch.Tensor | None, dropout: float
 ) -> torch.Tensor:
-    """Return what `attend` returns, computed in chunks: queries [B x chunks, H, window, head size], and keys and values
-    of twice that length."""
+    """Return the result of `attend`, computed in chunks: queries are [B x chunks, H, window, head size], and keys and
+    values twice as long."""
     batch, length = q.shape[0], q.shape[2]
     chunks = -(-length // window)
     missing = chunks * window - length
@@ -161,8 +161,8 @@ def _attend_in_chunks(
 
     row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
     sees = (row < key) & (key <= row + window)
-    # Keys before the first token and after the last one are padding. No query of a token sees them, the latter by causality.
-    # Queries of padding see themselves, so that no softmax is over nothing.
+    # Keys before the first token and after the last one are padding. No token's query sees them, those after the last
+    # token because of causality. Padding queries see themselves, so that no softmax is over an empty set.
     is_there = torch.arange(chunks, device=q.device)[:, None, None] * window + key >= window
     sees = (sees & is_there).expand(batch, -1, -1, -1)
     if documents is not None:

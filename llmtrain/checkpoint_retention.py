@@ -1,7 +1,7 @@
-"""Choice of the checkpoints that a run keeps, and of the best one: of those validated at their own step, the one with the lowest
-loss.
+"""Choice of the checkpoints that a run keeps, and of the best checkpoint: the one with the lowest loss among those
+validated at their own step.
 
-Imports no torch, so that commands that only look at a run answer at once.
+This module does not import torch, so that commands that only inspect a run start fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmtrain.config import CheckpointSection
 from llmtrain.run_files import STATE_FILE, complete_checkpoints
 
 BEST = "best"
-"""Name of the best checkpoint where a step is asked for."""
+"""Word that stands for the step of the best checkpoint in the `--step` option."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckpointLoss:
 
 
 def loss_of(state: Mapping[str, Any]) -> CheckpointLoss | None:
-    """Return the loss in the content of a state.json; None if it has no finite loss of its own step."""
+    """Return the loss in the content of a state.json; None if it has no finite loss that was measured at its own step."""
     try:
         progress = state["ranks"][0]
         found = CheckpointLoss(progress["last_eval"]["loss"], progress["last_eval"]["tokens"])
@@ -63,7 +63,7 @@ def read_losses(directory: Path) -> dict[int, CheckpointLoss | None]:
 def best_step(losses: Mapping[int, CheckpointLoss | None]) -> int | None:
     """Return the step with the lowest loss, the latest of equal ones; None if no step has a loss.
 
-    Only losses over as many tokens as the latest one count, because `eval.tokens` may have been changed.
+    Only losses over the same number of tokens as the latest loss count, because `eval.tokens` may have been changed.
     """
     found = {step: loss for step, loss in losses.items() if loss is not None}
     if not found:
@@ -73,7 +73,8 @@ def best_step(losses: Mapping[int, CheckpointLoss | None]) -> int | None:
 
 
 def expired(losses: Mapping[int, CheckpointLoss | None], section: CheckpointSection) -> list[int]:
-    """Return those of the given checkpoint steps, with their validation losses, whose checkpoints are to be deleted."""
+    """Return the steps of the checkpoints to delete, in ascending order. `losses` maps the step of each existing
+    checkpoint to its validation loss."""
     older = sorted(losses)[: -section.keep]
     best = best_step(losses) if section.keep_best else None
     first: dict[int, int] = {}
@@ -85,8 +86,9 @@ def expired(losses: Mapping[int, CheckpointLoss | None], section: CheckpointSect
 
 
 def max_on_disk(steps: int, section: CheckpointSection) -> int:
-    """Return the largest number of checkpoints on disk at a time in a run of `steps` that is not stopped: those that are
-    kept, and one more, because the oldest is deleted only when the newest is complete; at most all that it writes."""
+    """Return the largest number of checkpoints that an uninterrupted run of `steps` steps has on disk at a time. This
+    is the number to keep plus one, because the oldest is deleted only when the newest is complete, and at most the
+    number that the run writes."""
     written = math.ceil(steps / (section.every or steps))
     for_good = steps // section.keep_every if section.keep_every is not None else 0
     return min(written, section.keep + section.keep_best + for_good + 1)

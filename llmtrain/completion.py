@@ -1,4 +1,4 @@
-"""Completion of recipes' names, sections and keys in a shell, after `llmtrain --install-completion`. Imports no torch."""
+"""Shell completion of the names, sections and keys of recipes, after `llmtrain --install-completion`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def complete_section(incomplete: str) -> list[str]:
 
 
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the recipe keys that begin with `incomplete`, as `a.b=`. If only one is left, return it with each word that it
-    takes, or with its default, as `a.b=c`. bash cuts words at `=`, so for bash the values are returned alone."""
+    """Return the recipe keys that begin with `incomplete`, as `a.b=`. If only one key is left, return it with each word
+    that it accepts, or with its default, as `a.b=c`. bash splits words at `=`, so for bash only the values are returned."""
     before = list(context.params.get("overrides") or ())
     if before[-1:] == ["="]:  # bash, with a part of the value
         return [value for value in _values().get(before[-2], ()) if value.startswith(incomplete)]
@@ -38,14 +38,14 @@ def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     if len(keys) != 1:
         return [f"{key}=" for key in keys]
     values = _values()[keys[0]]
-    # If there are several words, a shell inserts their common beginning, and no space after it.
+    # If there are several values, a shell inserts their common prefix without a space after it.
     return [f"{keys[0]}={value}" for value in (values if len(values) > 1 else ("", *values))]
 
 
 @cache
 def _values() -> dict[str, tuple[str, ...]]:
-    """Return, for each key, the words that it takes, or its default if it takes none and the default is a single word. Keys
-    of the items of a list can't be set one by one, and are left out."""
+    """Return, for each key, the words that it accepts, or its default if it accepts no list of words and the default is
+    a single word. Keys of list items are left out, because they can't be set one by one."""
     from llmtrain.recipe_keys import key_groups, sections
     from llmtrain.sync.methods import METHODS
 

@@ -20,7 +20,7 @@ PER_HOST_KEYS = (
     "parallel.shard_network",
     "eval.suite.data_dir",
 )
-"""Keys that may differ between hosts: folders, interfaces and a number of processes. Tokens are compared on their own."""
+"""Keys that may differ between hosts: folders, interfaces and a number of processes. Tokens are compared separately."""
 MAX_NAMED = 5
 """Maximum number of values that `inconsistency` names."""
 
@@ -44,13 +44,13 @@ def recipe_values(recipe: Recipe) -> dict[str, str]:
 
 
 def digest_of_values(values: Mapping[str, str]) -> str:
-    """Return a digest that is the same for the same values."""
+    """Return a digest of values, which does not depend on their order."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def inconsistency(values: Sequence[Mapping[str, str]], who: Callable[[list[int]], str]) -> str | None:
-    """Return text such as `optim.lr is 0.001 for rank 0, 0.002 for ranks 1-3`, or None if all have the same values. `who` returns
-    the name of those with the given indices."""
+    """Return text such as `optim.lr is 0.001 for rank 0, 0.002 for ranks 1-3`, or None if all have the same values.
+    `who` returns a text that names the members of `values` with the given indices."""
     found = []
     for key in dict.fromkeys(key for one in values for key in one):
         holders: dict[str, list[int]] = {}
@@ -64,7 +64,7 @@ def inconsistency(values: Sequence[Mapping[str, str]], who: Callable[[list[int]]
 
 @cache  # ranks that a launcher forks inherit it
 def source_hash() -> str:
-    """Return a digest of the package's Python files, which shows checkouts of one version that differ."""
+    """Return a digest of the package's Python files, which distinguishes checkouts of the same version."""
     root = Path(llmtrain.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -53,15 +53,15 @@ NO_ANSWER = (
     errno.EHOSTDOWN,
     errno.EHOSTUNREACH,
 )
-"""Numbers of errors of a disk that does not answer, such as that of a file server that is replaced by another."""
+"""Error numbers of a disk that does not answer, such as the disk of a file server that is being replaced."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of errors of a disk, or of a user's share of it, that is full."""
+"""Error numbers of a full disk or quota."""
 PASSING = (*NO_ANSWER, *FULL)
-"""Numbers of errors of a disk that may end by themselves: it does not answer, or is full."""
+"""Error numbers of disk failures that may end by themselves."""
 
 
 def data_error(problem: str, error: Exception) -> DataError:
-    """Return the error of a text or its folder for which `error` is the reason: an UnavailableError if that may end by itself."""
+    """Return the error for a text or its folder that `error` made unusable: an UnavailableError if that may end by itself."""
     return (UnavailableError if getattr(error, "errno", None) in PASSING else DataError)(problem)
 
 
@@ -121,7 +121,7 @@ def first_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line that says why a file can't be used. For errors such as a TypeError, it does not contain Python's own
+    """Return one line that says why a file can't be used. For errors such as a TypeError, the line does not contain Python's
     message, which says nothing about the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -150,10 +150,10 @@ def exit_with_status(command: Callable[[], object]) -> None:
     """Run a command and turn its errors into exit codes.
 
     A UserError or TrainingError prints one line. Any other exception prints its traceback. A character that the output's encoding
-    lacks is printed as its number, because it is no reason for a command to fail.
+    lacks is printed as its number, so that the command does not fail because of it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with suppress(OSError):  # what it still holds can't be written
+        with suppress(OSError):  # its buffered text can't be written
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command()
@@ -185,7 +185,7 @@ def _leave(code: int) -> NoReturn:
 def is_local_rank_zero() -> bool:
     """Return whether this is the first rank of its host, according to every launcher involved in starting it.
 
-    A process whose variables do not describe one rank of several counts as the first one: either the error is about these
+    A process whose variables do not describe one rank of several counts as the first rank: either the error is about these
     variables, or the process is alone.
     """
     for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):

@@ -1,4 +1,7 @@
-"""Small files that must survive a crash: written atomically, and read past damaged lines. Imports no torch."""
+"""Paths that users give, and small files that must survive a crash: they are written atomically, and read past damaged lines.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import yaml
 from llmtrain.errors import FULL, ResultsError, UserError, first_line
 
 LONGEST_NAME, LONGEST_PATH = 230, 3800
-"""Maximum lengths of a name and of a path that a user gives, in bytes. File systems take 255 and 4,095. The difference leaves
-room for appended parts, such as the ending of a temporary file."""
+"""Maximum lengths of a name and of a path that a user gives, in bytes. File systems allow 255 and 4,095. The difference leaves
+room for appended parts, such as the suffix of a temporary file."""
 
 
 def is_too_long(path: str | Path) -> bool:
@@ -28,7 +31,7 @@ def is_too_long(path: str | Path) -> bool:
 def check_path(path: str | Path) -> None:
     """Raise UserError if a path is too long for a file system, or leads through a folder that may not be read.
 
-    The methods of pathlib that ask for a file's kind raise OSError for both.
+    For such a path, methods of pathlib such as `is_file` raise OSError.
     """
     if is_too_long(path):
         raise UserError(f"{str(path)[:60]}... is too long for the name of a file; shorten it")
@@ -41,21 +44,21 @@ def check_path(path: str | Path) -> None:
 
 
 def revalidate(folder: Path) -> None:
-    """Make a network file system ask its server for a folder, by opening it and those above it. Otherwise it may say for up to a
-    minute that what another host has made there does not exist."""
+    """Make a network file system ask its server for a folder, by opening the folder and those above it. Otherwise, files that another
+    host has created there may seem missing for up to a minute."""
     for path in (*reversed(folder.absolute().parents), folder):
         with suppress(OSError):
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def local_path(name: str) -> Path | None:
-    """Return the file or folder that a user's text names, with `~` expanded, or None if there is none."""
+    """Return the file or folder that a user's text names, with `~` expanded, or None if it does not exist."""
     path = os.path.expanduser(name)
     return Path(path) if os.path.exists(path) else None  # False also for a text that is too long for a path
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path` if it exists, or else the nearest path above it that does, which is absolute."""
+    """Return `path` if it exists, or else the nearest folder above it that exists, as an absolute path."""
     # Path.exists raises PermissionError below a folder that may not be read
     return next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
 
@@ -101,37 +104,37 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 LOCK_HOLDER = ".lock.holder"
-"""File in a locked folder that names the last process that locked it and, in a second line, this start of its host's kernel. `.lock`
-can't hold the name, because opening it empties it."""
+"""File in a locked folder that names the last process that locked it and, on a second line, the boot ID of its host. `.lock` can't
+hold the name, because opening that file empties it."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Linux's name for this start of the kernel. It tells hosts of one name apart, as pods of a Kubernetes Job that replace each other."""
+"""File with Linux's boot ID, which distinguishes hosts of the same name, such as pods of a Kubernetes Job that replace each other."""
 
 
 def write_lock_holder(folder: Path) -> None:
-    """Record that this process works in a folder that it has locked. On a full disk there is no record, which serves messages alone:
-    the process may be about to make room."""
+    """Record that this process works in a folder that it has locked. On a full disk, leave no record instead of raising an error,
+    because the process may be about to make room."""
     record = folder / LOCK_HOLDER
     try:
         record.write_text(f"process {os.getpid()} {_this_host()}", encoding="utf-8")
     except OSError as error:
         if error.errno not in FULL:
             raise
-        record.unlink(missing_ok=True)  # it is empty, or another process's
+        record.unlink(missing_ok=True)  # it is empty, or names another process
 
 
 def lock_holder(folder: Path) -> str:
-    """Return which process works in a locked folder, for an error message."""
+    """Return the name of the process that works in a locked folder, for an error message."""
     return holder_text(folder).partition("\n")[0][:100] or "another process"
 
 
 def is_held_elsewhere(folder: Path) -> bool:
-    """Return whether the process that locked a folder last did so on another host, or before this host started again."""
+    """Return whether the process that last locked a folder ran on another host, or before the last boot of this host."""
     text = holder_text(folder)
     return text != "" and not text.endswith(_this_host())
 
 
 def holder_text(folder: Path) -> str:
-    """Return the record of the process that last locked a folder; "" if there is none, or it can't be read."""
+    """Return the record of the process that last locked a folder; "" if there is no record, or if it can't be read."""
     try:
         return (folder / LOCK_HOLDER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -164,7 +167,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 NUMBERS = ("loss", "seconds", "steps", "sent")
-"""Endings of those keys of a summary.json whose values are numbers."""
+"""Suffixes of the keys of a summary.json whose values are numbers."""
 
 
 def text_for_number(summary: dict[str, Any]) -> str | None:
@@ -174,12 +177,12 @@ def text_for_number(summary: dict[str, Any]) -> str | None:
 
 
 LEAVE_OUT = "restore the file, or leave this run out"
-"""Remedy for a damaged file of a run that a user started, whose checkpoints are worth more than the file."""
+"""Remedy for a damaged file of a user's run. Deleting the run would cost its checkpoints, which are worth more than the file."""
 
 
 def read_mapping(path: Path, remedy: str = LEAVE_OUT) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file, or {} if there is no such file. Raises ResultsError, which ends with `remedy`,
-    if it is damaged."""
+    """Return the mapping in a JSON or YAML file, or {} if the file does not exist. Raises ResultsError, whose message ends with
+    `remedy`, if the file is damaged."""
     parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         value = parse(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -15,8 +15,8 @@ from llmtrain.errors import ModelError
 IGNORE_INDEX = -100
 """Label of a position that is excluded from the loss."""
 ROW_MULTIPLE = 64
-"""Number of values at whose multiples rows of logits begin on a GPU. Of matrices in bf16 with a pitch that is not a multiple of 8
-values, such as GPT-2's 50,257, GPUs have only slow products."""
+"""Alignment, in values, of the rows of logits on a GPU. Products of bf16 matrices are slow on GPUs if the row pitch is
+not a multiple of 8 values, as with GPT-2's 50,257 tokens."""
 SummedLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """(hidden [..., d], weight [V, d], bias [V] or None, labels [...]) -> summed loss, a scalar."""
 
@@ -43,7 +43,7 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.d
     loss = (log_total - wider.gather(1, target)[:, 0]).masked_fill(~counts, 0).sum()
     if needs_grad:
         softmax.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide))
-        if torch.compiler.is_compiling():  # which breaks the graph at an `out` with gaps between its rows
+        if torch.compiler.is_compiling():  # an `out` with gaps between its rows would break the graph
             logits.copy_(softmax.mul_(counts.to(wide)[:, None]))
         else:
             torch.mul(softmax, counts.to(wide)[:, None], out=logits)
@@ -51,7 +51,7 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, wide: torch.d
 
 
 def _room_for_logits(hidden: torch.Tensor, vocabulary: int, chunk: int) -> torch.Tensor | None:
-    """Return memory for a chunk's logits in which rows begin at multiples of ROW_MULTIPLE values, or None on a CPU."""
+    """Return memory for the logits of one chunk, with rows that begin at multiples of ROW_MULTIPLE values; None on a CPU."""
     if not hidden.is_cuda:
         return None
     return hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE)
@@ -71,12 +71,13 @@ def _logits(
 
 @cache
 def _compiled(dynamic: bool) -> Callable[..., torch.Tensor]:
-    # Without `dynamic`, it is compiled for two shapes, a full chunk and the remainder, unless batches differ in length.
+    # Without `dynamic`, the function is compiled for two shapes, a full chunk and the remainder, or for more if batches
+    # differ in length.
     return torch.compile(_loss_and_gradient, dynamic=dynamic)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed loss whose forward also computes the gradients, a chunk's share while the logits of that chunk exist.
+    """Summed loss whose forward also computes the gradients, chunk by chunk, while the logits of each chunk exist.
 
     Backward only scales them. Shapes: hidden [P, d], weight [V, d], bias [V] or None, labels [P].
     """
@@ -105,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     grad_bias += gradient.sum(0)
                 del gradient
-            del logits  # before the next chunk's, which are as large
+            del logits  # before the next chunk's logits, which are as large, are allocated
         del room
         if needs_grad:
             ctx.save_for_backward(
@@ -131,12 +132,12 @@ def summed_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum over positions of -log softmax(hidden @ weight.T + bias)[label], in at least fp32.
 
-    The shapes are hidden [..., d], weight [V, d] and labels [...], with `IGNORE_INDEX` at positions that are
-    excluded. At most `chunk` rows of logits exist at once. With `compiled`, if gradients are needed, torch.compile fuses the
-    work between the matrix products. It compiles once for all numbers of positions if `dynamic`, and otherwise for each number.
+    The shapes are hidden [..., d], weight [V, d] and labels [...], with `IGNORE_INDEX` at positions that are excluded. At
+    most `chunk` rows of logits exist at once. With `compiled`, if gradients are needed, torch.compile fuses the work
+    between the matrix products. With `dynamic`, it compiles once for all numbers of positions; otherwise, once per number.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    # Here, because inside a Function gradients are always off, and ctx.needs_input_grad is true under no_grad, too.
+    # Decided here, because inside a Function gradients are always off, and ctx.needs_input_grad is true even under no_grad.
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (flat, weight, bias))
     return _ChunkedCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), chunk, compiled, dynamic, needs_grad)
 

@@ -14,7 +14,7 @@ from llmtrain.config.section import Count
 from llmtrain.errors import RecipeError
 
 RATE_TOLERANCE = 0.01
-"""Share of the peak by which two learning rates that count as equal may differ."""
+"""Fraction of the peak by which two learning rates may differ and still count as equal."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class LRSchedule:
 
     @classmethod
     def create(cls, *, peak: float, total_steps: int, **shape: Any) -> LRSchedule:
-        """Return a schedule of plain values. `shape` are keys of a recipe's `schedule` section, such as `kind="linear"`,
-        `warmup_steps=100` or `final_ratio=0`. Raises RecipeError for a key or value that does not exist."""
+        """Return a schedule built from plain values. `shape` has keys of a recipe's `schedule` section, such as
+        `kind="linear"`, `warmup_steps=100` or `final_ratio=0`. Raises RecipeError for a key or value that does not exist."""
         try:
             values = _PlainValues(peak=peak, total_steps=total_steps, **shape)
         except ValidationError as error:
@@ -46,17 +46,17 @@ class LRSchedule:
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of steps of the linear warm-up; the last one has the peak."""
+        """Number of steps of the linear warm-up; the last one has the peak."""
         return self.schedule.warmup_steps
 
     @property
     def decay_steps(self) -> int:
-        """Return the number of steps, at the end of the run, of the decay of `wsd`: at least 1."""
+        """Number of steps in the decay of `wsd` at the end of the run: at least 1."""
         return max(1, round(self.schedule.decay_fraction * self.total_steps))
 
     @property
     def last_peak_step(self) -> int:
-        """Return the last step before the decay of `wsd`."""
+        """Last step before the decay of `wsd`."""
         return self.total_steps - self.decay_steps
 
     def first_step_below(self, share: float) -> int:
@@ -70,8 +70,8 @@ class LRSchedule:
         return steps.start + place
 
     def at(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 1. Beyond `total_steps`, which A-EDiT's fast replicas exceed, it
-        is that of the last step."""
+        """Return the learning rate of step `step` (from 1). Beyond `total_steps`, which fast replicas of A-EDiT exceed,
+        it stays at the last step's rate."""
         schedule, step = self.schedule, min(step, self.total_steps)
         if step <= schedule.warmup_steps:
             return self.peak * step / schedule.warmup_steps
@@ -94,8 +94,8 @@ class LRSchedule:
         return self.peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
 
     def has_rate(self, step: int, rate: float) -> bool:
-        """Return whether `rate` is the learning rate of step `step`, or lies between those of the steps beside it, because
-        schedulers differ in whether they count from 0 or 1."""
+        """Return whether `rate` is the learning rate of step `step`, or lies between the rates of the previous and the
+        next step, because some schedulers count from 0 and others from 1."""
         at_0 = 0.0 if self.warmup_steps else self.peak
         nearby = [self.at(step - 1) if step > 1 else at_0, self.at(step), self.at(step + 1)]
         margin = RATE_TOLERANCE * self.peak

@@ -1,4 +1,4 @@
-"""Checks of a recipe that depend on the devices and packages of this machine. Only a start on this machine makes them."""
+"""Checks of a recipe that depend on the devices and packages of this machine. They apply only to a start on this machine."""
 
 from __future__ import annotations
 

@@ -48,13 +48,13 @@ a state passes from token to token."""
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` in a config for layers whose masks separate documents."""
 SCALED_RESIDUALS = ("gpt2", "gpt_bigcode")
-"""Model types whose projections onto the residual stream, `c_proj`, start smaller by sqrt(2 x layers)."""
+"""Model types whose projections onto the residual stream, `c_proj`, start smaller by a factor of sqrt(2 x layers)."""
 PREFIX = "causal_lm."
-"""Prefix of transformers' parameter names in LanguageModel."""
+"""Prefix that LanguageModel adds to transformers' parameter names."""
 ReadWeight = Callable[[str], torch.Tensor]
 """Function that returns a full weight in fp32 on the CPU, by its name in the transformers model."""
 WRONG_KIND = re.compile(r"Field '(?P<name>\w+)' expected (?P<kind>.+), got \S+ \(value: .*\)", re.DOTALL)
-"""Reason that transformers gives for a config value of a wrong type, as a pattern."""
+"""Pattern of the reason that transformers gives for a config value of the wrong type."""
 RANDOMLY_INITIALIZED = (nn.Linear, nn.Embedding, Conv1D)
 """Modules whose weights are drawn from a normal distribution."""
 
@@ -68,7 +68,7 @@ class ModelBlock:
 
     @property
     def is_layer(self) -> bool:
-        """Return whether this is one of the model's repeated layers."""
+        """True for one of the model's repeated layers."""
         return self.name.startswith("layer ")
 
 
@@ -180,7 +180,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
     except ModelError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        # An assertion of torch says that pad_token_id is in the vocabulary.
+        # AssertionError: torch asserts that pad_token_id is in the vocabulary.
         raise ModelError(f"model: transformers can't build {config.model_type!r}: {first_line(error)}") from error
     model = LanguageModel(causal_lm, loss_chunk, separator)
     if config.tie_word_embeddings:
@@ -189,7 +189,7 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
 
 
 def _check_depth(config: PretrainedConfig) -> None:
-    """Raise ModelError for a model that skips layers at random: each rank would gather, and average, other layers than its peers."""
+    """Raise ModelError for a model that skips layers at random, because ranks would then gather and average different layers."""
     if layerdrop := getattr(config, "layerdrop", None):
         raise ModelError(
             f"model: layerdrop is {layerdrop:g}, with which each rank would skip other layers; set it to 0"
@@ -200,7 +200,7 @@ def _check_dense(config: PretrainedConfig) -> None:
     """Raise ModelError for a mixture of experts, because this package's loss has no term that balances experts."""
     if "expert" not in str(config.to_dict()):
         return
-    # `init_empty_weights` allocates each weight for a moment, and all experts of a layer are one weight.
+    # Not with `init_empty_weights`, which briefly allocates each weight: all experts of a layer are one weight.
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(config).modules()
     kinds = (type(module).__name__ for module in modules)
@@ -214,8 +214,8 @@ def _check_dense(config: PretrainedConfig) -> None:
 def blocks_of(model: LanguageModel) -> list[ModelBlock]:
     """Return the blocks: embedding, each layer, and final norm with head.
 
-    If head and embedding share their weight, the head and the final norm are in the embedding's block. Raises ModelError if the
-    list of layers is not found, or if a parameter is in none of these.
+    If head and embedding share their weight, the head and the final norm are in the embedding's block. Raises
+    ModelError if the list of layers is not found, or if a parameter belongs to no block.
     """
     base = model.causal_lm.base_model
     config = model.causal_lm.config
@@ -275,7 +275,7 @@ def initialize(
         wanted.setdefault(id(one[3]), one)  # the first name of a shared parameter
 
     def draw(name: str, owner: nn.Module, shape: torch.Size) -> torch.Tensor:
-        # The label is part of the seed: another spelling would give another model.
+        # The label is part of the seed: another spelling would give other weights.
         generator = torch.Generator().manual_seed(derive_seed(seed, "initialisation", name))
         is_projection = name.endswith("c_proj.weight")
         deviation = std_of_projections if is_projection else std
@@ -285,7 +285,8 @@ def initialize(
         return value
 
     done: dict[int, nn.Parameter] = {}
-    # Each weight has its own generator, so threads draw the same values as one thread, which would take seconds per 1 B values.
+    # Each weight has its own generator, so several threads draw the same values as a single one, which would take
+    # seconds per billion values.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         drawn = {
             at: pool.submit(draw, name, owner, parameter.shape)
@@ -306,13 +307,13 @@ def initialize(
 
 
 def placeholders(model: LanguageModel) -> ReadWeight:
-    """Return a function that returns zeros for each weight, for a model whose weights a checkpoint is about to replace."""
+    """Return a `read` function that returns zeros, for a model whose weights a checkpoint is about to replace."""
     shapes = {name.removeprefix(PREFIX): parameter.shape for name, _, _, parameter in named_weights(model)}
     return lambda name: torch.zeros(shapes[name])
 
 
 def check_initial_values(model: LanguageModel) -> None:
-    """Raise the ModelError of `initialize` for a parameter that has no known initial value. Draws no weights."""
+    """Raise ModelError, as `initialize` does, for a parameter that has no known initial value. Draws no weights."""
     checked = set()
     for name, owner, key, parameter in named_weights(model):
         kind = type(owner), key, parameter.shape

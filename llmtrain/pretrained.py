@@ -1,7 +1,7 @@
-"""Weights that a run starts from (`model.from_weights`): where they are, and the architecture that they belong to.
+"""Weights that a run starts from (`model.from_weights`): their location and their architecture.
 
-They are the newest checkpoint of a run, one of its checkpoints, or a transformers folder with safetensors files, which may be
-an export or on the hub. Only configurations are read here; `train/initial_weights.py` reads the weights.
+The weights are a run's newest checkpoint, a given checkpoint, or a transformers folder with safetensors files: an export, or a
+model on the hub. This module reads configurations only; `train/initial_weights.py` reads the weights.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 EXPECTED = "a run, one of its checkpoints, or a folder with config.json and model.safetensors"
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt"]
-"""Files that a model on the hub is downloaded with: configurations, weights and tokenizer, and nothing that is pickled."""
+"""Patterns of the files that are downloaded from the hub: configurations, weights and tokenizer, but no pickled files."""
 NOT_ARCHITECTURE = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "quantization_config"}
-"""Keys of a config, in addition to those of every config, that say nothing about a model in training."""
+"""Keys of a config that do not matter in training, in addition to the keys of every `PretrainedConfig`."""
 NOT_COMPARED = ("initializer_range", "max_position_embeddings", "pretraining_tp", "dropout", "pdrop", "summary_")
-"""Parts of the names of keys that a run may change: unless its rotary positions are scaled, they do not change what a model computes
-from its weights. If positions are learned, their number is a shape, which is compared with the weights."""
+"""Parts of the names of config keys in which a run may differ from its weights, because they do not change what a model computes
+from given weights. The number of positions is compared nevertheless if rotary positions are scaled by it. If positions are
+learned, it is the shape of a tensor, which `train/initial_weights.py` checks."""
 SCALED_BY_POSITIONS = {"dynamic", "yarn", "longrope"}
 """Kinds of rotary positions that transformers scales by `max_position_embeddings`."""
 
@@ -48,7 +49,7 @@ class Pretrained:
     """Weights on this machine."""
 
     name: str
-    """Their path, or their name on the hub, as shown to the user."""
+    """Path of the weights, or their name on the hub, as shown to the user."""
     folder: Path
     """The checkpoint, or the transformers folder."""
     step: int | None = None
@@ -60,16 +61,16 @@ class Pretrained:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Return the folder of the tokenizer that the weights were trained with, or None if they come without one."""
+        """Folder of the tokenizer that the weights were trained with; None if they come without one."""
         folder = self.folder.resolve().parent.parent / TOKENIZER if self.is_checkpoint else self.folder
         return folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
 
 def find_pretrained(name: str, download: bool = False) -> Pretrained | None:
-    """Return the weights that `model.from_weights` names. With `download`, fetch them from the hub if necessary; otherwise
-    return None for a model of the hub that is not on this machine.
+    """Return the weights that `model.from_weights` names. If the weights are on the hub and not on this machine, download them if
+    `download` is true; otherwise return None.
 
-    Raises ModelError for a path that holds no weights, and DataError if the hub has none or does not answer.
+    Raises ModelError for a path without weights, and DataError if the hub has no such model or does not answer.
     """
     path = local_path(name)
     if path is None:
@@ -97,7 +98,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of state.json. Its digest is not checked here, but when the weights are read."""
+    """Return the content of state.json, without checking its digest, which is checked when the weights are read."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -127,8 +128,8 @@ def _of_hub(name: str, download: bool) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of a transformers folder's safetensors files. Raises ModelError if one is missing, or if the folder has
-    only pickled weights or none."""
+    """Return the names of the safetensors files in a transformers folder. Raises ModelError if a file is missing, or if the folder
+    has no weights or only pickled ones."""
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if (folder / INDEX).is_file():
@@ -151,8 +152,8 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def pretrained_config(weights: Pretrained, vocab_size: int | None = None) -> PretrainedConfig:
-    """Return the config of the model that the weights belong to. `vocab_size` is the default of a checkpoint whose recipe
-    leaves it to the tokenizer. Raises ModelError if it can't be read."""
+    """Return the config of the model that the weights belong to. `vocab_size` is used for a checkpoint whose recipe leaves the
+    size to the tokenizer. Raises ModelError if the config can't be read."""
     from llmtrain.model import model_config
 
     if weights.is_checkpoint:
@@ -180,8 +181,8 @@ def _read_config(folder: str | Path, name: str) -> PretrainedConfig:
 
 
 def _with_config(recipe: Recipe) -> Recipe:
-    """Return the recipe with the keys of the config that `model.from_config` names, in its place, so that a run does not change
-    when that config does, or is gone. Raises ModelError if it can't be read."""
+    """Return the recipe with `model.from_config` replaced by the keys of the config that it names, so that later changes to that
+    config do not affect the run. Raises ModelError if the config can't be read."""
     from llmtrain.startup import import_transformers
 
     import_transformers()
@@ -196,7 +197,7 @@ def _with_config(recipe: Recipe) -> Recipe:
 
 
 def _shorten(keys: dict[str, Any], layers: int | None, given: Mapping[str, Any]) -> None:
-    """Cut the lists with a value per layer, which are the file's, to the number of `layers`, unless the recipe gives them."""
+    """Shorten the config file's lists with one value per layer to `layers` values, except lists that the recipe gives."""
     for key in ("layer_types", "mlp_layer_types", "attention_layers"):
         if layers is not None and key not in given and isinstance(keys.get(key), list):
             keys[key] = keys[key][:layers]
@@ -207,11 +208,11 @@ def _shorten(keys: dict[str, Any], layers: int | None, given: Mapping[str, Any])
 
 
 def with_architecture(recipe: Recipe, run: Path) -> Recipe:
-    """Return the recipe with the architecture of its config or, if it gives weights and no architecture, of its weights.
+    """Return the recipe with the architecture from `model.from_config` or, if it gives weights and no architecture, from the
+    weights.
 
-    From the first start on, the recipe in the run directory `run` has the architecture, so that the weights need not exist
-    any more when the run continues. Raises UserError if there is no such directory and the weights' configuration can't be
-    read.
+    From a run's first start on, the recipe in its directory `run` holds the architecture, so the run can continue without the
+    weights. Raises UserError if that recipe does not exist and the configuration of the weights can't be read.
     """
     section = recipe.model
     if section.from_config is not None:
@@ -227,7 +228,7 @@ def with_architecture(recipe: Recipe, run: Path) -> Recipe:
 
 
 def _recorded(run: Path, name: str) -> ModelSection | None:
-    """Return the model in a run's own recipe if it started from weights of this name."""
+    """Return the model section in a run's own recipe if the run started from weights of this name, or None."""
     import yaml
 
     try:
@@ -253,7 +254,7 @@ def architecture_keys(config: PretrainedConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     other = NOT_ARCHITECTURE | PretrainedConfig().to_dict().keys()
-    known = type(config)().to_dict().keys() - other  # files often have keys that their kind of model does not
+    known = type(config)().to_dict().keys() - other  # files often have keys that their kind of model does not know
     return {key: value for key, value in config.to_dict().items() if key in known and not key.startswith("_")}
 
 
@@ -287,7 +288,7 @@ def check_architecture(
 
 
 def _scales_positions(config: PretrainedConfig) -> bool:
-    """Return whether the angles of rotary positions depend on the number of positions, in any kind of layer."""
+    """Return whether, in any kind of layer, the angles of rotary positions depend on the number of positions."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in SCALED_BY_POSITIONS for kind in kinds)

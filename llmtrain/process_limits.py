@@ -1,5 +1,5 @@
-"""CPU cores and memory that this process may use: the machine's, or less by its affinity and its cgroups, in which containers
-and Slurm keep their limits. Imports no torch."""
+"""CPU cores and memory that this process may use: those of the machine, or fewer if its affinity or its cgroups limit them.
+Containers and Slurm set their limits in cgroups. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MEMORY_LIMITS = (("", "memory.max"), ("memory", "memory.limit_in_bytes"))
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores in this process's affinity, or fewer if a cgroup of version 2 has a smaller CPU quota,
-    which is rounded down to at least one core."""
+    """Return the number of CPU cores in this process's affinity, or fewer if a cgroup of version 2 has a smaller CPU quota. A
+    quota is rounded down to whole cores, but not below one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups(""):
         with suppress(OSError, ValueError):  # no limit here, or "max"
@@ -34,7 +34,7 @@ def usable_memory() -> int:
 
 
 def _cgroups(controller: str) -> list[Path]:
-    """Return the folders of this process's cgroup and of those that contain it; "" is the only controller of version 2."""
+    """Return the folders of this process's cgroup and of its parents. "" is the only controller of version 2."""
     root = CGROUPS / controller
     with suppress(OSError):
         for line in MEMBERSHIP.read_text(encoding="utf-8").splitlines():

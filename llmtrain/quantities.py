@@ -27,7 +27,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """Return a measured duration to the second, or from an hour on to the minute: `8 s`, `1 min 56 s`, `2 h 5 min`."""
+    """Return a measured duration, rounded to seconds, or cut to minutes from an hour on: `8 s`, `1 min 56 s`, `2 h 5 min`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

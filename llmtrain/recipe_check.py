@@ -1,7 +1,7 @@
-"""Checks of combinations of recipe keys. Combinations that can't run are refused, with the reason.
+"""Checks that refuse combinations of recipe keys that can't run, with the reason.
 
 `check` needs no process group, no data and no GPU, so `recipe check --processes N` gives the same result on a laptop and a
-cluster. `check_machine` (machine_check.py) makes the checks that depend on the machine of a start.
+cluster. `check_machine` (machine_check.py) makes the checks that depend on the machine on which a run starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SIZES = {"hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "window_size", "head_dim"} | {
     f"num_{part}" for part in ("layers", "hidden_layers", "heads", "attention_heads", "key_value_heads")
 }
-"""Keys for which transformers' configs accept a zero that fails only later."""
+"""Keys for which transformers' configs accept numbers below 1, which fail only later."""
 
 OWN_DEEPSPEED = {
     *("zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment"),
@@ -35,7 +35,8 @@ OWN_DEEPSPEED = {
     *("zero_optimization.memory_efficient_linear", "zero_optimization.cpu_offload"),
     *("data_types.grad_accum_dtype", "managed_gradient_accumulation", "zero_force_ds_cpu_optimizer"),
 }
-"""Keys of DeepSpeed on which the layout of its tensors depends, or whether a layer computes with what was synchronized."""
+"""Keys of DeepSpeed whose values the engine must choose. They decide the layout of DeepSpeed's tensors, or whether a layer computes
+with the synchronized parameters."""
 DEEPSPEED_EQUIVALENTS = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer": "parallel.zero_offload",
@@ -51,15 +52,14 @@ DEEPSPEED_EQUIVALENTS = {
 """Recipe keys that replace keys of DeepSpeed's configuration, by DeepSpeed's key."""
 
 MOST_STEPS = 10**8
-"""Upper limit of a run's number of steps: more than any run takes, and few enough for a loop over all of them."""
+"""Upper limit of a run's number of steps: more than any run takes, but few enough to loop over."""
 
 
 def check(recipe: Recipe, world_size: int | None) -> None:
     """Raise RecipeError for the first impossible combination, or another UserError for an invalid model, tokenizer
     name or suite.
 
-    `world_size` is the number of processes, which is 1 with `parallel.in_process`. If it is None, the checks that need it are
-    skipped.
+    `world_size` is the number of processes, which is 1 with `parallel.in_process`. None skips the checks that need it.
     """
     if recipe.parallel.in_process:
         _check_in_process(recipe, world_size)
@@ -265,8 +265,8 @@ def _check_sync(recipe: Recipe) -> None:
 
 
 def check_group(recipe: Recipe, replicas: int) -> None:
-    """Raise RecipeError if the schedule's groups can't be formed from `replicas` replicas, if these are more than
-    `data.per_replica` has texts for, or not as many as `train.batch_shares` has shares for."""
+    """Raise RecipeError if `replicas` does not suit the schedule's groups, the texts of `data.per_replica`, or the shares of
+    `train.batch_shares`."""
     check_replicas(recipe.data, replicas)
     shares = recipe.train.batch_shares
     if shares and len(shares) != replicas:
@@ -382,7 +382,7 @@ def _check_model_keys(section: ModelSection) -> None:
 
 def _check_heads(config: PretrainedConfig) -> None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    # Heads of some kinds of models, such as Qwen3, have a size of their own.
+    # Some kinds of models, such as Qwen3, choose the size of a head independently of the hidden size.
     if hidden and heads and hidden % heads and getattr(config, "head_dim", None) in (None, hidden // heads):
         raise RecipeError(
             f"model.config: hidden_size {hidden} is not divisible by {heads} attention heads; change one of them"

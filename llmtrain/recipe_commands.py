@@ -13,7 +13,8 @@ from llmtrain.recipe_files import copy_recipe, find_recipe, find_recipe_or_run, 
 from llmtrain.startup import imports_without_gc
 
 UNKNOWN_OPTIONS = {"ignore_unknown_options": True}
-"""Settings of a command with overrides: an unknown option counts as one, and the recipe's message says what is expected."""
+"""Settings of a command with overrides. An unknown option counts as an override; if it is invalid, the recipe loader's message says
+what is expected."""
 RecipeFile = Annotated[
     Path,
     typer.Argument(

@@ -30,7 +30,7 @@ def differences(there: Recipe, here: Recipe, ignore: Iterable[str] = ()) -> list
 
 
 def show_differences(found: Mapping[str, tuple[str, str]], first: str, second: str, console: Console) -> None:
-    """Print a table of the differing values, with a column for each of the two recipes, whose names are given."""
+    """Print a table of the differing values, with one column per recipe. `first` and `second` are the recipes' names."""
     if not found:
         console.print("The recipes do not differ.")
         return

@@ -1,4 +1,4 @@
-"""Recipes of the package: found by name, listed and copied."""
+"""The package's recipes: functions that find, list and copy them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T", str, Path | None, list[str], list[Path])
 
 
 def recipes_of(package: Path) -> Path:
-    """Return the folder of the package's recipes. In a checkout it is a link to the top level's recipes/, which a copy without
-    links (SkyPilot's uploads) has alone; a wheel has the files."""
+    """Return the folder of the package's recipes. In a wheel, it is `package`/recipes. In a checkout, that is a link to the top-level
+    recipes/, which is returned itself in a copy without links (SkyPilot's uploads)."""
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
@@ -28,7 +28,7 @@ COMPARISONS, SCHEMA = "compare", "schema.json"
 
 
 def find_recipe(given: Path) -> Path:
-    """Return the file that a RECIPE argument names: a file here, or else the package's recipe of that name, such as
+    """Return the file that a RECIPE argument names: an existing file, or else the package's recipe of that name, such as
     `quickstart` or `compare/traffic`. Raises UserError if the path is not usable."""
     check_path(given)
     if not given.name or given.suffix or given.is_absolute() or os.path.isfile(given) or ".." in given.parts:
@@ -38,35 +38,36 @@ def find_recipe(given: Path) -> Path:
 
 
 def find_recipe_or_run(given: Path) -> Path:
-    """Return the recipe of a run, if the argument is a run directory, and otherwise what `find_recipe` returns."""
+    """Return the recipe of a run if the argument is a run directory, and otherwise the result of `find_recipe`."""
     found = find_recipe(given)
     return given / RECIPE if is_run(given) else found
 
 
 def recipe_named_in(file: Path, given: str) -> Path:
-    """Return the recipe that a file names: relative to its folder, or else the package's recipe of that name."""
+    """Return the recipe to which `file` refers as `given`: a path relative to the file's folder, or else the package's recipe of
+    that name."""
     near, packaged = file.parent / given, PACKAGED / f"{given}.yaml"
     is_packaged = not Path(given).suffix and ".." not in Path(given).parts and os.path.isfile(packaged)
     return packaged if is_packaged and not os.path.isfile(near) else near
 
 
 def usable_paths(given: T) -> T:
-    """Return the value of an argument or option for paths unchanged, after checking the paths in it: none, one or several.
-    Raises UserError if one is too long for a file system, or leads through a folder that may not be read."""
+    """Check the paths in an argument or option (none, one or several) and return its value unchanged. Raises UserError if a path is
+    too long for a file system, or leads through a folder that may not be read."""
     for path in [given] if isinstance(given, str | Path) else given or ():
         check_path(path)
     return given
 
 
 def usable_arguments(arguments: list[str]) -> list[str]:
-    """Return `arguments` unchanged, after checking those that are paths as `usable_paths` does: the first one, and later ones
-    that are not `key=value`."""
+    """Check the paths among `arguments` as `usable_paths` does, and return `arguments` unchanged. Paths are the first argument, and
+    later ones without `=`."""
     usable_paths([argument for number, argument in enumerate(arguments) if not number or "=" not in argument])
     return arguments
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's recipes and comparisons, without base files."""
+    """Return the names of the package's recipes and comparisons, without the base files in base/."""
     files = [*sorted(PACKAGED.glob("*.yaml")), *sorted((PACKAGED / COMPARISONS).glob("*.yaml"))]
     return [file.relative_to(PACKAGED).with_suffix("").as_posix() for file in files]
 
@@ -118,7 +119,8 @@ def copy_recipe(
 
 
 def _with_references(file: str) -> dict[str, None]:
-    """Return a recipe's file and those that it names in `base:` or `recipe:`, relative to the package's folder, in order."""
+    """Return a recipe's file and, recursively, the package's recipes that it names, such as in `base:` or `recipe:`. Paths are
+    relative to the package's folder, in the order of their discovery."""
     import yaml
 
     found = {file: None}

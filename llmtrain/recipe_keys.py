@@ -1,6 +1,6 @@
-"""Reference of the recipe keys: allowed values, default and meaning of each, read from the schema.
+"""Reference of the recipe keys: allowed values, default and meaning of each key, read from the schema.
 
-docs/recipes.md and `recipe keys` are made from it.
+docs/recipes.md and the output of `recipe keys` are made from it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from llmtrain.sync.methods import METHODS
 WORDS = {"string": "text", "boolean": "`true` or `false`", "null": "`null`", "object": "mapping"}
 SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 PRESET_KEYS = tuple(dict.fromkeys(key for method in METHODS.values() for key in method.PRESET))
-"""Keys of `sync` whose default is the method's."""
+"""Keys of `sync` whose default depends on the method."""
 
 
 PLAIN_WIDTH = 160
-"""Columns of `recipe keys` if the output is not a terminal."""
+"""Width of the output of `recipe keys` in characters if it is not a terminal."""
 
 
 @dataclass(frozen=True)
 class KeyReference:
-    """A key, with Markdown in its texts."""
+    """Description of one key. The texts are Markdown."""
 
     name: str
     values: str
@@ -45,13 +45,13 @@ class KeyReference:
 
     @property
     def first_sentence(self) -> str:
-        """Return the beginning of the meaning, up to the first period that ends a sentence."""
+        """Beginning of the meaning, up to the first period that ends a sentence."""
         return re.split(r"(?<=\.)\s", " ".join(self.meaning.split()), maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """The keys of a section, or of one kind of a value that is a mapping."""
+    """The keys of a section, or of a mapping in it. A mapping with several kinds has one group per kind."""
 
     path: str
     """Dotted path of the mapping."""
@@ -71,15 +71,15 @@ def sections() -> list[str]:
 
 @cache
 def key_groups(section: str) -> tuple[KeyGroup, ...]:
-    """Return the group of a section, then those of the mappings in it."""
+    """Return the group of a section, then the groups of the mappings in it."""
     schema = Recipe.model_json_schema()
     return tuple(_groups(section, schema["properties"][section], schema))
 
 
 def key_groups_at(path: str) -> list[KeyGroup]:
-    """Return the groups of a section (`sync`), of a mapping (`sync.period`), or a group with one key (`optim.lr`).
+    """Return the groups of a section (`sync`) or of a mapping (`sync.period`), or a group with a single key (`optim.lr`).
 
-    Raises RecipeError, which names a close key, if there is no such section or key.
+    Raises RecipeError, which suggests a similar key, if there is no such section or key.
     """
     groups = [group for section in sections() for group in key_groups(section)]
     found = [group for group in groups if group.path == path or group.path.startswith(f"{path}.")]
@@ -100,7 +100,7 @@ def key_groups_at(path: str) -> list[KeyGroup]:
 
 
 def show_keys(groups: Sequence[KeyGroup]) -> None:
-    """Print a table per group with the first sentence of each key's meaning, or the complete meaning of a single key."""
+    """Print one table per group. It has the first sentence of each key's meaning, or the complete meaning of a single key."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     is_single = len(groups) == 1 and len(groups[0].keys) == 1
     for group in groups:
@@ -117,7 +117,7 @@ def show_keys(groups: Sequence[KeyGroup]) -> None:
 
 
 def _without_marks(markdown: str) -> str:
-    """Return a text without the marks of Markdown code, in one line."""
+    """Return a text in one line, without Markdown's backticks."""
     return " ".join(markdown.replace("`", "").split())
 
 

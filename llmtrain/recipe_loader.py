@@ -1,13 +1,18 @@
 """Recipe loading: base files and overrides, merged over the method's preset and validated against the schema.
 
 Later layers win: preset < base files in their order < the file itself < the command line. Mappings merge key by key,
-but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced completely by one of another kind. If a layer
-names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` are dropped, because
-they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round
-length. There are exceptions: a period of another kind than the new method's is dropped, so are `wire`, `warmup_until_lr` and
-keys of `optim` that one of the two methods chooses, and, if the new method synchronizes every step, the warm-up. A layer that
-names texts (`data.source`, `sources`, `per_replica`) drops those of the layers below it. There is no interpolation, and the
-environment is not read.
+but a value with a `kind` (`sync.period`, `sync.outer`, ...) is replaced completely by one of another kind. There is no
+interpolation, and the environment is not read.
+
+If a layer names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments` are dropped,
+because they were chosen for the old method. Period, warm-up and wire stay, so that methods are compared at the same round length,
+with these exceptions:
+
+- A period of another kind than the new method's is dropped.
+- `wire`, `warmup_until_lr` and keys of `optim` are dropped if the preset of one of the two methods chooses them.
+- If the new method averages gradients in every step, the warm-up is dropped, and `wire` unless it rounds gradients.
+
+A layer that names texts (`data.source`, `sources`, `per_replica`) drops the texts of the layers below it.
 """
 
 from __future__ import annotations
@@ -39,20 +44,22 @@ COMMAND_LINE = "command line"
 UNUSUAL_NUMBER = re.compile(r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)")
 """Numbers that YAML 1.1 may read in base 8 or 60."""
 TEXT_KEYS = ("source", *LISTS)
-"""Keys of `data` of which a recipe gives one."""
+"""Keys of `data` that name texts. A recipe gives one of them."""
 SHORT_FORMS: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
     "sync": SYNC_SHORT_FORMS,
     "eval": {"suite": expand_name},
 }
-"""Expansion of a value that stands for a mapping, by section and key: `sync.schedule=layerwise`, `sync.period=10`. They
-are expanded before layers are merged."""
+"""Functions that expand a value that stands for a mapping, such as `sync.schedule=layerwise` or `sync.period=10`, by section and
+key. They are applied before layers are merged."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | None = None) -> Recipe:
-    """Return the recipe in a YAML file, with its base files and `a.b=c` overrides, and with the architecture of
-    `model.from_config`, or of `model.from_weights` if it gives none. With `method`, a last layer names this method.
+    """Return the recipe in a YAML file, merged with its base files and `a.b=c` overrides. The architecture comes from
+    `model.from_config`, or from `model.from_weights` if the recipe gives none. `method` names another method, in a layer above all
+    others.
 
-    Raises RecipeError, in one line that names the file and key, if the result is not a valid recipe.
+    Raises RecipeError, with one line that names the file and key, if the result is not a valid recipe, or another UserError if the
+    architecture can't be read.
     """
     path = Path(path)
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
@@ -77,8 +84,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
 
 
 def _with_outer_step(recipe: Recipe) -> Recipe:
-    """Return the recipe with the outer settings that `sync.outer: auto` stands for, if it has that. Raises RecipeError if its number of
-    rounds is not known."""
+    """Return the recipe with `sync.outer: auto`, if it has that, replaced by the settings for its number and length of rounds.
+    Raises RecipeError if the number of rounds is not known."""
     sync = recipe.sync
     if not isinstance(sync.outer, AutoOuterSection):
         return recipe
@@ -93,8 +100,8 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
 
 
 def check_not_moved(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
-    """Raise RecipeError if `recipe` is from the recipe.yaml of a run whose folder was renamed or moved, and no override says which run
-    is meant: a start would leave its checkpoints where they are, and begin another run."""
+    """Raise RecipeError if `recipe` is from the recipe.yaml of a run whose folder was renamed or moved, and no override says which
+    run is meant. A start would ignore the checkpoints in that folder and begin another run."""
     folder = path.absolute().parent
     if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
@@ -119,7 +126,7 @@ def _is_same_folder(one: Path, other: Path) -> bool:
 
 
 def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
-    """Return the recipe that training stored in `where`. Raises RecipeError if it is not one of this version."""
+    """Return the recipe that training stored in `where`. Raises RecipeError if it is not valid in this version."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -128,9 +135,11 @@ def stored_recipe(data: dict[str, Any], where: str) -> Recipe:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return `a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, with values read as YAML. Later arguments win.
+    """Return overrides of the forms `a.b=c`, `--a.b=c` and `--a.b c` as a nested mapping, with values read as YAML. Later arguments
+    win.
 
-    Raises RecipeError for an argument of another form, or a value that is not YAML or that YAML reads as another than it seems.
+    Raises RecipeError for an argument of another form, for a value that is not YAML, or if YAML reads the value differently than it
+    looks.
     """
     merged: dict[str, Any] = {}
     rest = iter(arguments)
@@ -159,9 +168,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_reading(argument: str, key: str, text: str, values: Mapping[str, Any]) -> None:
-    """Raise RecipeError if YAML reads a value on the command line, whose `text` has the given `values` by key, as another than it
-    seems: numbers in base 8 or 60, text after a comment sign, text without quotes as other text or as nothing, and escapes
-    outside of double quotes."""
+    """Raise RecipeError if YAML reads a value on the command line differently than it looks. `values` has what YAML read from `text`,
+    by key. Refused are numbers in base 8 or 60, text that is cut at a comment sign, text without quotes that becomes other text or
+    nothing, and escapes outside of double quotes."""
     in_quotes, end = "quotes within quotes: key='\"...\"'", 0
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if not isinstance(token, yaml.ScalarToken | yaml.FlowMappingEndToken | yaml.FlowSequenceEndToken):
@@ -195,7 +204,7 @@ def _check_reading(argument: str, key: str, text: str, values: Mapping[str, Any]
 
 def resolved_yaml(recipe: Recipe) -> str:
     """Return every key of the recipe with its value, as YAML that `load_recipe` reads back to the same recipe."""
-    # OmegaConf's dumper, because it quotes text that its loader would read as a number (a run called "3e-4").
+    # OmegaConf's dumper quotes text that its loader would read as a number (a run called "3e-4").
     return OmegaConf.to_yaml(OmegaConf.create(recipe.model_dump(mode="json")))
 
 
@@ -215,8 +224,9 @@ def _read_with_bases(path: Path, chain: tuple[Path, ...]) -> list[Overlay]:
 
 
 def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
-    """Return the value in a YAML file, which holds a `what`: "recipe" or "comparison". Raises RecipeError, in one line, or
-    UnavailableError if the disk does not answer. `missing` returns the line's end if there is no such file."""
+    """Return the value in a YAML file. Raises RecipeError, with one line, if the file can't be read, or UnavailableError if the disk
+    does not answer. For the message, `what` says what the file holds ("recipe" or "comparison"), and `missing` returns the end of
+    the line if there is no such file."""
     try:
         return OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
@@ -251,19 +261,19 @@ def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
 
 
 def _keep_name(data: dict[Any, Any], written: str, label: str) -> None:
-    """Replace a run.name that YAML reads as a number by its text in `written`, which is YAML: a run may be called 010 or 1.10.
+    """Replace a run.name that YAML has read as a number by its text in `written`, the YAML source. A run may be called 010 or 1.10.
     Raises RecipeError if the text is not found."""
     run = data.get("run")
     if not isinstance(run, dict) or type(run.get("name")) not in (int, float):
         return
     try:
         run["name"] = yaml.load(written, Loader=yaml.BaseLoader)["run"]["name"]  # which reads text only
-    except LookupError:  # a merge key has it
+    except LookupError:  # the name comes from a merge key
         raise RecipeError(f"{label}: run.name is {run['name']}, a number; put the name in quotes") from None
 
 
 def _of_the_package(path: Path) -> str:
-    """Return a hint to the recipes of the package, for a file that does not exist."""
+    """Return a hint about the package's recipes, for the message about a file that does not exist."""
     near = closest(path.stem, recipe_names(), cutoff=0.85)
     if near is not None:
         return f"did you mean {near}, which comes with the package?"
@@ -273,13 +283,13 @@ def _of_the_package(path: Path) -> str:
 def _normalize(data: dict[Any, Any], label: str) -> dict[str, Any]:
     """Return `data` with {} for empty sections and with short forms expanded (SHORT_FORMS).
 
-    Raises RecipeError for a value with `${`, and for a key that YAML reads as something else than text or a whole number.
+    Raises RecipeError for a value with `${`, and for a key that YAML reads as anything but text or a whole number.
     """
     _check_keys(data, label)
     for key, value in leaves(data).items():
         if isinstance(value, str) and "${" in value:
             raise RecipeError(f"{label}: {key} is {value!r}, but recipes have no interpolation; write the value itself")
-    data = json.loads(json.dumps(data, default=str))  # makes text of keys that are whole numbers
+    data = json.loads(json.dumps(data, default=str))  # turns keys that are whole numbers into text
     data = {key: {} if value is None and key != "base" else value for key, value in data.items()}
     for section, forms in SHORT_FORMS.items():
         if isinstance(data.get(section), dict):
@@ -295,7 +305,8 @@ def _check_keys(data: Any, label: str, path: str = "the recipe") -> None:
 
 
 def _on_preset(layers: list[Overlay]) -> list[Overlay]:
-    """Return the layers above the preset of their method, without the keys that were chosen for another method."""
+    """Return the preset of the layers' method as the lowest layer, then the layers, without the keys that were chosen for another
+    method."""
     method, kept = SyncSection.model_fields["method"].default, []
     for layer in layers:
         sync = layer.data.get("sync")
@@ -313,8 +324,8 @@ def _on_preset(layers: list[Overlay]) -> list[Overlay]:
 
 
 def _for_method(layers: list[Overlay], before: str, method: str) -> list[Overlay]:
-    """Return layers on the preset of the method `before` without the keys that were chosen for it, because a layer above them
-    names another `method`."""
+    """Return the `layers` without the keys that were chosen for the method `before`, because a layer above them names another
+    `method`."""
     presets = METHODS[before].PRESET, METHODS[method].PRESET
     below: dict[str, Any] = {"sync": presets[0]}
     for layer in layers:
@@ -324,7 +335,7 @@ def _for_method(layers: list[Overlay], before: str, method: str) -> list[Overlay
     dropped = {"reduction", "outer", "schedule", "pull", "moments"}
     dropped |= {"wire", "warmup_until_lr"} & {key for preset in presets for key in preset}
     if isinstance(period, dict) and period.get("kind") != wanted:
-        dropped.add("period")  # its length means nothing to a period of another kind
+        dropped.add("period")  # its length has no meaning for another kind
     if wanted == "every_step":
         dropped |= {"warmup_steps", "warmup_until_lr"}
         if not isinstance(wire, dict) or not wire.get("gradients"):
@@ -344,8 +355,8 @@ def _without(data: dict[str, Any], dropped: Mapping[str, Collection[str]]) -> di
 
 
 def _without_other_texts(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `under` without its texts if `over` names texts, without a subset of another hub dataset, and without what only a hub
-    dataset has if `over` names none."""
+    """Return `under` without its texts if `over` names texts. If `under` has a hub dataset and `over` another source, also drop
+    `subset`, and if that source is not on the hub, `split` and `validation`."""
     below, above = under.get("data"), over.get("data")
     if not isinstance(below, dict) or not isinstance(above, dict) or not any(above.get(key) for key in TEXT_KEYS):
         return under

@@ -23,7 +23,7 @@ ELSEWHERE = {
     "sync.period": ("H", "local_steps", "sync_every"),
     "parallel.precision": ("dtype",),
 }
-"""Names of keys in nanoGPT, torchtitan, axolotl, transformers and papers on DiLoCo, by ours; for messages only."""
+"""Names that nanoGPT, torchtitan, axolotl, transformers and papers on DiLoCo use, by our key; for messages only."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Overlay:
 
 
 def closest(given: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that was probably meant, or None if none is close: difflib's ratio is at least `cutoff`."""
+    """Return the name most similar to `given`, or None if no name has a difflib ratio of at least `cutoff`."""
     return next(iter(get_close_matches(given, list(names), n=1, cutoff=cutoff)), None)
 
 
@@ -46,7 +46,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, Any]) -> str:
-    """Return a message for the first problem of a failed validation of `data`, into which `layers` were merged.
+    """Return a message for the first problem in a failed validation of `data`, into which `layers` were merged.
 
     An unknown key takes precedence over other problems.
     """
@@ -77,7 +77,7 @@ def explain(error: ValidationError, layers: Sequence[Overlay], data: dict[str, A
 
 
 def explain_in(root: type[Section], error: ValidationError) -> str:
-    """Return a message for the first problem of a file that is not a recipe and has the keys of `root`.
+    """Return a message for the first problem in a file other than a recipe, whose keys are the fields of `root`.
 
     An unknown key takes precedence over other problems.
     """
@@ -101,8 +101,8 @@ def explain_in(root: type[Section], error: ValidationError) -> str:
 
 
 def _as_given(problems: list[dict[str, Any]], data: dict[str, Any]) -> dict[str, Any]:
-    """Return the first problem or, if it is that of a value which entries of a list have taken over from a key above them, the
-    problem of that key."""
+    """Return the first problem. If entries of a list have inherited the wrong value from a key above them, return the problem of
+    that key instead."""
     first = problems[0]
     alike = [problem for problem in problems if (problem["type"], problem["input"]) == (first["type"], first["input"])]
     return next((problem for problem in alike if _key_path(problem["loc"], data)[-1:] == [*problem["loc"]][-1:]), first)
@@ -122,8 +122,8 @@ def _key_path(loc: Sequence[str | int], data: Any) -> list[str]:
 
 
 def _inside(data: Any, part: str) -> Any:
-    """Return the value of a part of a key path in the mapping above it: that of `key`, or an entry of it, `key[0]`, unless the
-    user wrote just that as a key."""
+    """Return the value in `data` of one part of a key path: `key`, or `key[0]` for an entry of a list. A key that the user wrote as
+    `key[0]` takes precedence."""
     if part in data:
         return data[part]
     name, _, index = part.partition("[")
@@ -173,7 +173,7 @@ def _takes_null(path: Sequence[str], data: dict[str, Any]) -> bool:
 
 
 def _section(path: Sequence[str], data: dict[str, Any]) -> type[Section]:
-    """Return the section class of the mapping at `path`; if there are several kinds, that of the kind in `data`."""
+    """Return the section class of the mapping at `path`. If there are several kinds, return the class of the kind in `data`."""
     section: type[Section] = Recipe
     for part in path:
         data = _inside(data, part)

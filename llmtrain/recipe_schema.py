@@ -1,8 +1,7 @@
 """JSON schema of recipe files, for editors.
 
-A file may leave out what its base files, its method's preset or its own name give, and it may use short forms. So
-nothing is required here, and a value with a `kind` may be any of its kinds. What a complete recipe needs is checked
-when it is loaded.
+A file may leave out keys that its base files, its method's preset or its own name provide, and it may use short forms. The schema
+therefore requires no keys, and a value with a `kind` may be of any of its kinds. Loading a recipe checks that it is complete.
 """
 
 from __future__ import annotations

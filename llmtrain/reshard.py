@@ -1,8 +1,8 @@
-"""Resharding of plain values: rules that compute the values of a rank on the present mesh from those of a checkpoint's ranks.
-docs/resume.md lists them in a table.
+"""Resharding of plain values: rules that compute a rank's values on the present mesh from the values of the ranks that wrote a
+checkpoint. docs/resume.md lists the rules in a table.
 
 If only the number of shards changes, training continues as before, with per-rank counts redistributed within each replica. If
-the number of replicas changes, all new replicas start from the mean of the old ones, and state that the replicas share is kept.
+the number of replicas changes, all new replicas start from the mean of the old ones and keep the state that replicas share.
 
 A rank's *sources* are the old ranks whose values it combines: those of its own replica or, if the number of replicas has
 changed, all old ranks.
@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SUMMED = ("error",)
-"""Kinds of per-replica tensors whose sum over replicas is kept, not their mean: rounding errors of error feedback. They
+"""Kinds of per-replica tensors whose sum over replicas is kept, instead of the mean: the rounding errors of error feedback. They
 are added to messages that are already divided by the number of replicas, so each new replica takes an equal part of the
 old sum."""
 
 
 @dataclass(frozen=True)
 class MeshChange:
-    """Change from a mesh of `old_replicas` x `old_shards` ranks to one of `replicas` x `shards`, as seen by the rank that
-    now has the position (`replica`, `shard`)."""
+    """Change from a mesh of `old_replicas` x `old_shards` ranks to a mesh of `replicas` x `shards`, as seen by the rank at the
+    position (`replica`, `shard`) of the new mesh."""
 
     old_replicas: int
     old_shards: int
@@ -33,40 +33,40 @@ class MeshChange:
     replica: int
     shard: int
     global_step: int = 0
-    """The step of the run at which the checkpoint was written."""
+    """Global step at which the checkpoint was written."""
     old_global_batch: int | None = None
     """Sequences per step of the run that wrote the checkpoint; None if it has not changed."""
 
     @property
     def is_identity(self) -> bool:
-        """Return whether the mesh has the shape of the one that wrote the checkpoint."""
+        """True if the mesh has the same shape as the mesh that wrote the checkpoint."""
         return not self.replicas_changed and self.old_shards == self.shards
 
     @property
     def replicas_changed(self) -> bool:
-        """Return whether the number of replicas differs from that of the checkpoint."""
+        """True if the number of replicas differs from the checkpoint's."""
         return self.old_replicas != self.replicas
 
     @property
     def source_replicas(self) -> list[int]:
-        """Return the old replicas whose mean this rank's replica starts from."""
+        """Old replicas whose mean this rank's replica starts from."""
         return list(range(self.old_replicas)) if self.replicas_changed else [self.replica]
 
     @property
     def same_rank(self) -> int | None:
-        """Return the old rank at this rank's position in the mesh, or None if the old mesh had no such position."""
+        """Old rank at this rank's position in the mesh; None if the old mesh had no such position."""
         existed = self.replica < self.old_replicas and self.shard < self.old_shards
         return self.replica * self.old_shards + self.shard if existed else None
 
     @property
     def recipients(self) -> tuple[int, int]:
-        """Return (number of new ranks with the same sources as this rank, index of this rank among them)."""
+        """Pair (number of new ranks with the same sources as this rank, index of this rank among them)."""
         if not self.replicas_changed:
             return self.shards, self.shard
         return self.replicas * self.shards, self.replica * self.shards + self.shard
 
     def factor(self, kind: str) -> float:
-        """Return the factor by which the mean of the old replicas' tensors of this kind, such as "error", is multiplied."""
+        """Return the factor that multiplies the old replicas' mean of the tensors of this `kind`, such as "error"."""
         return self.old_replicas / self.replicas if kind in SUMMED else 1.0
 
     def describe(self) -> str:
@@ -91,12 +91,12 @@ class MeshChange:
 
 
 Rule = Callable[[MeshChange, list], Any]
-"""Function from (the change, the values of a rank's sources) to the rank's own value."""
+"""Function from (mesh change, values of a rank's sources) to the rank's own value."""
 
 
 @dataclass(frozen=True)
 class FromAllRanks:
-    """Rule that gets the values of all old ranks instead of the sources, also if the mesh has not changed. Only for
+    """Rule that receives the values of all old ranks, not only of the sources, even if the mesh has not changed. Only for
     entries at the top level of a state."""
 
     combine: Rule
@@ -150,20 +150,20 @@ def split_evenly(change: MeshChange, values: list) -> float:
 
 
 def mean_over_replicas(change: MeshChange, values: list) -> float:
-    """Return this replica's equal part of the sum over replicas, for values whose sum over replicas is logged. A value is
-    that of a replica, and its ranks share it."""
+    """Return this replica's equal part of the sum over replicas, for values whose sum over replicas is logged. All ranks of a
+    replica hold the replica's value."""
     return sum(values) / change.old_shards / (change.replicas if change.replicas_changed else 1)
 
 
 def sum_over_shards(change: MeshChange, values: list) -> float:
     """Return this rank's equal part of the replicas' mean, for values that are summed over shards and whose mean over
-    replicas is logged. A value is that of a rank's shard."""
+    replicas is logged. Each rank holds the value of its shard."""
     return sum(values) / len(change.source_replicas) / change.shards
 
 
 def require_equal(states: Sequence[T]) -> T:
-    """Return the state that all replicas share, and assert that it is equal. State that differs between replicas needs another
-    rule."""
+    """Return the state that all replicas share, and assert that all have the same. State that differs between replicas needs
+    another rule."""
     assert all(state == states[0] for state in states), f"replicas differ in what they should share: {states}"
     return states[0]
 

@@ -1,5 +1,5 @@
-"""Names of files in a run directory, and its complete checkpoints. Imports no torch, so that commands that only look at a run
-answer at once."""
+"""Names of the files in a run directory, and the list of its complete checkpoints. Imports no torch, so that commands that only
+look at a run answer at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_run(folder: Path) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, of its export, and in its evaluations' files."""
+    """Return the name of a checkpoint's folder. The names of its export and of its evaluations' files contain it, too."""
     return f"step-{step:08d}"
 
 

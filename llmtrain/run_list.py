@@ -27,10 +27,10 @@ from llmtrain.run_files import CHECKPOINTS, LOCK, METRICS, RECIPE, SUMMARY
 from llmtrain.waiting import announced
 
 STATES = {"done": "done", "signal": "stopped"}
-"""State by the word in summary.json; another word, or no summary, means that the run failed."""
+"""State of a run that has ended, by the word in summary.json. Another word, or no summary, means that the run failed."""
 STYLES = {"done": "green", "running": "cyan", "stopped": "yellow", "failed": "red"}
 KINDS = {"method": str, "steps": int, "stopped": str}
-"""Types of the values of a summary.json that are shown. A value of another type is ignored."""
+"""Types of the values in summary.json, by name. A value of another type is ignored."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class RunRow:
     validation_loss: float | None
     """Last validation loss."""
     validation_step: int | None
-    """Step at which `validation_loss` was measured, which may be far before the last step of a run that was stopped."""
+    """Step at which `validation_loss` was measured. In a run that was stopped, it may be far before the last step."""
     best_loss: float | None
     """Validation loss of the best checkpoint."""
     best_step: int | None
-    """Step of the best checkpoint: what `--step best` means. None if no checkpoint was validated at its own step."""
+    """Step of the best checkpoint, which `--step best` selects. None if no checkpoint was validated at its own step."""
     state: str
     """`done`, `running`, `stopped` (with a checkpoint, by a signal) or `failed`."""
     bytes: int
@@ -60,12 +60,13 @@ class RunRow:
 
     @property
     def validated_before_end(self) -> int | None:
-        """Step of the last validation if the run has trained since, else None."""
+        """Step of the last validation if the run has trained since; None otherwise."""
         return self.validation_step if self.validation_step != self.steps else None
 
 
 def find_runs(folder: Path) -> list[RunRow]:
-    """Return the runs in a folder and its subfolders, the newest last. Raises ResultsError if it is not a folder."""
+    """Return the runs in a folder and its subfolders, sorted by the time at which they were last written. Raises ResultsError if
+    `folder` is not a folder."""
     if not os.path.isdir(folder):
         what = "is no folder" if os.path.exists(folder) else "does not exist"
         raise ResultsError(f"{folder} {what}; give the folder of the run directories (run.out_dir, by default runs)")
@@ -142,7 +143,7 @@ def _cells(row: RunRow) -> list[str]:
 
 
 def loss_in_words(loss: float | None, step: int | None = None) -> str:
-    """Return a loss and, unless it is None, the step at which it was measured."""
+    """Return a loss as text, with the step at which it was measured unless `step` is None; "-" if there is no loss."""
     if loss is None:
         return "-"
     return f"{loss:.4f}" + ("" if step is None else f" at {step:,}")
@@ -158,7 +159,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 
 def name_below(folder: Path, path: Path) -> str:
-    """Return the path of a run below `folder`, or its name if it is that folder."""
+    """Return the path of a run relative to `folder`, or the folder's name if it is the run itself."""
     return path.resolve().name if path == folder else path.relative_to(folder).as_posix()
 
 
@@ -169,7 +170,7 @@ def _last_values(path: Path, tags: tuple[str, ...]) -> tuple[dict[str, Any], dic
     steps: dict[str, int] = {}
     try:
         lines = path.read_bytes().splitlines()
-    except OSError:  # nothing is logged yet, or it may not be read
+    except OSError:  # nothing is logged yet, or the file may not be read
         return found, steps
     for text in reversed(lines):
         try:
@@ -200,7 +201,7 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def is_locked(run: Path) -> bool:
-    """Return whether a process works in a run directory, judged by the directory's lock, which is not changed."""
+    """Return whether a process works in a run directory, according to the directory's lock. The lock is not changed."""
     try:
         with (run / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed

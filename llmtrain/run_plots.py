@@ -15,7 +15,7 @@ Lines = Sequence[Mapping[str, Any]]
 Round = tuple[int, float]
 """Number of a round, from 1, and the tokens of all replicas at its end."""
 MAX_MARKS = 30
-"""Maximum number of marked synchronizations. If there are more, only every second, fifth, tenth, ... is marked."""
+"""Maximum number of marked synchronizations. If a run has more, only every second, fifth, tenth, ... is marked."""
 MARKERS_UP_TO = 20
 """Maximum number of points for which a curve shows each point with a marker."""
 TOKENS = "tokens of all replicas"
@@ -23,8 +23,8 @@ DPI = 130
 
 
 def draw_run(lines: Lines, target: Path, title: str) -> None:
-    """Draw the losses of a run over its tokens, and below them tokens per second and the bytes between replicas. Marks
-    synchronizations and the synchronous warm-up. Writes a PNG."""
+    """Draw the losses of a run over its tokens, and below them the tokens per second and the bytes sent between replicas. Mark
+    synchronizations and the synchronous warm-up. Write a PNG to `target`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -55,7 +55,7 @@ def draw_run(lines: Lines, target: Path, title: str) -> None:
 
 def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note: str = "") -> None:
     """Draw the training losses of several runs and their validation results (`tag`, in `unit`) over tokens, side by
-    side. Writes a PNG."""
+    side. Write a PNG to `target`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6 + 0.2 * (len(runs) // 3)), layout="constrained")
@@ -80,8 +80,8 @@ def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note
 
 
 def ends_of_rounds(lines: Lines) -> list[Round]:
-    """Return the rounds that have ended. A round ends where the next one starts, which a line in it says. The ends of rounds without a
-    line are spread evenly. The last round ends with the run."""
+    """Return the rounds that have ended. A round ends where the next one starts, which follows from any line of the next round. If
+    rounds have no line, their ends are spaced evenly. The last round ends with the run."""
     ends: list[Round] = []
     for earlier, later in _round_changes(lines):
         first, last = max(int(earlier["sync/round"]), 1), int(later["sync/round"])
@@ -94,8 +94,8 @@ def ends_of_rounds(lines: Lines) -> list[Round]:
 
 
 def end_of_warmup(lines: Lines) -> float:
-    """Return the tokens at which the first round began; 0 if the run has no synchronous warm-up or only synchronous
-    steps."""
+    """Return the tokens at which the synchronous warm-up ended and the first round began; 0 if the run has no warm-up or only
+    synchronous steps."""
     starts = (_start_of_first(*change) for change in _round_changes(lines) if change[0]["sync/round"] == 0)
     return next(starts, 0.0)
 
@@ -105,20 +105,21 @@ def _with_rounds(lines: Lines) -> Lines:
 
 
 def _round_changes(lines: Lines) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield neighboring lines of which the second is in a later round."""
+    """Yield pairs of neighboring lines whose second line is in a later round than the first."""
     for earlier, later in itertools.pairwise(_with_rounds(lines)):
         if later["sync/round"] > earlier["sync/round"]:
             yield earlier, later
 
 
 def _start_of_round(line: Mapping[str, Any]) -> float:
-    """Return the tokens at which a line's round began. All steps have as many tokens; in rounds of seconds, on average."""
+    """Return the tokens at which a line's round began, assuming that all steps have the same number of tokens. In rounds of
+    seconds, this holds on average."""
     return line["tokens"] * (1 - line["sync/round_step"] / line["step"])
 
 
 def _start_of_first(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> float:
-    """Return the tokens at which the earlier line's round began. If that line is synchronous, it is the first round, and all rounds
-    up to the later line are taken to be as long as that line's."""
+    """Return the tokens at which the earlier line's round began. If the earlier line is synchronous, return the tokens at which the
+    first round began, assuming that all rounds before the later line's are as long as that one."""
     if earlier["sync/round"] > 0:
         return _start_of_round(earlier)
     before = (later["sync/round"] - 1) * later["sync/period"] * later["tokens"] / later["step"]
@@ -126,7 +127,8 @@ def _start_of_first(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> flo
 
 
 def stride_of_marks(rounds: int) -> int:
-    """Return the smallest n of 1, 2, 5, 10, 20, 50, ... for which every n-th of `rounds` rounds is at most MAX_MARKS marks."""
+    """Return the smallest n of 1, 2, 5, 10, 20, 50, ... with which marking every n-th of `rounds` rounds gives at most MAX_MARKS
+    marks."""
     fits = (n * 10**power for power in range(20) for n in (1, 2, 5) if rounds <= MAX_MARKS * n * 10**power)
     return next(fits)
 

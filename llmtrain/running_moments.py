@@ -1,4 +1,5 @@
-"""Running mean and variance: of pseudo-gradients' norms in EDiT's penalty, and of logged losses, to find spikes."""
+"""Running mean and variance. EDiT's penalty uses them to find abnormal norms of pseudo-gradients, and metrics to find spikes of the
+loss."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ class RunningMoments:
         self.count = torch.where(include, count, self.count)
 
     def merge(self, rows: int) -> RunningMoments:
-        """Return moments with `rows` equal rows. A column has the moments of all values in that column here, with their
-        present weights.
+        """Return the moments merged over the rows, as `rows` equal rows. Each column has the moments of all of its values, with
+        their present weights.
 
         With w_i = 1 - (1 - ema)^count_i:
         mean = sum w_i mean_i / sum w_i; variance = sum w_i (variance_i + (mean_i - mean)^2) / sum w_i.
-        The count is the mean of the counts, rounded. It determines the weights of later values.
+        The merged count is the mean of the counts, rounded. It determines the weights of later values.
         """
         weight = 1 - power(1 - self.ema, self.count)
         weight = weight / weight.sum(0).clamp(min=1e-300)  # without values, the moments stay zero
@@ -69,8 +70,8 @@ class RunningMoments:
 
 
 def power(base: float, exponents: torch.Tensor) -> torch.Tensor:
-    """Return `base` to the power of each exponent, integers of at least 0, in float64. Unlike torch's power, which rounds differently
-    with other vector instructions, it gives the same bits on every processor."""
+    """Return `base` to the power of each of the `exponents` (integers of at least 0), in float64. The result has the same bits on
+    every processor, whereas the rounding of torch.pow depends on the vector instructions."""
     result, square = torch.ones(exponents.shape, dtype=torch.float64), base
     while exponents.any():
         result = torch.where(exponents % 2 == 1, result * square, result)

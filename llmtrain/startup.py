@@ -1,4 +1,4 @@
-"""Helpers for a fast start: imports without garbage collection, threads and unused parts, and the time since the command."""
+"""Helpers for a fast start: imports without garbage collection, threads or unused parts, and the time since the command began."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def imports_without_gc() -> Iterator[None]:
 @contextmanager
 def single_threaded_imports() -> Iterator[None]:
     """Keep libraries that are imported within the `with` block from starting threads, so that this process can be forked.
-    A rank sets its own number of threads (`forked_rank`)."""
+    Each forked rank sets its own number of threads (`forked_rank`)."""
     # pyarrow, which other libraries may import, has a variable of its own.
     needed = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     before = {name: os.environ.get(name) for name in needed}
@@ -58,7 +58,8 @@ def note_command_start() -> None:
 
 
 def seconds_since_command() -> float:
-    """Return the age in seconds of the launcher, or of this process if it was started without one."""
+    """Return the age in seconds of the launcher, or of this process if it was started without one. Raises UserError if the
+    environment has a start time that is not a number."""
     try:
         began = float(os.environ.get(STARTED) or _start_time())
     except ValueError:
@@ -84,9 +85,9 @@ def _start_time() -> float:
 def import_transformers() -> None:
     """Import transformers without two parts that training never uses. This saves a sixth of the time of all imports.
 
-    The first part is the package `transformers.models`. It would read its 1,600 files to learn which class is in which
-    file, as transformers itself has just done, so an empty module that asks transformers takes its place. The second part
-    is scipy, which is needed only by losses for object detection.
+    The first part is the package `transformers.models`. It would read its 1,600 files to find out which class is in which file,
+    which transformers itself has just done. An empty module that forwards to transformers takes its place. The second part is
+    scipy, which only losses for object detection need.
     """
     from unittest.mock import patch  # imports asyncio, which would delay --help
 

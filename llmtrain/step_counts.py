@@ -1,4 +1,4 @@
-"""Numbers of synchronous steps, local steps and rounds of a recipe's run."""
+"""Numbers of synchronous steps, local steps and rounds in the run of a recipe."""
 
 from __future__ import annotations
 

@@ -94,9 +94,10 @@ class Suite(Section):
 
 
 def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]:
-    """Return (name, suite, folders of its task files) for a suite's name in eval/suites or its YAML file.
+    """Return (name, suite, folders of its task files), given a suite's name in eval/suites or its YAML file.
 
-    `key` is the recipe key or option that gave the name. Raises SuiteError, with a one-line message, for anything else.
+    `key` is the recipe key or option that gave the name. Raises SuiteError, with a one-line message, if the suite does not exist or
+    is invalid.
     """
     path = _path_of(name, key)
     data = read_yaml(path, yaml.SafeLoader, "a suite")
@@ -146,7 +147,7 @@ def suite_digest(suite: Suite, folders: Sequence[Path]) -> str:
 
 def data_file(data_dir: Path | None, file: str, needed_by: str, key: str = "--data-dir") -> Path:
     """Return the path of `file` in the data folder that the user gave with `key`. Raises DataError if the
-    folder or the file is missing."""
+    folder or the file is missing. `needed_by` names the task or text in the message."""
     if data_dir is None:
         raise DataError(f"{needed_by} reads {file}: give the folder that has it with {key}")
     path = data_dir / file
@@ -191,15 +192,15 @@ DEVICE = re.compile(r"cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?")
 
 
 def check_device_name(device: str, key: str) -> None:
-    """Raise UserError for a device, given with `key`, that no machine has."""
+    """Raise UserError if `device`, which the user gave with `key`, is not the name of a device."""
     if not DEVICE.fullmatch(device):
         raise UserError(f"{key} {device}: there is no such device; give cpu, cuda, or one GPU such as cuda:1")
 
 
 def check_suite(section: SuiteSection | None) -> None:
-    """Raise UserError if a recipe's suite is invalid, or if the section names a device that no machine has, or no data folder
-    although the suite reads one. No data is read, so that a laptop can check a cluster's recipe. Names of
-    lm-evaluation-harness's own tasks are not checked, because listing them takes many seconds."""
+    """Raise UserError if a recipe's suite or its device name is invalid, or if the suite reads a data folder that is not given. Data
+    is not read, so that a laptop can check a recipe for a cluster. The names of lm-evaluation-harness's own tasks are not checked,
+    because listing them takes many seconds."""
     if section is not None:
         check_device_name(section.device, f"{KEY}.device")
         _, suite, folders = load_suite(section.name, f"{KEY}.name")
@@ -226,7 +227,7 @@ def check_local_files(suite: Suite, folders: list[Path], data_dir: Path | None, 
 
 
 def tasks_without_files(suite: Suite, folders: Sequence[Path]) -> list[str]:
-    """Return the tasks of a suite whose data is not all in files of the data folder, such as those from the hub."""
+    """Return the tasks of a suite that read data from elsewhere than the data folder, such as from the hub."""
     local = local_tasks(folders)
     return [
         task.task

@@ -1,5 +1,5 @@
-"""Task files of lm-evaluation-harness in local folders: which tasks there are, and the files that they need. They are read without
-lm-evaluation-harness, and none of their code is loaded."""
+"""Task files of lm-evaluation-harness in local folders: the tasks that they define, and the files that these tasks
+need. Reading them does not require lm-evaluation-harness, and loads none of their code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = Path(__file__).resolve().parent / "eval"
 
 
 def read_yaml(path: Path, loader: type[yaml.SafeLoader], what: str) -> Any:
-    """Return the content of a YAML file. Raises SuiteError, which says that it can't be read as `what`."""
+    """Return the content of a YAML file. Raises SuiteError, in which `what` names the kind of file, if it can't be read."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), loader)
     except RecursionError:
@@ -49,13 +49,13 @@ class LocalTask:
     files: tuple[str, ...]
     """Data files, relative to --data-dir."""
     elsewhere: tuple[str, ...] = ()
-    """Members that no local folder has."""
+    """Members that no local folder defines."""
     inline: tuple[str, ...] = ()
-    """Members whose settings are in the group. If lm-evaluation-harness has a task of this name, they are changes to that."""
+    """Members defined by settings in the group. If lm-evaluation-harness has a task of that name, the settings change it."""
 
     @property
     def is_complete(self) -> bool:
-        """Return whether lm-evaluation-harness's own tasks are not needed."""
+        """Return whether the task needs none of lm-evaluation-harness's own tasks."""
         return not (self.elsewhere or self.inline)
 
 
@@ -83,7 +83,7 @@ def local_tasks(folders: Sequence[Path]) -> dict[str, LocalTask]:
 
 
 def digest_of(folders: Sequence[Path]) -> str:
-    """Return a digest that changes when a file in one of the task folders changes, or a file elsewhere that they need."""
+    """Return a digest that changes when a file in a task folder changes, or a file elsewhere that the task files need."""
     digest = hashlib.sha256()
     for folder in folders:
         paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
@@ -94,9 +94,9 @@ def digest_of(folders: Sequence[Path]) -> str:
 
 
 def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a task file's content, merged over that of the files that it includes. `chain` has the files whose includes led
-    to this one. Raises SuiteError if an included file, or a module with a function of the task, is missing, or if a file
-    includes itself."""
+    """Return a task file's content, merged over the content of the files that it includes. `chain` lists the files
+    whose includes led to this one. Raises SuiteError if an included file, or a module with a function of the task, is
+    missing, or if a file includes itself."""
     if path.resolve() in chain:
         raise SuiteError(f"{path}: includes itself; leave out one include of {', '.join(file.name for file in chain)}")
     config = read_yaml(path, TaskLoader, "a task file")
@@ -117,7 +117,8 @@ def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _files_needed(path: Path) -> Iterator[Path]:
-    """Yield the files that a task file includes, and the modules of its functions, those of included files, too."""
+    """Yield the files that a task file includes, directly or through others, and the modules of the functions in all of
+    them."""
     config = read_yaml(path, TaskLoader, "a task file")
     modules = (path.parent / _module_of(name) for name in _functions(config))
     yield from filter(os.path.isfile, modules)
@@ -127,7 +128,7 @@ def _files_needed(path: Path) -> Iterator[Path]:
 
 
 def _check_task(path: Path, config: dict[str, Any]) -> None:
-    """Raise SuiteError unless the keys of a task file that are read here have values of the right kind."""
+    """Raise SuiteError if a key that this module reads from a task file has a value of the wrong type."""
     kwargs = config.get("dataset_kwargs")
     for key, value, kinds, what in (
         *(("include", file, str, "the name of a file") for file in _listed(config.get("include"))),
@@ -155,19 +156,19 @@ def _module_of(function: str) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module, which is not next to the task file, is in an installed package. A module without a package is not,
-    because a forgotten file, such as code.py, may have the name of a module of Python."""
+    """Return whether the package of a module that is not next to the task file is installed. False for a module without
+    a package, because a forgotten file, such as code.py, may have the name of a module of Python's standard library."""
     package, in_package, _ = module.partition("/")
     return bool(in_package) and package.isidentifier() and importlib.util.find_spec(package) is not None
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the values under a key that has one or a list of them."""
+    """Return the value of a key as a list. A single value becomes a list of one, and None an empty list."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 OWN = {"dataset_path", "custom_dataset", "class"}
-"""Keys of which a task has one, unless it changes another task."""
+"""Keys that mark a complete task. Settings without any of these keys change another task."""
 
 
 def _local_task(name: str, configs: dict[str, dict[str, Any]]) -> LocalTask:
@@ -184,8 +185,9 @@ def _local_task(name: str, configs: dict[str, dict[str, Any]]) -> LocalTask:
 def _tasks_of(
     member: Any, configs: dict[str, dict[str, Any]], changes: dict[str, Any] | None = None, groups: tuple[str, ...] = ()
 ) -> Iterator[tuple[Any, bool, dict[str, Any]]]:
-    """Yield (name, whether a local folder has it, settings) of each task of a name or of a member of a group. `changes` are those
-    that `groups` around it make, and come before its own settings, as in lm-evaluation-harness."""
+    """Yield (name, whether a local folder defines it, settings) for each task of `member`, a name or an entry of a
+    group. `changes` are settings of the enclosing `groups`, which override those in the task's file, as in
+    lm-evaluation-harness."""
     given = member if isinstance(member, dict) else {"task": member}
     name = given.get("group", given.get("task"))
     config = configs.get(name) if isinstance(name, str) else None

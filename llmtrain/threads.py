@@ -1,4 +1,4 @@
-"""Background threads: the GPU that they use, requests to the job's store, and work on the newest of several steps."""
+"""Background threads: their current GPU, requests to the job's store, and work on the newest of several steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 LAST_ANSWER_SECONDS = 5.0
-"""Maximum seconds to wait, at the end, until a store has answered the request in flight."""
+"""Maximum seconds that `store_thread` waits at its end for the store's answer to the request in flight."""
 
 
 def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
@@ -31,7 +31,8 @@ def with_current_device(work: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def store_thread(name: str, ask: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `ask`, which makes requests to a store, in a thread until the end of the `with` block, where the event that it gets is set."""
+    """Run `ask`, which makes requests to a store, in a thread. At the end of the `with` block, set the event that was
+    passed to `ask`, and wait briefly for the thread."""
     closed = threading.Event()
     thread = threading.Thread(target=ask, args=(closed,), name=name, daemon=True)
     thread.start()
@@ -43,8 +44,8 @@ def store_thread(name: str, ask: Callable[[threading.Event], None]) -> Iterator[
 
 
 class LatestStepWorker:
-    """Background thread that works on one step at a time. Of the steps that are submitted during its work, it takes only the
-    newest as its next one, and the others are dropped."""
+    """Background thread that works on one step at a time. Of the steps that are submitted meanwhile, it works on the
+    newest one next and drops the others."""
 
     def __init__(self, work: Callable[[int], None], name: str):
         self._work, self._name = work, name
@@ -64,8 +65,8 @@ class LatestStepWorker:
         return self._running
 
     def submit(self, step: int) -> tuple[int | None, int | None]:
-        """Queue `step`. Returns immediately, with the step that it waits for and the waiting step that it replaces, if
-        any."""
+        """Queue `step`. Returns immediately, with the step that is running and the waiting step that `step` replaces,
+        each None if there is none."""
         with self._lock:
             running, replaced = self._running, self._waiting
             if running is None:
@@ -77,7 +78,7 @@ class LatestStepWorker:
         return running, replaced
 
     def pending_steps(self) -> set[int]:
-        """Return the steps that the thread works on or that wait. Thread-safe."""
+        """Return the running step and the waiting step, if any. Thread-safe."""
         with self._lock:
             return {step for step in (self._running, self._waiting) if step is not None}
 
@@ -95,6 +96,6 @@ class LatestStepWorker:
             except Exception:  # a later step may succeed
                 traceback.print_exc()
             finally:
-                with self._lock:  # once it is released with no step running, `submit` starts another thread
+                with self._lock:  # after its release, if no step is running, `submit` starts another thread
                     step = self._running = self._waiting
                     self._waiting = None

@@ -1,4 +1,4 @@
-"""Time spans on this rank, for timelines: its work in certain steps, and the messages in flight during them.
+"""Time spans on this rank, for timelines: its work in selected steps, and the messages in flight during them.
 
 `open_trace` starts a recording. A process has at most one; without one, the other functions record nothing.
 A span is a line of JSON: kind, name, step, start and end (Unix seconds), and bytes for messages. Kinds: `step` (a
@@ -37,7 +37,7 @@ class Recording:
     """Recording of spans that begin in steps `first` to `last`, written to `path` when their times are known."""
 
     def __init__(self, path: Path, first: int, last: int, clock: Clock, resumed_at: int = 0):
-        """Keep the spans of earlier starts, up to step `resumed_at`, which are not repeated."""
+        """Keep the spans that earlier starts recorded up to step `resumed_at`, because these steps are not repeated."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         self.first, self.last, self.step, self.clock = first, last, 0, clock
@@ -52,14 +52,13 @@ class Recording:
         return self.first <= self.step <= self.last
 
     def add(self, start: Mark, end: Mark, line: dict[str, Any]) -> None:
-        """Record a span from `start` to `end`. `line` has its other entries. Any thread may call this, because it asks no device
-        for a time."""
+        """Record a span from `start` to `end`, with the other entries of `line`. Thread-safe: no device is asked for a time."""
         with self._lock:
             if not self._file.closed:
                 self._unwritten.append((start, end, line))
 
     def write_known(self) -> None:
-        """Write the spans whose times are known by now. Called on the thread that trains, whose device is that of the marks."""
+        """Write the spans whose times are known by now. Called on the training thread, whose device has the marks' times."""
         with self._lock:
             unwritten, self._unwritten = self._unwritten, []
             for start, end, line in unwritten:
@@ -84,8 +83,8 @@ _recording: Recording | None = None
 
 @contextmanager
 def open_trace(path: Path, first: int, last: int, clock: Clock = host_mark, resumed_at: int = 0) -> Iterator[None]:
-    """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is that of the device
-    that trains. Spans that the file has of steps up to `resumed_at` are kept."""
+    """Record the spans of steps `first` to `last` in the file `path`, within this context. `clock` is the training
+    device's clock. The file's spans of steps up to `resumed_at` are kept."""
     global _recording
     _recording = Recording(path, first, last, clock, resumed_at)
     try:
@@ -120,9 +119,10 @@ def span(kind: Kind, name: str = "") -> Iterator[None]:
 def message(name: str, sent: float, in_stream: bool = False) -> Callable[[], None] | None:
     """Start the span of a message of `sent` bytes, and return a function that ends it when the message has arrived.
 
-    With `in_stream`, the message is work in a device's stream. Its span starts when the current stream has completed its
-    work so far. It ends when the stream that is current at the call of the function has completed the work enqueued by
-    then. Otherwise both moments are the host's. Any thread may call the function. Returns None if nothing is recorded.
+    With `in_stream`, the message is work in a device's stream. Its span starts when the current stream has completed
+    its work so far. It ends when the stream that is current during the call of the returned function has completed the
+    work enqueued by then. Otherwise, the host's clock gives both moments. Any thread may call the returned function.
+    Returns None if nothing is recorded.
     """
     recording = _recording
     if recording is None or not recording.is_on:

@@ -82,13 +82,13 @@ class Turns:
 
     @property
     def idle_seconds(self) -> float:
-        """Return for how many seconds no thread has had the turn; 0 if one has it."""
+        """Return the seconds since a thread last had the turn; 0 if a thread has it."""
         with self.changed:
             return 0.0 if self._holder is not None else time.monotonic() - self._idle_since
 
     def wait_for(self, is_met: Callable[[], bool], what: Callable[[], str]) -> None:
         """Let the other threads run until the condition is met. Any thread may call this, also one that takes no turns.
-        `what()` names what it waits for in the error.
+        `what()` names, in the error, what the thread waits for.
 
         Raises TrainingError if a thread has failed, or if none has had the turn for `timeout_seconds`.
         """
@@ -122,13 +122,13 @@ class Turns:
 
 
 class Turn:
-    """State of one thread of `turns` while another thread has the turn: its random number generators, and its timers,
-    which stand still then."""
+    """State of one thread of `turns` while another thread has the turn: the thread's random number generators, and its
+    timers, which are stopped meanwhile."""
 
     def __init__(self, turns: Turns, number: int):
         self.turns, self.number = turns, number
         self.timers: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        """(begin, end) of the enclosing `in_own_turns`, from the outermost on."""
+        """(begin, end) of each enclosing `in_own_turns`, outermost first."""
         self.away_seconds = 0.0
         """Seconds that this thread has been without the turn."""
         self._given_at = time.monotonic()

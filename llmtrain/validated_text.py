@@ -1,5 +1,5 @@
-"""Comparability of the validation losses of several runs. The runs must be validated on the same text. Losses per token also
-need the same tokenizer; bits per byte do not."""
+"""Comparability of the validation losses of several runs. Runs can be compared if they are validated on the same text.
+Losses per token also require the same tokenizer; bits per byte do not."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from llmtrain.run_files import RECIPE
 
 OWN_TEXT = ("validation", "text_key", "separator")
 HELD_OUT = ("validation", "source", "subset", "split", "validation_fraction", "text_key", "separator")
-"""Keys of `data` that determine the validation text, if `data.validation` is given and if not."""
+"""Keys of `data` that determine the validation text: OWN_TEXT if `data.validation` is given, otherwise HELD_OUT."""
 CONTEXT_KEYS = ("data.packing", "train.sequence_length", "train.document_mask")
 """Keys of recipes that decide from which earlier tokens a token is predicted."""
 TOLERANCE = 1e-6
-"""Relative difference up to which two ratios of bytes to tokens count as equal, and so as those of one text."""
+"""Relative difference up to which two ratios of bytes to tokens count as equal, and therefore as ratios of the same text."""
 CLEARLY = 0.02
-"""Relative difference above which two ratios are those of different texts, though the recipes name the same one: a file may have
-been edited, or the packages of `python` updated. A smaller difference may also come from different amounts of prepared text."""
+"""Relative difference above which two ratios count as ratios of different texts although the recipes name the same one:
+a file may have been edited, or the packages of `python` updated. Different amounts of prepared text may cause smaller
+differences."""
 RATIO = "bytes per token of the validation text"
 
 
@@ -43,7 +44,7 @@ class ValidatedText:
     contexts: Mapping[str, Any]
     """Values of CONTEXT_KEYS that the recipe has."""
     bytes_per_token: float | None
-    """UTF-8 bytes of the text per token, measured in a validation; of a list of texts, the mean by weight."""
+    """UTF-8 bytes of the text per token, measured in a validation; for a list of texts, the mean by weight."""
 
     def has_tokenizer_of(self, other: ValidatedText) -> bool:
         """Return whether both runs have the same tokenizer."""
@@ -52,10 +53,12 @@ class ValidatedText:
         return None in (self.tokenizer, other.tokenizer) or self.tokenizer == other.tokenizer
 
     def differing_key(self, other: ValidatedText) -> str | None:
-        """Return the recipe key by which the texts, or the contexts of their tokens, differ; None if both are the same. A text
-        may have another path on another machine. It counts as the same text if the same tokenizer gives it the same number
-        of bytes per token, and as another one if the recipes name the same, but the same tokenizer gives a clearly different
-        number: RATIO is then returned."""
+        """Return the recipe key in which the texts, or the contexts of their tokens, differ; None if both are the same.
+
+        A text may have another path on another machine. Texts with different keys therefore count as the same if the
+        same tokenizer gives them equal numbers of bytes per token. Texts with the same keys count as different if these
+        numbers differ clearly; RATIO is then returned.
+        """
         if not self.keys or not other.keys:
             return None  # nothing is known
         for key in CONTEXT_KEYS:
@@ -82,13 +85,13 @@ class LossUnit:
     """Unit in which the validation losses of several runs are compared."""
 
     tag: str = "eval/loss"
-    """Tag of metrics.jsonl that has them."""
+    """Tag of the losses in metrics.jsonl."""
     name: str = "nats per token"
     note: str = ""
     """Text for the user: why the unit is not the loss per token, or why the runs are not ranked."""
     differs: str = ""
-    """Difference for which the runs are not ranked, with its key, such as "texts (data.source)". Empty if their losses can be
-    compared in a unit."""
+    """Difference that keeps the runs from being ranked, with its key, such as "texts (data.source)". Empty if the
+    losses can be compared in some unit."""
 
     @property
     def is_ranked(self) -> bool:
@@ -113,8 +116,8 @@ def read_validated_text(run: Path, lines: Sequence[Mapping[str, Any]]) -> Valida
 
 
 def _bytes_per_token(data: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the UTF-8 bytes per token; of a list of texts, the mean by weight, because the ratio of all texts' loss to their bits
-    per byte is another one after each step. None if a text has not been validated."""
+    """Return the UTF-8 bytes per token; None if a text has not been validated. For a list of texts, return the mean by
+    weight, because the ratio of their joint loss to their joint bits per byte changes with every step."""
     _, entries = _list_of(data)
     weights = {f"eval/{entry.get('name')}/": entry.get("weight", 1.0) for entry in entries} or {"eval/": 1.0}
     total = 0.0
@@ -144,8 +147,8 @@ def _contexts(data: Mapping[str, Any], train: Any) -> dict[str, Any]:
 
 
 def _keys_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe keys that determine the validation text, with their values. A list of texts is one key. Its value has
-    the texts with their weights, in an order of its own, so that two recipes may list them in different orders."""
+    """Return the recipe keys that determine the validation text, with their values. A list of texts is one key. Its
+    value has the texts with their weights, sorted, because two recipes may list them in different orders."""
     key, entries = _list_of(data)
     if entries:
         weights = [{"weight": entry["weight"]} if "weight" in entry else {} for entry in entries]
@@ -162,9 +165,9 @@ def _text_keys(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_unit(runs: Sequence[tuple[str, ValidatedText]]) -> LossUnit:
-    """Return the unit in which `runs`, pairs of a name and a text, can be compared: bits per byte if their tokenizers differ.
-    If their texts differ, the runs can't be ranked in any unit. A run about whose text nothing is known is assumed to have the
-    others' text."""
+    """Return the unit in which `runs`, pairs of a name and a text, can be compared: bits per byte if their tokenizers
+    differ. If their texts differ, the runs can't be ranked in any unit. A run whose text is unknown is assumed to have
+    the others' text."""
     known = [(name, text) for name, text in runs if text.keys]
     for name, text in known[1:]:
         first, other = known[0]

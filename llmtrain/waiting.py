@@ -34,12 +34,13 @@ def announced(what: str, at_most: float | None = None, quiet: float | None = Non
 def acquire(path: Path, seconds: float, announce: Callable[[], object]) -> AbstractContextManager:
     """Acquire the lock of a file until the end of a `with` block. If another process holds it, call `announce` and wait.
 
-    Raises Timeout after `seconds`, and OSError at once if no file can be created. On a file system that has no locks (ENOSYS),
-    filelock's newer versions put a file in the lock's place. Where that fails, too, one line says that nothing is locked.
+    Raises Timeout after `seconds`, and OSError at once if no file can be created. On a file system without locks
+    (ENOSYS), newer versions of filelock use a file as the lock. If that fails, too, one printed line says that nothing
+    is locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Fails at once if no file can be created, where FileLock would retry until its timeout. The lock's own file must not be
-    # created: without flock, FileLock takes one that it has not created for another process's lock.
+    # Fails at once if no file can be created; FileLock would retry until its timeout. The lock's own file must not be
+    # created here: without flock, FileLock takes a file that it has not created for another process's lock.
     tempfile.TemporaryFile(dir=path.parent).close()
     lock = FileLock(path)
     with where_locks_exist(path.parent):

@@ -1,4 +1,4 @@
-"""One run of the study in which a replica has a fault (study_faults.py).
+"""Run of the study in which one replica has a fault (study_faults.py).
 
     python benchmarks/study/faulty_run.py FAULT RECIPE KEY=VALUE...
 
@@ -20,7 +20,7 @@ with imports_without_gc():
     from llmtrain.train.trainer import Trainer
 
 REPLICA, FIRST, LAST = 3, 301, 340
-"""The replica with a fault, and the steps of its four rounds with it, long after the penalty's first ten rounds."""
+"""Replica with the fault, and first and last step of the fault. These four rounds come long after the penalty's first ten."""
 FLIPPED = 2.0**16
 """Factor by which a flipped bit of the exponent changes a weight."""
 GRADIENTS, RATES = 1000.0, 10.0
@@ -29,7 +29,7 @@ FAULTS = ("bits", "rate", "documents", "gradients")
 
 
 def inject(trainer: Trainer, fault: str) -> None:
-    """Add a fault to the trainer if it is the one of REPLICA."""
+    """Add a fault to the trainer if it belongs to REPLICA. Raises ValueError for an unknown fault."""
     engine, state = trainer.engine, trainer.state
     if trainer.checkpointer.mesh.replica_comms.rank != REPLICA:
         return
@@ -56,7 +56,7 @@ def inject(trainer: Trainer, fault: str) -> None:
 
 
 def main(fault: str, recipe: str, *overrides: str) -> int:
-    """Train with a fault and return the exit code."""
+    """Train with a fault, and return the exit code."""
     loaded, world = load_recipe(recipe, overrides), World.from_environment()
     return run_training(loaded, world, lambda trainer: inject(trainer, fault))
 

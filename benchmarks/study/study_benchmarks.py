@@ -1,10 +1,10 @@
-"""Evaluate the study's models of the second text on benchmarks, each with a paired test against synchronous training with its seed.
+"""Evaluation of the study's models of the second text on benchmarks, with paired tests against synchronous training by seed.
 
     python benchmarks/study/study_benchmarks.py --data-dir DIR
 
-DIR holds the files of benchmarks.yaml (eval/README.md). The models are in the folders that study_runs.py keeps. Results are lines
+DIR holds the files of benchmarks.yaml (eval/README.md). The models are in the folders that study_runs.py keeps. Each result is a line
 of benchmarks/results/study/benchmarks.jsonl, which `python benchmarks/study/study_page.py --write` puts into the page. The same
-command continues what was interrupted.
+command continues an interrupted evaluation.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from llmtrain.run_files import EVALUATIONS
 
 BENCHMARK_RECORDS = RECORDS.parent / "benchmarks.jsonl"
 SUITE, LIMIT = ROOT / "benchmarks" / "study" / "benchmarks.yaml", 500
-"""Suite, and documents per task or member of a group."""
+"""Suite, and number of documents per task or per member of a group."""
 BASELINE, *OTHERS = STAGES["text"]
 MODELS = {
     BASELINE.tuned.label: f"{BASELINE.name}-final",
     f"{BASELINE.tuned.label}, half of the tokens": f"{BASELINE.name}-shorter50",
     **{cell.tuned.label: f"{cell.name}-final" for cell in OTHERS},
 }
-"""Models by the name of their column: ids of their runs without the seed. The second one has about DiLoCo's loss, so that it tells
-what a method does from what a higher loss does."""
+"""Models by the name of their column: ids of their runs without the seed. The second model has about DiLoCo's loss, to tell the
+effect of a method from that of a higher loss."""
 KEPT = ("shown", "results", "tasks", "against")
-"""Parts of a result of `llmtrain eval` that a record has."""
+"""Keys of a result of `llmtrain eval` that a record keeps."""
 
 
 def evaluate(label: str, seed: int, data_dir: Path) -> dict[str, Any]:
-    """Evaluate one of MODELS, and return its record. Raises ResultsError if that fails."""
+    """Evaluate one of MODELS, and return its record. Raises ResultsError if the evaluation fails."""
     name, beside = (f"{model}-{seed}" for model in (MODELS[label], MODELS[BASELINE.tuned.label]))
     command = [sys.executable, "-m", "llmtrain", "eval", RUNS / name, "--suite", SUITE, "--data-dir", data_dir]
     command += ["--limit", LIMIT, "--device", "cpu", *(["--baseline", RUNS / beside] if name != beside else [])]
@@ -62,8 +62,8 @@ def evaluate(label: str, seed: int, data_dir: Path) -> dict[str, Any]:
 
 
 def benchmark_rows(records: Mapping[str, Mapping[str, Any]], done: Records) -> tuple[tuple[str, ...], list[Row]]:
-    """Return columns and rows of the table over the seeds, whose first row is of the validation text in the study's records `done`.
-    There are no rows unless all models have a record for every seed."""
+    """Return the columns and rows of the table over the seeds. Its first row is the validation text, from the study's records `done`.
+    Both are empty unless every model has a record for every seed."""
     ids = {label: [f"{model}-{seed}" for seed in FINAL_SEEDS] for label, model in MODELS.items()}
     if any(name not in records or name not in done for names in ids.values() for name in names):
         return (), []

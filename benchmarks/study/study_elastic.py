@@ -1,10 +1,10 @@
-"""Train while replicas join or leave, each of which brings its part of the batch (PROTOCOL.md, amendment on elasticity).
+"""Training while replicas join or leave, each of which brings its part of the batch (PROTOCOL.md, amendment on elasticity).
 
     python benchmarks/study/study_elastic.py
 
-A run has four stages of equal length, with 1, 2, 4 and 8 replicas or the reverse. At the end of a stage it is stopped by SIGTERM, and
-the next one continues from its checkpoint, as a user would continue it. The same command continues what was interrupted. Results are
-lines of benchmarks/results/study/elastic.jsonl, which `python benchmarks/study/study_page.py --write` puts into the page.
+A run has four stages of equal length, with 1, 2, 4 and 8 replicas or the reverse. SIGTERM stops the run at the end of a stage, and the
+next stage continues from its checkpoint, as a user would continue it. The same command continues an interrupted run. Each result is a
+line of benchmarks/results/study/elastic.jsonl, which `python benchmarks/study/study_page.py --write` puts into the page.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from llmtrain.run_files import CHECKPOINTS, METRICS, complete_checkpoints
 ELASTIC_RECORDS = RECORDS.parent / "elastic.jsonl"
 FOLDER = ROOT / "runs" / "elastic"
 ORDERS = {"joining": (1, 2, 4, 8), "leaving": (8, 4, 2, 1)}
-"""Replicas in the stages of a run."""
+"""Number of replicas in each stage of a run."""
 STAGE_STEPS, LOG_STEPS = 6 * UNIT, 2 * UNIT
 PER_REPLICA = 16
-"""Sequences per replica and step, those of the main table's 4 replicas."""
+"""Sequences per replica and step, as for the 4 replicas of the main table."""
 METHODS = ("synchronous", "edit")
 POLL_SECONDS = 0.5
 
@@ -55,21 +55,21 @@ class ElasticRun:
 
     @property
     def id(self) -> str:
-        """Return the name of the run and of its record."""
+        """Name of the run and of its record."""
         return f"elastic-{self.method}-{self.order}-{self.seed}"
 
     @property
     def folder(self) -> Path:
-        """Return the run's folder."""
+        """Folder of the run."""
         return FOLDER / self.id
 
     @property
     def steps_done(self) -> int:
-        """Return the step of the newest checkpoint."""
+        """Step of the newest checkpoint, or 0 without any."""
         return max(complete_checkpoints(self.folder / CHECKPOINTS), default=0)
 
     def overrides(self, replicas: int) -> list[str]:
-        """Return what a stage changes in study.yaml."""
+        """Return the overrides of study.yaml for a stage with `replicas` replicas."""
         total = STAGE_STEPS * len(ORDERS[self.order])
         return [
             *(f"run.name={self.id}", f"run.out_dir={FOLDER}", f"run.seed={self.seed}"),
@@ -80,7 +80,7 @@ class ElasticRun:
         ]
 
     def make(self, core: int) -> None:
-        """Make the stages that are left, on one core. Raises TrainingError if one fails."""
+        """Train the remaining stages on one core. Raises TrainingError if one fails."""
         stages = ORDERS[self.order]
         while (done := self.steps_done) < STAGE_STEPS * len(stages):
             number = done // STAGE_STEPS
@@ -90,7 +90,7 @@ class ElasticRun:
                 raise TrainingError(f"{self.id} ended with code {code} after step {self.steps_done}, {end} expected")
 
     def _train(self, replicas: int, end: int | None, core: int) -> int:
-        """Train until the stage's last step, or to the end of the run, and return the exit code."""
+        """Train until the stage's last step `end`, or to the end of the run if it is None, and return the exit code."""
         FOLDER.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "llmtrain", "train", RECIPE, *self.overrides(replicas)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -127,7 +127,7 @@ class ElasticRun:
 
 
 def elastic_runs(done: Records) -> Iterator[ElasticRun]:
-    """Yield all runs. `done` are the records of the study, whose trials chose the settings."""
+    """Yield all runs. The trials in `done`, the study's records, chose the settings."""
     for seed in FINAL_SEEDS:
         for method in METHODS:
             cell = next(cell for cell in STAGES["main"] if cell.label == method)
@@ -138,8 +138,8 @@ def elastic_runs(done: Records) -> Iterator[ElasticRun]:
 
 
 def elastic_rows(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return a row for each order and method: the mean loss after every stage, and the last one's spread and distance to synchronous
-    training. There are no rows unless all runs are done."""
+    """Return a row for each order and method: the mean loss after every stage, the spread of the final loss, its gap to synchronous
+    training, and the traffic. Return no rows unless all runs are done."""
     if len(records) < len(ORDERS) * len(METHODS) * len(FINAL_SEEDS):
         return []
     rows = []
@@ -158,7 +158,7 @@ def elastic_rows(records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def main() -> None:
-    """Make the runs that have no record, one per core at a time."""
+    """Train the runs that have no record, one per core at a time."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
-"""Runs of EDiT in which one replica has a fault, from which the penalty should save the others (PROTOCOL.md, amendment on faults).
+"""Runs of EDiT in which one replica has a fault, from which the penalty should protect the others (PROTOCOL.md, amendment on faults).
 
-faulty_run.py makes them.
+faulty_run.py trains them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PARTS: dict[str, Overrides] = {
     "clipping_only": ("sync.reduction.z=null", "sync.reduction.temperature=null"),
     "mean": ("sync.reduction=mean",),
 }
-"""The penalty, without each of its parts, and without the penalty."""
+"""Overrides for the complete penalty, for the penalty without some of its parts, and for the plain mean."""
 FEW = ("whole", "mean")
 FAULTS = {"clean": FEW, "bits": (*PARTS,), "rate": (*PARTS,), "documents": FEW, "gradients": FEW, "all_rates": FEW}
-"""Faults, and the penalties that are tried with them. `clean` is without a fault, and `all_rates` has the inner learning rate of all
-replicas four times as high, in the whole run."""
+"""Penalties that are tried with each fault. `clean` has no fault; in `all_rates`, the inner learning rate of all replicas is four
+times as high during the complete run."""
 WITHOUT_REPLICA = ("clean", "all_rates")
 """Faults that no single replica has."""
 
 
 def fault_run(fault: str, part: str, seed: int) -> Run:
-    """Return the run with a fault and a part of the penalty."""
+    """Return the run with a fault, `part` of the penalty (a key of PARTS), and a seed."""
     rate = 4 * RATE if fault == "all_rates" else RATE
     program = "" if fault in WITHOUT_REPLICA else fault
     return Run(CELL, f"fault-{fault}-{part}", seed, Setting(rate, (*OUTER_STEP, *PARTS[part])), SHARE, program)
@@ -49,8 +49,8 @@ FAULT_RUNS = tuple(fault_run(fault, part, FINAL_SEEDS[0]) for fault, parts in FA
 
 
 def fault_rows(done: Records) -> list[Row]:
-    """Return a row for each penalty that has been tried with a fault: the final loss, its distance to the whole penalty's without a
-    fault, and the blocks that were excluded."""
+    """Return a row for each fault and penalty that have been tried: the final loss, its difference to that of the complete penalty
+    without a fault, and the number of blocks that were excluded."""
     clean = done.get(fault_run("clean", "whole", FINAL_SEEDS[0]).id)
     if clean is None:
         return []

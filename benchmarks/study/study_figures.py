@@ -1,4 +1,4 @@
-"""Figures of the study's page: losses of all methods, alone, over the bytes that they sent, and in time."""
+"""Figures of the study's page: losses by method, losses over bytes sent, speeds, and a heat map of outer settings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from study_times import MEASURED, step_speed, timed_cells
 from table import Row
 
 DRAWN = tuple(10 ** (exponent / 8) for exponent in range(-8, 17))
-"""Times of a message, in steps, that are drawn."""
+"""Times of a message, in steps, in the figure of speeds."""
 HIGHEST, LABEL_DISTANCE = 3.8, 0.026
 """Highest loss in the figure over bytes, and the least distance of its labels."""
 HOTTEST = 3.7
-"""Loss from which the heat map's color is the same."""
+"""Loss above which the heat map's color no longer changes."""
 
 
 def draw_losses(done: Records, path: Path) -> None:
@@ -64,7 +64,7 @@ def draw_losses(done: Records, path: Path) -> None:
 
 def draw_speeds(done: Records, path: Path) -> None:
     """Draw how many times as fast as synchronous training each method with AdamW inside reaches its own final loss, over the time
-    of a message, with a band between the seeds."""
+    of a message, with a band for the range over the seeds."""
     figure, axes = _subplots(figsize=(8, 4.6))
     usual = [cell for cell in timed_cells(done) if cell.every == 30 and not cell.variant]
     own = [cell for cell in usual if not cell.together and not synchronous_beside(cell).inner]
@@ -106,7 +106,7 @@ def draw_bytes(done: Records, path: Path) -> None:
         sent, loss = mean_of(cell, "bytes", done), mean_loss(cell, done)
         axes.plot([sent], [loss], "o", color=_color(cell))
         rounds = "" if cell.every == 30 or cell.method in ROUNDS_OF_ITS_OWN else f", H = {cell.every}"
-        column = round(4 * math.log10(sent))  # labels of about as many bytes stand above one another
+        column = round(4 * math.log10(sent))  # labels at similar numbers of bytes are stacked
         labels[column] = max(loss, labels.get(column, 0.0) + LABEL_DISTANCE)
         axes.annotate(f"{name_of(cell)}{rounds}", (1.06 * sent, labels[column]), va="center", fontsize=8)
     for cell in (cell for cell in SHORTENED if cell.length == 1):
@@ -134,7 +134,7 @@ def draw_bytes(done: Records, path: Path) -> None:
 
 
 def draw_heat(rows: Sequence[Row], rates: Sequence[float], path: Path) -> None:
-    """Draw the heat map of `heat_rows`: a color and a number for each outer learning rate and momentum. The colors end at HOTTEST."""
+    """Draw the heat map of `heat_rows`: a color and a number for each outer learning rate and momentum."""
     figure, axes = _subplots(figsize=(6, 0.8 + 0.5 * len(rows)))
     losses = [[float(loss) if loss != "diverged" else math.inf for loss in row[1:]] for row in rows]
     lowest = min(map(min, losses))
@@ -152,7 +152,7 @@ def draw_heat(rows: Sequence[Row], rates: Sequence[float], path: Path) -> None:
 
 
 def _color(cell: Cell) -> str:
-    """Return the color of the inner optimizer."""
+    """Return the color of a cell's inner optimizer."""
     return "C1" if synchronous_beside(cell).inner else "C0"
 
 

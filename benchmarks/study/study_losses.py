@@ -31,8 +31,8 @@ def mean_loss(cell: Cell, done: Records) -> float | None:
 
 
 def figures_of(cell: Cell, done: Records) -> Row:
-    """Return loss, spread, gap to synchronous training, bits per byte, rounds and traffic of a cell's final runs. They are empty
-    unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
+    """Return loss, spread, gap to synchronous training, `share_text`, bits per byte, rounds and traffic of a cell's final runs.
+    All are empty unless all runs are done. If some diverged, the loss says how many, and the others are empty."""
     losses = losses_by_seed(cell, done)
     if (loss := mean_loss(cell, done)) is None:
         is_complete, diverged = len(losses) == len(FINAL_SEEDS), losses.count(math.inf)
@@ -60,24 +60,24 @@ def synchronous_beside(cell: Cell) -> Cell:
 
 
 def label_with_rounds(cell: Cell) -> str:
-    """Return the cell's label, with the number of steps of its rounds if it is not the usual one."""
+    """Return the cell's label, with the steps per round if they are not the usual 30."""
     has_rounds = cell.every != 30 and cell.method not in ROUNDS_OF_ITS_OWN
     return f"{cell.label}, H = {cell.every}" if has_rounds else cell.label
 
 
 def name_of(cell: Cell) -> str:
-    """Return the cell's name in figures: its label, with the inner optimizer in any case if it is not AdamW."""
+    """Return the cell's name in figures: its label, which always names an inner optimizer other than AdamW."""
     is_hidden = synchronous_beside(cell).inner and not cell.inner
     return f"{cell.label} ({synchronous_beside(cell).inner} inside)" if is_hidden else cell.label
 
 
 def mean_of(cell: Cell, key: str, done: Records) -> float:
-    """Return the mean of a number in the records of a cell's final runs."""
+    """Return the mean of a key's values in the records of a cell's final runs."""
     return statistics.mean(record[key] for record in finals_of(cell, done))
 
 
 def text_rows(cells: Iterable[Cell], done: Records) -> list[Row]:
-    """Return the losses by text of those cells that are complete and have two texts."""
+    """Return a row with the losses by text for each complete cell with two texts."""
     rows = []
     for cell in cells:
         loss, spread, gap, *_ = figures_of(cell, done)
@@ -124,7 +124,8 @@ def equal_loss_share(loss: float, cell: Cell, done: Records) -> float | None:
 
 
 def share_text(cell: Cell, done: Records) -> str:
-    """Return a cell's `equal_loss_share` with its range over the seeds, or nothing if it is the measure itself or not known."""
+    """Return a cell's `equal_loss_share` with its range over the seeds, or nothing if the cell is the reference itself or the share
+    is not known."""
     losses = losses_by_seed(cell, done)
     found = [equal_loss_share(loss, cell, done) for loss in (statistics.mean(losses), max(losses), min(losses))]
     if cell == synchronous_beside(cell) or None in found:

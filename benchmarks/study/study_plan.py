@@ -1,8 +1,8 @@
-"""The study's runs, in the order in which they are made: what PROTOCOL.md says, as a function of the results so far.
+"""Plan of the study's runs, in the order in which they are made: PROTOCOL.md as a function of the results so far.
 
-A cell is a method with a number of replicas and a round length. It has trials, each at about a quarter of the tokens, and then
-final runs of the best trial with all tokens and several seeds. Later trials start from the best of the earlier ones; every cell
-has the same number. study_stages.py lists the cells.
+A cell is a method with a number of replicas and a round length. It has trials, each with about a quarter of the tokens, and then
+final runs with the setting of the best trial, all tokens and several seeds. Later trials start from the best of the earlier ones.
+Each cell has the same number of trials. study_stages.py lists the cells.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Records = Mapping[str, Mapping[str, Any]]
 TOKENS = 6_400_000
 """Training tokens of a final run: 20 per parameter."""
 TEXT_TOKENS = 7_000_000
-"""Tokens of text per TOKENS, validation text included."""
+"""Tokens of text, including validation text, for each TOKENS of training."""
 TRIAL_SHARE = 0.25
-"""Share of TOKENS in a trial."""
+"""Share of a final run's tokens in a trial."""
 UNIT = 30
-"""Steps that the number of steps of a run is a multiple of, so that its rounds of 30, 10 and 3 steps are complete."""
+"""Divisor of each run's number of steps, so that its rounds of 30, 10 and 3 steps are complete."""
 TRIALS = 12
 TRIAL_SEED, FINAL_SEEDS = 1, (11, 12, 13)
 LENGTH = 128
@@ -33,17 +33,15 @@ LENGTH = 128
 BATCH = {1: 32, 2: 48, 4: 64, 8: 96}
 """Sequences per global batch by number of replicas."""
 WARMUP = 0.1
-"""Steps in which the inner learning rate rises, as a share of a final run's. Trials have as many."""
+"""Warm-up steps of the inner learning rate, as a share of a final run's steps. Trials have as many warm-up steps."""
 RATES = (0.003, 0.006, 0.012)
 """Inner learning rates of the first trials."""
-OWN_TRIALS = 6
-"""Trials after these, of values of a method's own keys or of more learning rates."""
 
 
 INNER: dict[str, Overrides] = {"": (), "muon": ("optim.kind=muon", "optim.muon.momentum=0.9")}
-"""Keys of an inner optimizer: Muon's are MuLoCo's, whose baseline it is."""
+"""Keys of each inner optimizer. Those of Muon are MuLoCo's, whose baseline is synchronous training with Muon."""
 CLOCKS = {"even": ((1, 1, 1, 1), 0), "half": ((1, 1, 1, 2), 0), "random": ((1, 1, 1, 1), 1)}
-"""Virtual clocks of 4 replicas: seconds of each one's steps, and by how many one, drawn for every step, is late."""
+"""Virtual clocks of 4 replicas: seconds of each replica's steps, and delay in seconds of one replica, drawn for each step."""
 STORIES = ("hf:roneneldan/TinyStories", "validation")
 """Sources of TinyStories, training and validation."""
 TOKENIZER = "runs/study/tokenizer"
@@ -74,25 +72,26 @@ class Cell:
     clock: str = ""
     """Virtual clock, for methods whose results depend on speeds: a key of CLOCKS."""
     text: str = ""
-    """Text, by its name for `text_keys`. On another text than Python, a cell has no trials, but the setting that they chose on Python."""
+    """Text, by its name for `text_keys`. A cell with another text than Python has no trials, but the setting that trials on Python
+    chose."""
     variant: str = ""
-    """Values of the method that trials compare, if not its usual ones: with the method's name, a key of OUTER. Or AUTO: no trials, but
-    the inner learning rate that they chose with these values, and `sync.outer=auto`."""
+    """Values of the method that trials compare, if not the usual ones; with the method's name, a key of OUTER. Or AUTO, which has no
+    trials: the inner learning rate that the trials of the usual values chose, and `sync.outer=auto`."""
 
     @property
     def values(self) -> str:
-        """Return the key in OUTER and ALWAYS of the values that trials compare."""
+        """Key in OUTER and ALWAYS of the values that trials compare."""
         return f"{self.method}-{self.variant}" if self.variant else self.method
 
     @property
     def tuned(self) -> Cell:
-        """Return the cell whose trials choose this cell's setting: itself, or one that it takes the setting from."""
+        """Cell whose trials choose this cell's setting: the cell itself, or another one."""
         return replace(self, text="", variant="" if self.variant == AUTO else self.variant)
 
     @property
     def label(self) -> str:
-        """Return the method's name, with its variant, the inner optimizer if it is not its own, the gradients' format, the percentage of
-        synchronous steps, how many times as many tokens it has, an uneven clock, and another text."""
+        """Name of the method with all that is not as usual: variant, inner optimizer, gradients' format, percentage of
+        synchronous steps, multiple of the tokens, uneven clock, and text."""
         together = f"s{100 * self.together:.0f}" if self.together else ""
         length = f"x{self.length}" if self.length > 1 else ""
         clock = self.clock if self.clock != "even" else ""
@@ -102,14 +101,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Return the cell's part of its runs' ids."""
+        """Part of the ids of the cell's runs."""
         rounds = "" if self.method in ROUNDS_OF_ITS_OWN else f"-h{self.every}"
         return f"{self.label}-m{self.replicas}{rounds}-b{self.batch}"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Choices that trials compare."""
+    """Inner learning rate and own keys of a method, which trials compare."""
 
     lr: float
     own: Overrides = ()
@@ -121,7 +120,7 @@ class Setting:
 
     @property
     def pull_probability(self) -> float:
-        """Return the share of steps that are PALSGD's pulls, 0 for other methods."""
+        """Share of steps that are PALSGD's pulls, 0 for other methods."""
         return float(next((key.removeprefix(PULL) for key in reversed(self.overrides()) if key.startswith(PULL)), 0.0))
 
 
@@ -131,7 +130,7 @@ class Run:
 
     cell: Cell
     kind: str
-    """`trial`, `final`, with fewer tokens than that `shorter`, with other outer settings `heat`, `probe-NAME`, or `fault-NAME-PART`."""
+    """`trial`, `final`, `shorter` (fewer tokens), `heat` (other outer settings), `probe-NAME`, or `fault-NAME-PART`."""
     number: int
     """Number of the trial or of the outer settings, from 0, or seed of the final run or of a probe."""
     setting: Setting
@@ -142,13 +141,13 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return the name of the run and of its record."""
+        """Name of the run and of its record."""
         percent = f"{100 * self.share:.0f}" if self.kind == "shorter" else ""
         return f"{self.cell.name}-{self.kind}{percent}-{self.number:02}"
 
     @property
     def seed(self) -> int:
-        """Return the seed of the parameters and of the order of the text."""
+        """Seed of the parameters and of the order of the text."""
         is_short_probe = self.kind.startswith("probe") and self.share < 1
         return (
             TRIAL_SEED if is_short_probe else {"trial": TRIAL_SEED, "heat": FINAL_SEEDS[0]}.get(self.kind, self.number)
@@ -156,12 +155,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Return the run's steps. Each of PALSGD's pulls is a step without tokens, so it has more of them."""
+        """Number of steps. PALSGD has more of them, because each of its pulls is a step without tokens."""
         return self._steps_with(self.share)
 
     @property
     def share_of_tokens(self) -> float:
-        """Return the run's steps divided by those of a final run. Because lengths are multiples of UNIT, it differs from `share`."""
+        """Number of steps divided by that of a final run. It differs from `share`, because lengths are multiples of UNIT."""
         return self.steps / self._steps_with(1.0)
 
     def _steps_with(self, share: float) -> int:
@@ -170,12 +169,12 @@ class Run:
         return UNIT * math.floor(tokens / (self.cell.batch * LENGTH * training) / UNIT + 0.5)
 
     def _every(self, steps: float) -> int:
-        """Return an interval of about so many steps. By a virtual clock, it ends with a round: WAGMA's continued run would be
-        another one elsewhere."""
+        """Return an interval of about `steps` steps. With a virtual clock, it ends with a round, because a run of WAGMA that
+        continues within a round would give another result."""
         return UNIT * math.ceil(steps / UNIT) if self.cell.clock else math.ceil(steps)
 
     def overrides(self) -> list[str]:
-        """Return what the run changes in study.yaml."""
+        """Return the run's overrides of study.yaml."""
         cell = self.cell
         per_replica = cell.batch // cell.replicas
         return [
@@ -201,8 +200,9 @@ class Run:
 
 
 def text_keys(text: str, train: str = STORIES[0], validation: str = STORIES[1]) -> Overrides:
-    """Return the keys of a text by name: empty for Python, as in study.yaml; `tinystories`; `mixture`, both in equal parts; or `sites`,
-    of which two of four replicas read one each. `train` and `validation` are the sources of TinyStories."""
+    """Return the keys of a text by name: empty for Python, as in study.yaml; `tinystories`; `mixture`, both in equal parts; or
+    `sites`, where two of four replicas read Python and two read TinyStories. `train` and `validation` are the sources of
+    TinyStories."""
     if not text:
         return ()
     stories = f"{{source: {train}, validation: {validation}, name: tinystories}}"
@@ -215,7 +215,7 @@ def text_keys(text: str, train: str = STORIES[0], validation: str = STORIES[1]) 
 
 
 def clock_keys(clock: str) -> list[str]:
-    """Return the keys of a virtual clock, and of log lines at the end of rounds, at which an interrupted run stops."""
+    """Return the keys of a virtual clock, and of log lines at the ends of rounds, because an interrupted run stops at a log line."""
     seconds, delay = CLOCKS[clock]
     return [f"parallel.virtual_clock={{step_seconds: {list(seconds)}, random_delay: {delay}}}", f"log.every={UNIT}"]
 
@@ -259,7 +259,7 @@ def next_rate(losses: Mapping[float, float]) -> float:
 
 def best_of(runs: Sequence[Run], done: Records) -> Run | None:
     """Return the run with the lowest final validation loss, or None unless all are done. A run that failed counts as worst.
-    Raises ValueError if a record is of another setting than the run."""
+    Raises ValueError if a record has another setting than its run."""
     if any(run.id not in done for run in runs):
         return None
     for run in runs:

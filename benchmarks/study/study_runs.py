@@ -1,13 +1,13 @@
-"""Make the runs of the study (PROTOCOL.md), several at a time, as long as there is time.
+"""Program that makes the runs of the study (PROTOCOL.md), several at a time, for a given number of hours.
 
     python benchmarks/study/study_runs.py --hours 2 --tinystories train.txt valid.txt
     python benchmarks/study/study_runs.py --list
 
-Each run has one core and the lowest priority. A run that is interrupted continues from its checkpoint the next time. Results are
-lines of benchmarks/results/study/runs.jsonl, one per run, written as runs end; commit them with the page that
-`python benchmarks/study/study_page.py --write` makes of them. A run that diverges is a result. Any other failure, such as a full
-disk, ends the study with exit code 1 and keeps the run's folder and log; the same command continues it. Folders of runs on
-TinyStories alone stay, because their models are evaluated on benchmarks (PROTOCOL.md).
+Each run has one core and the lowest priority. An interrupted run continues from its checkpoint the next time. When a run ends, its
+result is added as a line to benchmarks/results/study/runs.jsonl; commit this file with the page that
+`python benchmarks/study/study_page.py --write` makes from it. A run that diverges is a result. Any other failure, such as a full
+disk, ends the study with exit code 1 and keeps the run's folder and log; the same command then continues the study. Folders of runs
+on TinyStories alone are kept, because their models are evaluated on benchmarks (PROTOCOL.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORDS = RESULTS / "study" / "runs.jsonl"
 RUNS = ROOT / "runs" / "study"
 POLL_SECONDS = 2.0
 LOWEST = 19
-"""Priority of the runs: what is left by everything else."""
+"""Nice value of the runs, which get the CPU time that other programs leave."""
 DIVERGED = re.compile(
     r"error: .*(the (loss|norm of the gradient) is (nan|-?inf) on rank|no gradient was finite|\(sync\.reduction\.max_exclusions\))"
 )
@@ -57,7 +57,7 @@ DIAGNOSTICS = (
     "sync/rollbacks",
     "sync/late",
 )
-"""Tags of which a record has the last value: whether replicas drift apart, and whether EDiT's penalty did anything."""
+"""Tags whose last value a record has: they show whether replicas drift apart, and whether EDiT's penalty did anything."""
 NO_LOSS = "error: the validation loss at the end is not finite"
 
 
@@ -75,8 +75,8 @@ def append(record: Mapping[str, Any], path: Path = RECORDS) -> None:
 
 
 def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) -> dict[str, Any]:
-    """Return the record of a run that has ended: what it was, and what its folder says of it. `made_by` is the commit with which
-    it was started, for the last time if it was interrupted, and `error` its error line if it diverged."""
+    """Return the record of a run that has ended: its setting, and the results in its folder. `made_by` is the commit of its last
+    start, and `error` the error line if it diverged."""
     record: dict[str, Any] = {
         "id": run.id,
         **asdict(run.cell),
@@ -119,7 +119,7 @@ def record_of(run: Run, folder: Path, made_by: str, error: str | None = None) ->
 
 
 def copy_tokenizer() -> None:
-    """Copy the tokenizer of Python's text, which is prepared if necessary, to where runs on both texts read it."""
+    """Copy the tokenizer of Python's text to TOKENIZER, where runs on both texts read it. Prepare the text if necessary."""
     if (ROOT / TOKENIZER).exists():
         return
     (text,) = prepare_texts(
@@ -158,8 +158,8 @@ class Job:
             Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST))
 
     def end(self, is_stopping: bool) -> dict[str, Any] | None:
-        """Return the record if the run has finished or diverged, or None if it was interrupted. Its folder and log remain. Raises
-        TrainingError if it failed otherwise."""
+        """Return the record if the run has finished or diverged, or None if it was interrupted. Keep its folder and log. Raises
+        TrainingError if the run failed otherwise."""
         self.log_file.close()
         folder, code = RUNS / self.run.id, self.process.returncode
         if code == STOPPED_EARLY or (is_stopping and code == -signal.SIGTERM):
@@ -174,7 +174,7 @@ class Job:
         return record_of(self.run, folder, self.commit, diverged)
 
     def clean_up(self, record: Mapping[str, Any]) -> None:
-        """Remove the folder of a run whose record is written unless its model is to be evaluated, and the log unless the run
+        """Remove the folder of a run whose record is written, unless its model is to be evaluated, and its log, unless the run
         diverged."""
         if self.run.cell.text != "tinystories":
             shutil.rmtree(RUNS / self.run.id, ignore_errors=True)
@@ -189,9 +189,9 @@ def next_run(stages: Sequence[str], done: Mapping[str, Any], running: Sequence[J
 
 
 def make_runs(stages: Sequence[str], jobs: int, hours: float, stories: Sequence[str] = ()) -> int:
-    """Make runs until `hours` are over, none is left or one has failed, then stop those in progress with a checkpoint. `stories` are
-    the files of TinyStories, training and validation, if it does not come from the hub. Return the exit code: 1 if one has failed. Raises
-    RecipeError if another process makes the study's runs in this checkout."""
+    """Make runs until `hours` are over, no run is left or one has failed, then stop those in progress with a checkpoint. Return the
+    exit code, which is 1 if a run has failed. `stories` are the files of TinyStories, training and validation, unless the text comes
+    from the hub. Raises RecipeError if another process makes the study's runs in this checkout."""
     lock = lock_folder(RUNS, "stop it")
     try:
         return _make_runs(stages, jobs, hours, stories)
@@ -244,7 +244,7 @@ def _make_runs(stages: Sequence[str], jobs: int, hours: float, stories: Sequence
 
 
 def list_runs(stages: Sequence[str]) -> None:
-    """Print the runs that could be made now, and how many there are of each cell."""
+    """Print the runs that could be made now, the number of records, and the number of runs in the stages."""
     done = read_records()
     for run in pending(stages, done):
         print(run.id, " ".join(run.setting.overrides()))
@@ -252,7 +252,7 @@ def list_runs(stages: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Make or list the runs that the command line chooses."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--hours", type=float, default=1.0, help="time after which no run begins and those in progress stop"

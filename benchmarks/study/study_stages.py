@@ -64,7 +64,7 @@ SINGLE_RUNS = {"probes": PROBES, "faults": FAULT_RUNS}
 SHORTENED = {
     cell: (0.25, 0.5) for cell in (STAGES["main"][0], STAGES["main"][-2], STAGES["long"][0], STAGES["text"][0])
 }
-"""Shares of the tokens of more runs, which say what fewer tokens cost: synchronous training is the measure."""
+"""Shares of the tokens in additional runs of synchronous training, the measure of what fewer tokens cost."""
 HEAT_STEPS = tuple(
     (lr, momentum, warmup)
     for momentum, warmup in ((0.0, 0), (0.5, 0), (0.8, 0), (0.9, 0), (0.8, 4), (0.9, 4))
@@ -72,7 +72,7 @@ HEAT_STEPS = tuple(
 )
 """Outer learning rates, momenta and rounds of warm-up of the heat map."""
 HEAT = {STAGES["main"][1]: nesterovs(*HEAT_STEPS)}
-"""Outer steps of more final runs, each with the first seed and the inner learning rate of the best trial."""
+"""Outer steps of additional final runs, each with the first seed and the inner learning rate of the best trial."""
 URGENT = (
     *STAGES["main"][:4],
     STAGES["together"][0],
@@ -130,7 +130,7 @@ def single_runs(stages: Sequence[str]) -> list[Run]:
 
 
 def total(stages: Sequence[str]) -> int:
-    """Return the number of runs of some stages."""
+    """Return the total number of runs in the stages."""
     cells = [cell for stage in stages for cell in STAGES[stage]]
     finals = sum(len(FINAL_SEEDS) * (1 + len(SHORTENED.get(cell, ()))) + len(HEAT.get(cell, ())) for cell in cells)
     return TRIALS * sum(cell.tuned == cell for cell in cells) + finals + len(single_runs(stages))

@@ -1,4 +1,4 @@
-"""Times in which the study's methods reach their losses on networks of several speeds: measured losses, predicted times."""
+"""Times in which the study's methods reach their losses on networks of several speeds. Losses are measured, times predicted."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from llmtrain.plan.time_estimate import HardwareRates, TimeEstimate, estimate_ti
 from llmtrain.recipe_loader import load_recipe
 
 MESSAGES = (0.1, 1.0, 10.0, 100.0)
-"""Time of one message of the model in fp32, in steps: the networks of the tables."""
+"""Networks of the tables, given by the time of one message of the model in fp32, in steps."""
 MEASURED = 21.0
 """Longest message for which predictions were compared with measurements, in steps (docs/network.md)."""
 VOCABULARY = 1024
 ROUNDED = ("streaming_diloco", "sparseloco")
 """Methods whose messages are not in fp32."""
 NO_INT8, OWN_WIRE = "no int8 run", "has its own wire"
-"""Cells of a method whose synchronous training was not run with int8 gradients, and of one of ROUNDED with int8 messages."""
+"""Table cells where synchronous training was not run with int8 gradients, and where one of ROUNDED would have int8 messages."""
 TIMED = ("main", "gradients", "together", "rounds", "auto", "long")
 """Stages whose cells have predicted times."""
 WAITING = ("synchronous", "edit", "local_sgd")
-"""Methods of even replicas beside those of uneven ones: each replica waits for the slowest, after each step or each round."""
+"""Methods that are compared with those for uneven replicas: all replicas wait for the slowest, after each step or round."""
 
 
 def timed_cells(done: Records) -> list[Cell]:
@@ -62,7 +62,7 @@ def step_rows(done: Records) -> list[Row]:
 
 
 def token_speed(cell: Cell, done: Records, message_steps: float) -> float:
-    """Return a cell's tokens per second divided by those of synchronous training."""
+    """Return a cell's tokens per second divided by those of synchronous training, if a message takes `message_steps`."""
     share = mean_of(cell, "tokens", done) / mean_of(synchronous_beside(cell), "tokens", done)
     return share * step_speed(cell, done, message_steps)
 
@@ -84,9 +84,9 @@ def speed_rows(done: Records) -> list[Row]:
 
 
 def reach_rows(done: Records) -> list[Row]:
-    """Return, for each cell with 4 replicas and their usual batch of which a final run reaches the mean final loss of synchronous
-    training with AdamW and TOKENS: how many of the seeds do, after how many steps, and how many times as fast, by the time of a
-    message. Losses are interpolated between validations. Speeds are of the mean over the seeds, if all reach it."""
+    """Return a row for each cell with 4 replicas and their usual batch that reaches, with any seed, the mean final loss of synchronous
+    training with AdamW and TOKENS. The row says how many seeds reach it, after how many steps and tokens, and how many times as fast,
+    by the time of a message. Losses are interpolated between validations. Speeds are of the mean over the seeds, if all reach it."""
     measure = STAGES["main"][0]
     target, rows = mean_loss(measure, done), []
     for cell in (cell for stage in ("main", "gradients", "together", "long") for cell in STAGES[stage]):
@@ -107,7 +107,7 @@ def reach_rows(done: Records) -> list[Row]:
 
 
 def step_of_loss(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """Return the step at which a `curve` of (step, loss, bytes) first has a loss, interpolated between its points, or None."""
+    """Return the step at which a `curve` of (step, loss, bytes) first reaches `loss`, interpolated between its points, or None."""
     for (before, higher, *_), (after, lower, *_) in pairwise(curve):
         if lower <= loss:
             return before + (after - before) * (higher - loss) / (higher - lower)
@@ -115,10 +115,10 @@ def step_of_loss(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 
 
 def break_even_rows(done: Records) -> list[Row]:
-    """Return, for each cell that is local from the first step, the time of a message at which it reaches its loss as fast as
-    synchronous training with its gradients in fp32 and in int8, and the latter if its own messages were in int8, too; or the reason
-    why there is none. Synchronous training with int8 gradients was run with TOKENS only; for longer runs, the rows assume that these
-    gradients cost as little."""
+    """Return, for each cell that is local from the first step, the times of a message at which it reaches its loss as fast as
+    synchronous training: with gradients in fp32, with gradients in int8, and with gradients and the cell's own messages in int8. If
+    there is no such time, the reason takes its place. Synchronous training with int8 gradients was run with TOKENS only; for longer
+    runs, the rows assume that these gradients cost as little."""
     rounded = {synchronous_beside(cell): cell for cell in STAGES["gradients"] if mean_loss(cell, done) is not None}
     rows = []
     for cell in timed_cells(done):
@@ -133,7 +133,7 @@ def break_even_rows(done: Records) -> list[Row]:
 
 
 def break_even_text(cell: Cell, other: Cell | None, done: Records, *changed: str) -> str:
-    """Return `break_even` as text. `other` is None if those runs are missing."""
+    """Return `break_even` as text. `other` is None if its runs are missing."""
     if other is None:
         return NO_INT8
     steps = break_even(cell, other, done, *changed)
@@ -144,7 +144,7 @@ def break_even_text(cell: Cell, other: Cell | None, done: Records, *changed: str
 
 def break_even(cell: Cell, other: Cell, done: Records, *changed: str) -> float:
     """Return the time of a message, in steps, at which a cell and synchronous training reach the cell's loss at the same time: 0 if
-    the cell is faster with the shortest message of the tables already, infinity if it is not with the longest. `other` is the
+    the cell is faster even with the shortest message of the tables, infinity if it is not faster even with the longest. `other` is the
     synchronous cell, which needs the tokens of `equal_loss_share`. `changed` keys change the cell's times, not its loss."""
     share = equal_loss_share(mean_loss(cell, done), cell, done) * cell.length / other.length
 
@@ -204,8 +204,8 @@ def uneven_rows(done: Records) -> list[Row]:
 
 
 def virtual_seconds(cell: Cell, clock: str, done: Records) -> float:
-    """Return the mean virtual time of a cell's final runs: as recorded or, for a method whose replicas wait for each other, as it
-    follows from the clock."""
+    """Return the mean virtual time of a cell's final runs: as recorded or, for a method whose replicas wait for each other, as
+    computed from the clock."""
     finals = finals_of(cell, done)
     if cell.clock == clock:
         return mean(record["virtual_seconds"] for record in finals)
@@ -216,7 +216,7 @@ def virtual_seconds(cell: Cell, clock: str, done: Records) -> float:
 
 
 def waiting_seconds(steps: int, every: int, clock: str, seed: int) -> float:
-    """Return the virtual time of `steps` steps of which the replicas wait for each other after `every`."""
+    """Return the virtual time of `steps` steps, if the replicas wait for each other after every `every` steps."""
     seconds, delay = CLOCKS[clock]
     times = VirtualClock(VirtualClockSection(step_seconds=seconds, random_delay=delay), seed, 0)
     total = 0.0

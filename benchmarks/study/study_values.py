@@ -15,7 +15,7 @@ class QsrRounds:
     power: int = 2
 
     def key(self, lr: float) -> str:
-        """Return the recipe's key."""
+        """Return the key with the period for a peak learning rate."""
         power = "" if self.power == 2 else f", power: {self.power}"
         alpha = self.growth * lr * self.base ** (1 / self.power)
         return f"sync.period={{kind: qsr, base: {self.base}, alpha: {alpha:.6g}{power}}}"
@@ -26,7 +26,7 @@ Overrides = tuple[str | QsrRounds, ...]
 
 
 def nesterov(lr: float, momentum: float, warmup: int = 0) -> Overrides:
-    """Return an outer Nesterov step whose momentum is complete after `warmup` rounds."""
+    """Return an outer Nesterov step whose momentum reaches its value after `warmup` rounds."""
     return (f"sync.outer={{kind: nesterov, lr: {lr}, momentum: {momentum}, rounds: {{momentum_warmup: {warmup}}}}}",)
 
 
@@ -36,7 +36,7 @@ def nesterovs(*choices: tuple[float, ...]) -> tuple[Overrides, ...]:
 
 
 def heavy_ball(lr: float, momentum: float, warmup: int = 0) -> Overrides:
-    """Return changes of the outer heavy-ball step of SlowMo and CO2."""
+    """Return the keys of the outer heavy-ball step of SlowMo and CO2."""
     return (
         f"sync.outer.lr={lr}",
         f"sync.outer.momentum={momentum}",
@@ -49,7 +49,7 @@ HEAVY_BALLS = tuple(
 )
 
 QSR = ((4, 1.0), (20, 1.0), (30, 1.0), (10, 0.5), (20, 0.5), (30, 0.5))
-"""Bases and growths of QSR's rounds, beside 10 and 1."""
+"""(Base, growth) of QSR's rounds in trials, in addition to (10, 1)."""
 PULL = "sync.pull.probability="
 OUTER: dict[str, tuple[Overrides, ...]] = {
     "synchronous": (),
@@ -94,8 +94,8 @@ OUTER: dict[str, tuple[Overrides, ...]] = {
         ("sync.schedule.group_size=4", "sync.period.every=10"),
     ),
 }
-"""Values of a method's own keys, beside its preset's. A method with fewer than OWN_TRIALS tries more inner learning rates
-instead."""
+"""Values of a method's own keys in trials, in addition to its preset's. A method with fewer than six tries more inner learning
+rates instead."""
 ALWAYS: dict[str, Overrides] = {
     "qsr": (QsrRounds(10, 1.0),),
     "qsr-power1": (QsrRounds(10, 1.0, power=1),),
@@ -104,9 +104,9 @@ ALWAYS: dict[str, Overrides] = {
     "a_edit": ("sync.period.min_steps=60",),
     "wagma": ("sync.period.every=30",),
 }
-"""Keys that a method's preset leaves open, that do not fit the model's three blocks, or on which the number of steps depends;
-`OUTER` may replace them."""
+"""Keys of all of a method's trials: those that its preset leaves open, that do not fit the model's three blocks in the preset, or
+on which the number of steps depends. `OUTER` may replace them."""
 SHORT_ROUNDS = 5
-"""Steps of the longest round in which an outer momentum of 0.9 multiplies the steps of too few local ones."""
+"""Steps of the longest round whose few local steps an outer momentum of 0.9 would amplify too much."""
 IN_SHORT_ROUNDS: dict[str, Overrides] = {"diloco": nesterov(0.7, 0.5)}
-"""Keys of the first trials in short rounds, in the place of the preset's; `OUTER` may replace them."""
+"""Keys of the first trials in short rounds, in place of the preset's. `OUTER` may replace them."""

@@ -26,7 +26,7 @@ SIGNIFICANT = 0.05
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss", "ppl", "bpb")
 NOTHING = "–"
 LARGE = 1000.0
-"""Score from which only three digits are shown, as for the perplexity of an untrained model."""
+"""Score from which only three significant digits are shown. An untrained model's perplexity is that large."""
 
 
 def check_benchmarks(section: BenchmarkSection | None) -> None:
@@ -40,8 +40,8 @@ def check_benchmarks(section: BenchmarkSection | None) -> None:
 
 
 def fetch_tasks(section: BenchmarkSection | None, folder: Path, say: Callable[[str], None]) -> None:
-    """Load all tasks of a suite in a process of its own, which leaves a log in `folder`, if some have no local data. Raises DataError
-    if one can't be loaded, because all evaluations would fail after the trials."""
+    """Load all tasks of a suite in a separate process, which writes a log to `folder`. Do nothing if all tasks have
+    local data. Raises DataError if a task can't be loaded, because every evaluation after the trials would fail."""
     if section is None or not tasks_without_files(*load_suite(section.name, "suite.name")[1:]):
         return
     say(f"loading the tasks of suite {section.name}")
@@ -56,9 +56,9 @@ def fetch_tasks(section: BenchmarkSection | None, folder: Path, say: Callable[[s
 def evaluate_trials(
     planned: Sequence[TrialSpec], baseline: str, section: BenchmarkSection, say: Callable[[str], None]
 ) -> bool:
-    """Evaluate the last checkpoint of every finished trial, those of the baseline first, and test each of the others against
-    the baseline's trial with the same condition and seed. Trials that already have such results, of the same suite, as many
-    documents and the same model of the baseline, are left out. Return whether all evaluations succeeded."""
+    """Evaluate the last checkpoint of every finished trial, the baseline's trials first, and test each other trial
+    against the baseline's trial with the same condition and seed. Skip a trial whose stored result has the same suite,
+    limit and baseline model. Return whether all evaluations succeeded."""
     done = [one for one in planned if one.state() == TrialState.DONE]
     bases = {(one.condition, one.seed): one for one in done if one.run == baseline}
     _, suite, folders = load_suite(section.name, "suite.name")
@@ -94,23 +94,23 @@ def _result(directory: Path, section: BenchmarkSection) -> Path:
 
 
 def _is_against(result: dict[str, Any], directory: Path, base: Path, of_base: dict[str, Any] | None) -> bool:
-    """Return whether the result of the run in `directory` holds tests against the run in `base`, and against the model of the
-    result `of_base` if it is given. Only the relative path from one export to the other counts, because the absolute paths in a
-    result are those of the machine on which it was made."""
+    """Return whether the result of the run in `directory` has tests against the run in `base` and, if `of_base` is
+    given, against the model of that result. Only the relative path from the run to the baseline's export counts,
+    because the absolute paths in a result are those of the machine that made it."""
     model, other = result.get("model"), result.get("against", {}).get("baseline")
     if model is None or other is None:
         return False
     if of_base is not None and Path(other).name != Path(of_base.get("model", other)).name:
-        return False  # of an earlier checkpoint
+        return False  # tested against an earlier checkpoint
     digests = (result["against"].get("digest"), (of_base or {}).get("digest"))
     if None not in digests and digests[0] != digests[1]:
-        return False  # of the same step, before the baseline was trained again
+        return False  # tested against the same step of the baseline before it was trained again
     position = os.path.relpath(other, Path(model).parent.parent)  # from the run to the export of the other one
     return Path(os.path.abspath(directory / position)).is_relative_to(os.path.abspath(base))
 
 
 def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> tuple[int, Path]:
-    """Run `llmtrain eval` on the CPU, in a process of its own. Return its exit code and its log."""
+    """Run `llmtrain eval` on the CPU in a separate process. Return the exit code and the path of the log."""
     command = [sys.executable, "-m", "llmtrain", "eval", directory, "--suite", section.name, "--device", "cpu"]
     command += ["--limit", section.limit] if section.limit is not None else []
     command += ["--data-dir", section.data_dir] if section.data_dir is not None else []
@@ -124,9 +124,10 @@ def _evaluate(directory: Path, base: Path | None, section: BenchmarkSection) -> 
 
 
 def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row per
-    score and one column per run. A cell has the median over the seeds, their range, and the number of seeds in which the run
-    differs from the baseline's trial with the same seed. Tests against other runs are not counted.
+    """Yield (suite, condition, table) for every suite on which finished trials have been evaluated. A table has one row
+    per score and one column per run. A cell has the median over the seeds, the range if the seeds differ, and the
+    number of seeds for which the run is significantly better or worse than the baseline's trial with the same seed.
+    Tests against other runs are not counted.
     """
     trials = [trial for trial in results.trials["trial"].dropna() if trial.state == TrialState.DONE]
     bases = {(trial.condition, trial.seed): trial for trial in trials if trial.run == results.baseline}
@@ -145,8 +146,8 @@ def benchmark_tables(results: Results) -> Iterator[tuple[str, str, pd.DataFrame]
 
 
 def table_over_seeds(runs: Mapping[str, Sequence[Mapping[str, Any]]], baseline: str) -> pd.DataFrame:
-    """Return the table of some runs: a row per score and a column per run. `runs` has each run's results of `llmtrain eval`, one per
-    seed. Cells are those of `benchmark_tables`."""
+    """Return a table with a row per score and a column per run. `runs` maps each run to its results of `llmtrain eval`,
+    one per seed. `benchmark_tables` describes the cells."""
     everything = [result for of_run in runs.values() for result in of_run]
     rows = []
     for task, metric in dict.fromkeys(tuple(row) for result in everything for row in result.get("shown", [])):
@@ -169,7 +170,8 @@ def table_over_seeds(runs: Mapping[str, Sequence[Mapping[str, Any]]], baseline: 
 
 
 def _cell(of_run: Sequence[Mapping[str, Any]], task: str, metric: str) -> str:
-    """Return a run's median over the seeds, with its range if seeds differ, and its significant differences."""
+    """Return the text of a cell: a run's median over the seeds, the range if the seeds differ, and the number of
+    significant differences."""
     values = [result["results"].get(task, {}).get(metric) for result in of_run]
     known = [value for value in values if value is not None]
     if not known:

@@ -29,7 +29,7 @@ SET_BY = {
 }
 """Keys of recipes that a comparison sets itself, and its own keys for them."""
 TRIAL, COMPARISON = "trial.json", "comparison.yaml"
-"""Files of an ended trial and of a comparison's folder."""
+"""Names of the record of an ended trial, and of the comparison file in a comparison's folder."""
 RUN_AGAIN = "delete the trial to run it again"
 """Remedy for a damaged file of a trial."""
 WITHOUT_LIMITS = "on loopback, without limits"
@@ -105,8 +105,8 @@ class ConditionSection(Section):
     garbage: GarbageSection | None = None
 
     def settings(self, shaping: bool = True) -> str:
-        """Return the given keys as YAML in one line, such as `bandwidth_mbit: 100.0, kills: [{host: 1, at: 5.0}]`. Without
-        `shaping`, limits are not applied, but faults are."""
+        """Return the given keys as YAML in one line, such as `bandwidth_mbit: 100.0, kills: [{host: 1, at: 5.0}]`.
+        Without `shaping`, limits are left out, because only faults are applied then."""
         limits = set() if shaping else {"bandwidth_mbit", "latency_ms", "loss", "hosts"}
         given = json.dumps(self.model_dump(exclude_unset=True, exclude=limits)).replace('"', "")[1:-1]
         if shaping:
@@ -114,7 +114,7 @@ class ConditionSection(Section):
         return ", ".join(filter(None, (WITHOUT_LIMITS, given)))
 
     def faults_after(self, seconds: float) -> list[str]:
-        """Return the pauses and deaths of hosts that come later than `seconds` after training began, in words."""
+        """Return a text for each pause and death of a host that is due later than `seconds` after training began."""
         faults = [("pause", one) for one in self.pauses] + [("death", one) for one in self.kills]
         return [f"the {kind} of host {one.host} at {one.at:g} s" for kind, one in faults if one.at > seconds]
 
@@ -142,7 +142,7 @@ class ComparedRunSection(Section):
     restarts: list[RestartSection] = Field(default_factory=list)
 
     def stages(self, hosts: int) -> tuple[Stage, ...]:
-        """Return the parts of a trial on `hosts` hosts."""
+        """Return the stages of a trial on `hosts` hosts."""
         ends = [*(restart.after_step for restart in self.restarts), None]
         given = [None, *(restart.global_batch for restart in self.restarts)]
         batches = itertools.accumulate(given, lambda before, batch: before if batch is None else batch)
@@ -159,7 +159,7 @@ class TargetSection(Section):
 
 
 class BenchmarkSection(Section):
-    """Benchmarks of the runs' last checkpoints, which `llmtrain eval` makes on the CPU after all trials (eval/README.md)."""
+    """Benchmarks of the runs' last checkpoints. `llmtrain eval` runs them on the CPU after all trials (eval/README.md)."""
 
     name: str
     """Suite of the package (`small`, `offline`, `edit_paper`, `tinystories`) or a YAML file."""
@@ -215,7 +215,7 @@ class TrialSpec:
         return (*self.overrides, f"parallel.replicas={stage.replicas}", *batch)
 
     def changes(self) -> list[str]:
-        """Return the changes of the number of hosts, and of the batch, within the trial, in words."""
+        """Return a text for each restart within the trial: its step, its number of hosts and, if it changes, its batch."""
         found = []
         for one, other in itertools.pairwise(self.stages):
             batch = "" if other.global_batch == one.global_batch else f" and {other.global_batch} sequences per step"
@@ -234,7 +234,7 @@ class TrialSpec:
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     """Return the comparison in a YAML file, with `overrides` (`key=value`) laid over all its runs.
 
-    Raises RecipeError, whose one line names the file and the key, if it is not a valid comparison.
+    Raises RecipeError, which names the file and the key in one line, if the file is not a valid comparison.
     """
     data = load_yaml(path, "comparison", lambda: "; comparisons are YAML files, see recipes/compare/")
     if not isinstance(data, dict):

@@ -23,7 +23,8 @@ COSTS = ["seconds", "tokens", "bytes"]
 SPLIT = ["computing", "exposed", "waiting"]
 """Parts of the training seconds, as means over ranks. Their sum is the total."""
 WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio"]
-"""Bytes of all hosts: counted for the method; for validation and metrics; at the interfaces; sent / counted."""
+"""Traffic of all hosts: bytes counted for the method, bytes counted for validation and metrics, bytes that the network
+cards sent and received, and the ratio of sent to counted bytes."""
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
@@ -51,7 +52,7 @@ class Results:
     """Measures of all trials, from which a report is written."""
 
     trials: pd.DataFrame
-    """One row per trial, also planned ones: condition, run, seed, state, trial (a Trial or None), MEASURES. A measure
+    """One row per trial, including planned ones: condition, run, seed, state, trial (a Trial or None), MEASURES. A measure
     is NaN if unknown, and infinite if its loss was never reached. Conditions and runs keep the comparison's order."""
     runs: pd.DataFrame
     """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the
@@ -65,8 +66,8 @@ class Results:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Conditions whose names differ in one number. For a condition without the number, such as `unlimited`, it is infinite if
-    it is a rate, and else -infinite."""
+    """Conditions whose names differ in one number. A condition without a number, such as `unlimited`, has infinity if
+    the numbers are rates, and minus infinity otherwise."""
 
     label: str
     numbers: dict[str, float]
@@ -106,7 +107,7 @@ def cost_to_reach(trial: Trial | None, target: float) -> pd.Series:
 
 
 def measure(trial: Trial) -> dict[str, float | None]:
-    """Return the measures that need no target. A stopped trial has no final ones, a failed trial none at all."""
+    """Return the measures that need no target. A stopped trial has no final measures, and a failed trial has no measures."""
     found: dict[str, float | None] = {}
     if trial.is_measured:
         seconds, tokens = trial.lines[-1]["seconds"], trial.lines[-1]["tokens"]
@@ -209,8 +210,8 @@ def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.Da
 def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
     """Return a sweep for each group of two or more names that differ only in one number.
 
-    Rates are compared in Mbit/s, so `100mbit` and `1gbit` are such names. A condition without any number belongs to all sweeps,
-    if it is the only one.
+    Rates are compared in Mbit/s, so `100mbit` and `1gbit` are such names. If exactly one condition has no number in its
+    name, it belongs to all sweeps.
     """
     families: dict[str, dict[str, list[float]]] = {}
     for name in conditions:
@@ -248,7 +249,8 @@ def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd
 
 
 def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
-    """Return statistics over seeds of the seconds to the loss that a run ended with under the same condition."""
+    """Return statistics over seeds of the seconds until each of the `racers` reached a final loss in `ends` under the
+    same condition: the loss of its own run or, if `racers` have no column `run`, the loss of every run."""
     races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have that column
     goals = zip(races["trial"], races["final_loss"], strict=True)
     races["seconds"] = [cost_to_reach(*goal)["seconds"] for goal in goals]
@@ -256,9 +258,9 @@ def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
-    """Return the baseline's seconds / a run's: NaN if at least half of the seeds of either never reached the loss, or a
-    seed of the run had it before the first step. 1 is between low and high if and only if the seeds' ranges overlap. The numbers of
-    seeds are those of the side that reached the loss less often."""
+    """Return the ratio of the baseline's seconds to a run's. It is NaN if at least half of the seeds of either never
+    reached the loss, or if a seed of the run had reached it before the first step. 1 is between low and high if and
+    only if the seeds' ranges overlap. The numbers of seeds are those of the side that reached the loss less often."""
     speed_up = pd.DataFrame({"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]})
     speed_up["high"] = theirs["high"] / ours["low"]
     fewer = ours["finite"] / ours["seeds"] < theirs["finite"] / theirs["seeds"]

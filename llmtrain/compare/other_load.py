@@ -1,4 +1,4 @@
-"""CPU time that other programs took from a trial. It is not the trial's, and so makes trials differ that are equal."""
+"""CPU time that other programs took during a trial. It makes equal trials take different times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class CpuSeconds(NamedTuple):
     """CPU seconds since the machine's start, summed over its cores."""
 
     total: float
-    """Including idle ones."""
+    """CPU seconds of all kinds, including idle time."""
     busy: float
-    """Of all programs, and what a hypervisor gave to other machines. Interrupts are left out, because the kernel handles a trial's
-    packets in them."""
+    """CPU seconds of all programs, and those that a hypervisor gave to other machines. Interrupts are left out, because
+    the kernel handles a trial's packets in them."""
     own: float
-    """Of this process and of its descendants, also of those that have ended and were waited for."""
+    """CPU seconds of this process and its descendants, including those that have ended and were waited for."""
 
 
 def cpu_seconds() -> CpuSeconds:
@@ -28,7 +28,7 @@ def cpu_seconds() -> CpuSeconds:
     machine, own = psutil.cpu_times(), 0.0
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended, and its parent has its time
+        with suppress(psutil.Error):  # it has ended, and its time counts as its parent's
             times = process.cpu_times()
             own += times.user + times.system + times.children_user + times.children_system
     busy, rest = (sum(getattr(machine, kind, 0.0) for kind in kinds) for kinds in (BUSY, REST))
@@ -36,7 +36,7 @@ def cpu_seconds() -> CpuSeconds:
 
 
 def other_load(since: CpuSeconds) -> float | None:
-    """Return the share of the machine's CPU time that other programs have taken since then; None where the system does not count
-    it."""
+    """Return the share of the machine's CPU time that other programs have taken after the measurement `since`; None if
+    the system does not count CPU time."""
     total, busy, own = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
     return round(max(0.0, busy - own) / total, 4) if total > 0 else None

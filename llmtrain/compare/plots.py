@@ -32,7 +32,7 @@ KINDS = {
 }
 """Color and label by kind of span. Inner spans come after the outer ones, because they are drawn over them."""
 SPLIT_KINDS = dict(zip(SPLIT, ("gradient", "exposed", "wait"), strict=True))
-"""Kind of span with the color and label of each part of the training time."""
+"""Kind of span that gives each part of the training time its color and label."""
 AXES = {"tokens": "tokens of all replicas", "seconds": "training time (s)", "bytes": "bytes sent between replicas"}
 WIDTH = 5.2
 """Inches. A picture of this width is legible on a phone."""
@@ -62,7 +62,7 @@ def styles(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
-    """Draw validation loss against a cost: a thin line per seed, a thick one for the median. None without points."""
+    """Draw validation loss against a cost: a thin line per seed, a thick one for the median. Return None if there are no points."""
     figure, axes = _figure(4.6)
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
     medians, looks = [], styles(results)
@@ -95,7 +95,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
         first, last = axes.get_xlim()
-        if last < 100 * first:  # there may be one power of ten or none, which alone would have numbers
+        if last < 100 * first:  # one power of ten or none, and no other ticks have labels
             axes.xaxis.set_major_locator(MaxNLocator(4) if last < 10 * first else LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else "", sep=""))
     axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=condition)
@@ -104,9 +104,9 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
 
 
 def median_curve(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Return the median of curves by step. If they share fewer than half of the steps of the longest, as with rounds of seconds,
-    all are interpolated at the steps of the one that ends first, from where all have begun. If that leaves no two points and no
-    steps are shared, return the first curve."""
+    """Return the median of curves by step. If they share fewer than half of the steps of the longest curve, as with
+    rounds of seconds, interpolate all curves at the steps of the one that ends first, from where all have begun. If
+    this leaves fewer than two steps and the curves share none, return the first curve."""
     curves = [curve.set_index("step") for curve in curves]
     shared = pd.concat(curves, axis=1, join="inner", keys=range(len(curves)))
     if 2 * len(shared) < max(map(len, curves)):
@@ -122,12 +122,12 @@ def median_curve(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def draw_time(results: Results, condition: str) -> Figure | None:
-    """Draw the training time of each run as bars of computing, exposed communication and waiting: those of the seed with the
-    upper median of the times."""
+    """Draw the training time of each run as a bar of computing, exposed communication and waiting. The bar shows the
+    seed with the upper median of the times."""
     trials = results.trials[results.trials["condition"] == condition].dropna(subset=SPLIT)
     if trials.empty:
         return None
-    # Medians of each part would be of different seeds, and their sum would be no run's time.
+    # The medians of the parts would come from different seeds, and their sum would be the time of no trial.
     by_run = trials.groupby("run", sort=False)[SPLIT]
     parts = pd.DataFrame(
         {run: rows.loc[rows.sum(axis=1).sort_values().index[len(rows) // 2]] for run, rows in by_run}
@@ -153,7 +153,7 @@ def draw_throughput(results: Results, sweep: Sweep) -> Figure | None:
     rates = results.runs["tokens_per_second"].dropna().reset_index()
     numbers = sorted(filter(math.isfinite, sweep.numbers.values()))
     is_log = numbers[0] > 0 and numbers[-1] / numbers[0] > LARGE_RATIO
-    # A condition without a number is drawn beyond the end of the axis where its network or delay belongs.
+    # A condition without a number is drawn beyond an end of the axis: the upper end for rates, otherwise the lower end.
     below, above = 0.0, 2 * numbers[-1] - numbers[-2]
     if is_log:
         below, above = numbers[0] ** 2 / numbers[1], numbers[-1] ** 2 / numbers[-2]
@@ -177,7 +177,8 @@ def draw_throughput(results: Results, sweep: Sweep) -> Figure | None:
 
 
 def draw_timelines(results: Results, condition: str) -> Figure | None:
-    """Draw the first traced seed of each run, one above the other over the same number of seconds. None without any."""
+    """Draw the first traced seed of each run, one run above the other, over the same number of seconds. Return None if
+    no run is traced."""
     trials = results.trials[results.trials["condition"] == condition].dropna(subset="trial")
     traced: dict[str, pd.DataFrame] = {}
     for run, trial in zip(trials["run"], trials["trial"], strict=True):
@@ -199,8 +200,8 @@ def draw_timelines(results: Results, condition: str) -> Figure | None:
 
 
 def synchronizations(spans: pd.DataFrame) -> list[float]:
-    """Return when synchronizations began on the first traced rank (Unix seconds), at most one per step. One begins with
-    the step's first message or, in runs without background messages, with its first noticeable exposed wait."""
+    """Return the times (Unix seconds) at which synchronizations began on the first traced rank, at most one per step. One
+    begins with the step's first message or, in runs without background messages, with its first noticeable exposed wait."""
     first = spans[spans["rank"] == spans["rank"].min()]
     lengths = first["end"] - first["start"]
     begun = first[first["kind"] == "message"]
@@ -211,7 +212,8 @@ def synchronizations(spans: pd.DataFrame) -> list[float]:
 
 
 def window_seconds(traces: Sequence[pd.DataFrame]) -> float:
-    """Return one length for all runs: the longest that a run needs for ROUNDS, but at most LONGEST times the median."""
+    """Return the length in seconds of every run's window: the longest that a run needs for ROUNDS rounds, but at most
+    LONGEST times the median."""
     needed = []
     for spans in traces:
         starts, total = synchronizations(spans), spans["end"].max() - spans["start"].min()
@@ -220,7 +222,8 @@ def window_seconds(traces: Sequence[pd.DataFrame]) -> float:
 
 
 def window_start(spans: pd.DataFrame, length: float) -> float:
-    """Return a time just before the first synchronization with a full window, else `length` seconds before the end."""
+    """Return the start of a run's window: just before the first synchronization that has a full window, or else
+    `length` seconds before the end."""
     begin, end = spans["start"].min(), spans["end"].max()
     candidates = (start - MARGIN * length for start in synchronizations(spans))
     return next((at for at in candidates if at >= begin and at + length <= end), max(begin, end - length))

@@ -70,7 +70,7 @@ def write_report(results: Results, folder: Path, command: str | None = None) -> 
 
 
 def _commits(trials: Sequence[Trial]) -> list[str]:
-    """Return the commits of the trials' code. If they are several, each is followed by the seeds of its trials."""
+    """Return the commits of the trials' code. If there are several, each is followed by the seeds of its trials."""
     seeds: dict[str, set[int]] = {}
     for trial in trials:
         if trial.commit is not None:
@@ -120,7 +120,8 @@ def headline(results: Results) -> str:
             reason = f"the baseline {baseline} has no final loss, or no other run has results"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
         faster = runs["seconds"][runs["outcome"] == Outcome.FASTER].sort_values("median", kind="stable").index
-        # There is no ratio if most of the baseline's seeds miss a given target, or if the run has it before its first step.
+        # The ratio is unknown if at least half of the baseline's seeds miss a given target, or if the run has reached
+        # it before its first step.
         if len(faster):
             condition, name = faster[0]
             reached = f"{name}{_under(condition)} reached {loss(results.targets[condition])} before {baseline}"
@@ -180,7 +181,7 @@ def runs_table(results: Results, condition: str) -> pd.DataFrame:
 
 
 def wire_table(results: Results) -> pd.DataFrame:
-    """Return one row per condition and run with interface counters: medians of these and of the bytes counted."""
+    """Return one row per condition and run with interface counters: the medians of these counters and of the counted bytes."""
     runs = results.runs[results.runs["wire_sent"]["seeds"] > 0]
     titles = {
         "wire_counted": "counted: method",
@@ -196,7 +197,7 @@ def wire_table(results: Results) -> pd.DataFrame:
 
 
 def recipes_table(results: Results) -> pd.DataFrame:
-    """Return the recipe, overrides and seeds of each run. Names and folders (`run.`) are left out of the overrides."""
+    """Return the recipe, overrides and seeds of each run. Overrides of `run`, such as names and folders, are left out."""
     makings = []
     for trial in results.trials["trial"].dropna():
         recipe = f"`{trial.recipe}`" if trial.recipe else "`recipe.yaml` in its folder"
@@ -214,7 +215,7 @@ def _cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:
 
 
 def spread_cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
-    """Return the median, and the range if its ends look different. Add how many seeds reached the loss if not all."""
+    """Return the median, and the range if its ends look different. If some seeds did not reach the loss, add how many did."""
     if not spread["seeds"] > 0:
         return NOTHING
     if not spread["finite"]:
@@ -249,7 +250,7 @@ def count(value: float) -> str:
 
 
 def loss(value: float) -> str:
-    """Format nats per token, to three decimals."""
+    """Format a loss (nats per token or bits per byte) with three decimals."""
     return f"{value:.3f}"
 
 

@@ -73,8 +73,8 @@ class TrialRecord(BaseModel, frozen=True):
 
     @property
     def is_disturbed(self) -> bool:
-        """Return whether other programs took so much CPU time that the trial's times are in doubt. Of failed trials it is not known,
-        because the processes of a killed host are nobody's descendants."""
+        """Return whether other programs took so much CPU time that the trial's times are in doubt. It is false for failed
+        trials, where this is unknown: the processes of a killed host are no longer descendants of this process."""
         ended = self.state in (TrialState.DONE, TrialState.STOPPED)
         return ended and self.other_load is not None and self.other_load > MOST_OTHER_LOAD
 
@@ -84,11 +84,11 @@ class Trial(TrialRecord, frozen=True):
 
     path: Path
     method: str | None
-    """None if the run failed before it wrote its recipe."""
+    """Synchronization method; None if the run failed before it wrote its recipe."""
     averages_every_step: bool
     """True for synchronous data parallelism, the default baseline."""
     has_no_times: bool = False
-    """True if its replicas took turns in one process without a virtual clock, so that its seconds are those of no cluster."""
+    """True if its replicas took turns in one process without a virtual clock, so that its seconds are not those of a cluster."""
     benchmarks: dict[str, dict[str, Any]] = {}
     """Results of `llmtrain eval` for the last checkpoint, by suite."""
     lines: tuple[dict[str, Any], ...]
@@ -183,15 +183,15 @@ def _load(path: Path) -> Trial:
 
 
 def _by_virtual_clock(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return lines whose seconds are those of the run's virtual clock, interpolated over steps where a line has none."""
+    """Return the lines with the seconds of the run's virtual clock, interpolated over steps for lines that have none."""
     known = {0: 0.0} | {line["step"]: line[VIRTUAL] for line in lines if line.get(VIRTUAL) is not None}
     return [{**line, "seconds": float(np.interp(line["step"], [*known], [*known.values()]))} for line in lines]
 
 
 def benchmarks_of(directory: Path, steps: int | None) -> dict[str, dict[str, Any]]:
-    """Return the results of the checkpoint at the end of a run of `steps`, on every suite on which it has been evaluated, by
-    suite. Those of an evaluation of the newest checkpoint (SUITE.json) count before those of one by step."""
-    paths = sorted((directory / EVALUATIONS).glob("*.json"))  # "-" before "."
+    """Return the results of the checkpoint at the end of a run of `steps` steps, by suite. An evaluation of the newest
+    checkpoint (SUITE.json) takes precedence over an evaluation of a chosen step."""
+    paths = sorted((directory / EVALUATIONS).glob("*.json"))  # SUITE-step-N.json before SUITE.json
     found = {path: read_mapping(path, EVALUATE_AGAIN) for path in paths}
     return {
         str(result["suite"]): result

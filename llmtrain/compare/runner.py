@@ -52,7 +52,7 @@ from llmtrain.train.run_length import batch_problem
 from llmtrain.train.signals import handled
 
 AFTER_TRIALS = ("seeds", "baseline", "target", "suite")
-"""Keys of a comparison that change none of its trials: another seed adds some, and the others are about results."""
+"""Keys of a comparison that change none of its existing trials: another seed adds trials, and the other keys concern results."""
 
 
 def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = True, retry: bool = False) -> int:
@@ -100,7 +100,7 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
             if missing:
                 fetch_tasks(comparison.suite, folder, progress.print)
             for number, (one, recipe) in enumerate(missing, 1):
-                if signals:  # Python has dropped the exception
+                if signals:  # a signal has arrived, but Python has dropped its exception
                     raise KeyboardInterrupt
                 progress.begin(one, recipe.train.total_steps)
                 record = _make(one, comparison, recipe, shaping, progress)
@@ -145,7 +145,7 @@ def _checked(planned: TrialSpec, comparison: Comparison) -> Recipe:
             )
         return recipe
     except UserError as error:
-        message = str(error).removeprefix(f"{COMMAND_LINE}: ")  # most overrides are of the file
+        message = str(error).removeprefix(f"{COMMAND_LINE}: ")  # most overrides come from the file
         raise type(error)(f"runs.{planned.run}: {message}") from None
 
 
@@ -185,13 +185,13 @@ def _lines_about_trials(data: Any) -> list[str]:
     """Return the lines of a comparison file without the keys that change no trial."""
     kept = {key: value for key, value in data.items() if key not in AFTER_TRIALS} if isinstance(data, dict) else data
     lines = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=math.inf).splitlines()
-    # Restarts of earlier versions have no such key.
+    # In files of earlier versions, restarts have no such key.
     return [line for line in lines if line.strip() != "global_batch: null"]
 
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
-    """Return a line for each difference between how an ended trial was made and how it would be made now. The number of replicas
-    is not compared, nor the batch if it changes, because the stored recipe has those of the last stage."""
+    """Return a line for each difference between an ended trial as it was made and as it would be made now. The number of replicas
+    is not compared, nor is a batch that changes within the trial, because the stored recipe has the values of the last stage."""
     there = planned.record().get("condition_in_words")
     here, stored = _words(planned, comparison, shaping), planned.directory / RECIPE
     same = (
@@ -240,8 +240,8 @@ def _limits(comparison: Comparison, condition: ConditionSection) -> list[HostLim
 
 
 def _crowding(comparison: Comparison) -> Iterator[str]:
-    """Yield a warning for each condition whose hosts together may use more CPU time than the machine has. A host without a limit
-    uses a core per rank."""
+    """Yield a warning for each condition whose hosts together may use more cores than the machine has. A host without a
+    limit is assumed to use one core per rank."""
     cores = usable_cores()
     for name, condition in comparison.conditions.items():
         cpus = sum(one.cpus or comparison.hosts.processes for one in _limits(comparison, condition))
@@ -275,7 +275,7 @@ def _results(comparison: Comparison, planned: Sequence[TrialSpec]) -> Results:
 
 @contextmanager
 def _interruptions() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt on SIGTERM as on Ctrl-C, so that hosts are removed on exit.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP as on Ctrl-C, so that hosts are removed on exit.
 
     Yields a list of the signals that have arrived, because Python drops a KeyboardInterrupt that is raised in a
     destructor or in a callback of its imports.

@@ -31,7 +31,8 @@ from llmtrain.run_files import METRICS, SUMMARY
 
 POLL_SECONDS = 0.2
 START_SECONDS = 300.0
-"""Seconds for ranks to log their first line, in addition to the recipe's own timeout."""
+"""Seconds, in addition to the recipe's own timeout, for ranks to log their first line, and to end after a failure or a
+request to stop."""
 LAST_LINES = 20
 
 
@@ -49,7 +50,7 @@ class StageEnd(NamedTuple):
 
 @dataclass
 class StageTimes:
-    """Moments of a stage, in seconds of the monotonic clock. What has not happened is None."""
+    """Times of a stage's events, in seconds of the monotonic clock; None for an event that has not happened."""
 
     started: float
     began: float | None = None
@@ -57,14 +58,14 @@ class StageTimes:
     stopped: float | None = None
     """When the ranks were asked to stop."""
     stopped_after: int = 0
-    """Last step that was logged then."""
+    """Last step that had been logged when the ranks were asked to stop."""
     failed: float | None = None
     """When the first host failed."""
     first_failed: int = 0
     """Number of that host."""
 
     def waiting_since(self) -> float:
-        """Return since when hosts are waited for that should log a first line or end; infinity while they train."""
+        """Return the time since which hosts have been expected to log a first line or to end; infinity while they train."""
         first_line = self.started if self.began is None else None
         return min(moment for moment in (first_line, self.stopped, self.failed, math.inf) if moment is not None)
 
@@ -119,7 +120,7 @@ class TrialRun:
         return record
 
     def _run_stage(self, stage: Stage, trained: float) -> StageEnd:
-        """Train on the first hosts. `trained` has the seconds of the stages before."""
+        """Run a stage on the first hosts. `trained` is the number of training seconds of the earlier stages."""
         hosts, condition = self.hosts[: stage.replicas], self.comparison.conditions[self.planned.condition]
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         earlier = last_logged_step(self.planned.directory / METRICS)
@@ -189,7 +190,7 @@ class TrialRun:
         return StageEnd(TrialState.FAILED, codes, _last_lines(log), seconds)
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
-        """Start torchrun on a host: one CPU thread per rank, and no GPU, because hosts would all share the same one."""
+        """Start torchrun on a host: one CPU thread per rank, and no GPU, because all hosts would share the same one."""
         ranks = self.comparison.hosts.processes
         nodes = ["--nnodes", stage.replicas, "--node-rank", number, "--nproc-per-node", ranks]
         master = ["--master-addr", self.hosts[0].address, "--master-port", self.port]

@@ -1,5 +1,5 @@
-"""Tokenizing in the background of training: one low-priority process per host, or per folder that several hosts see, and its
-supervisor in a host's first rank.
+"""Tokenizing in the background of training: one low-priority process per host, or per folder that several hosts share,
+and its supervisor in a host's first rank.
 
 The process is `python -m llmtrain.data.background`. It holds the folder's lock and commits each block when it is complete.
 Its standard input is a pipe whose other end the rank holds, so it notices when the rank ends, even if the rank is killed.
@@ -33,7 +33,8 @@ COMMAND = (sys.executable, "-m", "llmtrain.data.background")
 NICENESS = 10
 """Increment of the process's niceness, so that it gets only the CPU time that training leaves."""
 ATTEMPTS = 3
-"""Number of failures in a row, counted from the last process that added tokens, after which text that is at fault ends the run."""
+"""Number of failures in a row after which an error in the text ends the run. A process that added tokens before it
+failed counts as the first."""
 PAUSES = (0.0, 5.0, 30.0, 60.0, 300.0)
 """Seconds from a failure to the next start, by the number of failures in a row. The last one repeats."""
 END_SECONDS = 60.0
@@ -45,9 +46,9 @@ STATUS_SECONDS = 1.0
 class BackgroundTokenizer:
     """Supervisor of a host's tokenizing process. Use it as a context manager.
 
-    A process that fails or is killed is started again. From the third failure in a row (ATTEMPTS), text that is at fault ends the run
-    with its error line. Any other failure may be temporary: it then ends only ranks that wait for more text, once none was added for
-    `timeout_seconds`."""
+    A process that fails or is killed is started again. From the third failure in a row (ATTEMPTS), an error in the text
+    ends the run with its error line. Any other failure may be temporary: it then ends only ranks that wait for more
+    text, and only once no text has been added for `timeout_seconds`."""
 
     def __init__(self, data: DataSection, train_tokens: int, eval_tokens: int, timeout_seconds: float) -> None:
         self.directory, self._timeout = cache_path(data), timeout_seconds
@@ -64,7 +65,7 @@ class BackgroundTokenizer:
         self._thread = threading.Thread(target=self._supervise, name="supervises the tokenizer", daemon=True)
 
     def __enter__(self) -> BackgroundTokenizer:
-        with suppress(OSError):  # of an earlier run; a folder that can't be written is the tokenizer's to report
+        with suppress(OSError):  # of an earlier run; the tokenizer reports a folder that can't be written
             (self.directory / STATUS).unlink(missing_ok=True)
         self._start()
         self._thread.start()
@@ -187,7 +188,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _watch_input() -> None:
     """Interrupt the main thread when the run ends. Kill the process if it still exists END_SECONDS later."""
-    while os.read(0, 1 << 10):  # not sys.stdin: an interpreter that shuts down while this thread has its lock aborts
+    while os.read(0, 1 << 10):  # not sys.stdin: an interpreter that shuts down while this thread holds its lock aborts
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_SECONDS)

@@ -11,8 +11,8 @@ from llmtrain.config import Recipe
 
 
 def batch_unit(micro_batch: int, ranks: int, shares: Sequence[int] = ()) -> int:
-    """Return the smallest global batch that `ranks` can read in complete micro-batches; all larger ones are its multiples. With `shares`,
-    there is a replica for each of them, and each reads its share."""
+    """Return the smallest global batch that `ranks` ranks can read in complete micro-batches; all larger ones are its
+    multiples. `shares`, if given, has one entry per replica, and each replica reads its share of the batch."""
     if not shares:
         return micro_batch * ranks
     divisor = micro_batch * (ranks // len(shares)) * sum(shares)
@@ -80,7 +80,7 @@ class BatchShape:
 
     @property
     def per_rank(self) -> int:
-        """Return the number of sequences of a global batch that a rank reads."""
+        """Return the number of sequences of a global batch that each rank of the replica reads."""
         return len(self.part) // self.shards
 
     @property
@@ -89,10 +89,10 @@ class BatchShape:
         return self.part.start + self.shard_rank * self.per_rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to know of the replica's part: nothing if all parts are equal."""
+        """Return the replica's part of a global batch as a checkpoint stores it; empty without `shares`."""
         return {"part": [self.part.start, self.part.stop, self.global_batch]} if self.shares else {}
 
     def has_parts_of(self, states: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the replicas of a run whose `state_dict`s are given have the same parts."""
+        """Return whether the replicas with the given `state_dict`s have the same parts as the replicas of this shape."""
         mine = [replace(self, replica=number).state_dict() for number in range(self.replicas)]
         return [state.get("part") for state in states] == [state.get("part") for state in mine]

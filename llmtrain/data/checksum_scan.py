@@ -32,8 +32,8 @@ class ChecksumScan:
 
 
 def _find_damage(prepared: TokenDataset, shard: Shard) -> DataError | None:
-    """Return the error of a shard that is damaged or can't be read, or None if it is as prepared. Another tool's file has no
-    checksum; its shard is damaged if a token id is not of the vocabulary."""
+    """Return the error of a shard that is damaged or can't be read, or None if it is intact. Another tool's file has no
+    checksum, and counts as damaged if it has a token id outside the vocabulary."""
     path, host, problem = prepared.directory / shard.name, socket.gethostname(), None
     remedy = f"delete {prepared.directory} and start the same command again: it prepares the same tokens"
     try:

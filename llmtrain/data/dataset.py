@@ -62,7 +62,7 @@ class ShardWriter:
     """Writer of the shards `<split>-00000.npy`, `<split>-00001.npy`, ... It keeps no tokens in memory between calls."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype, shards: Iterable[Shard] = ()) -> None:
-        """Continue after the complete `shards`. A later file, which an interrupted process has left, is overwritten."""
+        """Continue after the complete `shards`. A later file, left by an interrupted process, is overwritten."""
         self.directory, self.split, self.dtype = directory, split, dtype
         self.shards = list(shards)
         self._file: BinaryIO | None = None
@@ -113,13 +113,13 @@ class ShardWriter:
 
 
 OPEN_SHARDS = 256
-"""Maximum number of shards that a process keeps memory-mapped for later reads: each needs a file descriptor, of which a process often
-has 1,024. A view of a shard's tokens keeps it mapped for longer."""
+"""Maximum number of shards that a process keeps memory-mapped for later reads. Each needs a file descriptor, and the
+limit of a process is often 1,024. A view of a shard's tokens keeps it mapped for longer."""
 
 
 @lru_cache(maxsize=OPEN_SHARDS)
 def open_shard(directory: Path, shard: Shard) -> np.ndarray:
-    """Return the tokens of a shard in a prepared folder, memory-mapped. All texts and ranks of a process share what is open."""
+    """Return the tokens of a shard in a prepared folder, memory-mapped. All texts and ranks of a process share the open shards."""
     path = directory / shard.name  # the path of another tool's file is absolute
     if shard.offset is None:
         return np.load(path, mmap_mode="r")
@@ -138,7 +138,7 @@ class LazyShard:
     def __getitem__(self, part: slice) -> np.ndarray:
         try:
             array = open_shard(self._directory, self._shard)
-        except (OSError, ValueError) as error:  # deleted or cut off since the start
+        except (OSError, ValueError) as error:  # deleted or truncated since the start
             raise unavailable(f"{self._shard.name}: can't be read any more", error) from None
         return array[part]
 
@@ -287,7 +287,7 @@ def read_index(directory: Path) -> Index:
 
 
 def check_shard(directory: Path, index: Index, shard: Shard) -> None:
-    """Raise DataError if the file of a shard is missing, can't be read, is of another size, or has another header."""
+    """Raise DataError if the file of a shard is missing, can't be read, or has another size or header than the index states."""
     path, remedy = directory / shard.name, f"delete {directory} and prepare again"
     if not os.path.isfile(path):  # False also for a name that is too long
         raise DataError(f"{path}: no such file; expected {shard.bytes} bytes; {remedy}")
@@ -307,7 +307,8 @@ def check_shard(directory: Path, index: Index, shard: Shard) -> None:
 
 
 def unavailable(what: str, error: Exception) -> UnavailableError:
-    """Return the error of a file that could not be read, perhaps not for good. Other ranks read other shards, or read again."""
+    """Return the error of a file that could not be read, perhaps only temporarily. It is not shared, because other
+    ranks read other shards or at another time."""
     found = UnavailableError(f"{what} ({one_line(error)}); start the same command again")
     found.is_shared = False
     return found

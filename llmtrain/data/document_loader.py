@@ -1,11 +1,11 @@
 """Training batches of padded documents (`data.packing: none`), and validation batches of them.
 
-The shuffled order of `SampleOrder` is cut into windows of `WINDOW_BATCHES` global batches. The documents of a window are
-sorted by length and cut into units as large as a micro-batch, and the units are shuffled. So a micro-batch has
-documents of similar length and little padding, while the micro-batches of one step differ in length, so that ranks have
-unequal work. The order depends on the seed, the documents, the global batch, and the micro-batch that the run began with.
-It is the same on every mesh, and every document occurs once per epoch. The batch in which one epoch ends and the next
-begins is not sorted.
+The shuffled order of `SampleOrder` is cut into windows of `WINDOW_BATCHES` global batches. The documents of a window
+are sorted by length and cut into units as large as a micro-batch, and the units are shuffled. A micro-batch therefore
+has documents of similar length and little padding, but the micro-batches of one step differ in length, so that ranks
+have unequal work. The order depends on the seed, the documents, the global batch, and the micro-batch that the run
+began with. It is the same on every mesh, and every document occurs once per epoch. The batch in which one epoch ends
+and the next begins is not sorted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmtrain.seeding import derive_seed
 WINDOW_BATCHES = 32
 """Number of global batches whose documents are sorted together."""
 LENGTH_STEP = 8
-"""Multiple to which padded lengths are rounded up: tensor cores need it, and fewer different shapes occur."""
+"""Multiple to which padded lengths are rounded up: tensor cores need such lengths, and fewer different shapes occur."""
 
 
 class BucketedOrder:

@@ -38,9 +38,9 @@ class DocumentSamples:
     """Samples of one split. The module's docstring describes them."""
 
     def __init__(self, tokens: TokenShards, starts: np.ndarray, eos_id: int) -> None:
-        """Keep the samples that end within `tokens`. `starts` is int64 [samples + 1] and ascending. It may have been found in more
-        tokens, of which `tokens` are the first. The sample that the end of `tokens` cuts is left out, unless it is the first one: in a
-        longer run it would be longer, and would be sorted next to other samples."""
+        """Keep the samples that end within `tokens`. `starts` is int64 [samples + 1] and ascending. It may be from a
+        longer text that begins with `tokens`. A sample that the end of `tokens` cuts is left out unless it is the first
+        one, because in a longer run it would be longer, and would be sorted next to other samples."""
         self.tokens, self._starts, self._eos_id = tokens, starts, eos_id
         first = min(1, len(tokens), len(starts) - 1)
         self._count = max(int(np.searchsorted(starts, len(tokens), side="right")) - 1, first)
@@ -69,7 +69,8 @@ class DocumentSamples:
         return squares / self._end
 
     def read(self, sample: int) -> np.ndarray:
-        """Return the token before a sample and the sample's tokens: int64 [length + 1]. It is a copy: a view keeps a file open."""
+        """Return the token before a sample and the sample's tokens: int64 [length + 1]. It is a copy, because a view
+        would keep a file open."""
         start = int(self._starts[sample])
         end = min(int(self._starts[sample + 1]), self._end)
         if start == 0:
@@ -80,9 +81,9 @@ class DocumentSamples:
 def document_samples(prepared: TokenDataset, split: Split, sequence_length: int, write: bool = True) -> DocumentSamples:
     """Return the documents of a split as samples of at most `sequence_length` predicted tokens.
 
-    Their starts are read from the folder of the shards. If the file is missing, damaged or of another number of tokens,
-    they are found again and, with `write`, stored there unless the folder is read-only. Raises DataError if the split has
-    no eos token.
+    The starts are read from a file in the folder of the shards. If that file is missing, damaged or for another number
+    of tokens, the starts are found again and, with `write`, stored there unless the folder is read-only. Raises
+    DataError if the split has no eos token.
     """
     path = prepared.directory / f"{split}-samples-{sequence_length}.npy"
     whole = TokenDataset(prepared.directory, prepared.index).tokens(split)

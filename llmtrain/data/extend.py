@@ -36,7 +36,7 @@ SMALLEST_BATCHES = 100
 CHARACTERS_PER_TOKEN = 6
 """Upper estimate of the mean number of characters per token. It limits a batch for a split that lacks few tokens."""
 COMMIT_SECONDS = 60.0
-"""Seconds between two commits, and so about the most work that a killed process loses."""
+"""Seconds between two commits. A killed process loses about this much work at most."""
 COUNTS = ("tokens", "documents", "text_bytes")
 RATE_SECONDS = 60.0
 """Seconds over which the rate of the progress line is measured."""
@@ -55,9 +55,9 @@ def extend(
 ) -> None:
     """Tokenize until each split has the tokens needed or its source has ended. The caller must hold the folder's lock.
 
-    Give `on_progress` if a run reads the folder at the same time. It is called after each batch, and while text is skipped, with the
-    number of training tokens and of skipped documents, and each block is committed as soon as it is complete. Raises DataError if the
-    source can't be read or tokenized.
+    Pass `on_progress` if a run reads the folder at the same time. It is called after each batch, and while text is
+    skipped, with the numbers of training tokens and of skipped documents. With `on_progress`, each block is committed
+    as soon as it is complete. Raises DataError if the source can't be read or tokenized.
     """
     folder = _GrowingFolder(directory, index, on_progress)
     for key in source_keys(data):
@@ -115,8 +115,8 @@ def _batches(
     """Yield batches of the documents of the splits in `missing` that the folder does not have yet, each with the stream's
     position after it. The caller removes splits from `missing` while it iterates.
 
-    A batch ends when it has enough characters, or when a commit is due. The number of characters depends on the text alone
-    and not on the tokens that exist by then, so that the same tokens are prepared by any number of processes.
+    A batch ends when it has enough characters, or when a commit is due. The number of characters depends on the text
+    alone and not on the tokens that exist by then, so that any number of processes prepares the same tokens.
     """
     starts = {split: folder.index.splits[split].position.documents for split in missing}
     left = {split: CHARACTERS_PER_TOKEN * (missing[split] - folder.index.splits[split].tokens) for split in missing}
@@ -128,7 +128,7 @@ def _batches(
             left[split] -= len(text)
             if split in missing:
                 batch.append((split, text))
-        # a split that needs little must not wait for a full batch from a stream that is mostly the other split
+        # a split that lacks few tokens must not wait for a full batch from a stream that is mostly of the other split
         enough = max(BATCH_CHARACTERS // SMALLEST_BATCHES, *left.values())
         if characters >= min(BATCH_CHARACTERS, enough) or folder.is_commit_due:
             yield batch, stream.position()
@@ -179,13 +179,13 @@ class _GrowingFolder:
             self._commit()
 
     def announce_progress(self, skipped: int = 0) -> None:
-        """Pass on the number of training tokens, and of documents `skipped` so far, if a run reads the folder."""
+        """Call `on_progress`, if given, with the numbers of training tokens and of documents `skipped` so far."""
         if self._on_progress is not None:
             self._on_progress(self.index.splits["train"].tokens, skipped)
 
     def _completes_block(self) -> bool:
-        """Return whether a run reads the folder at the same time and there is a complete block that is not committed. A block
-        is complete with the token after it, because the window of its last sample ends with that token."""
+        """Return whether a run reads the folder at the same time and a complete block is not committed yet. A block is
+        complete with the token after it, because the window of its last sample ends with that token."""
         tokens = self.index.splits["train"].tokens
         return self._on_progress is not None and tokens > block_of(max(self._train_committed - 1, 0))[1]
 
@@ -223,7 +223,7 @@ class _GrowingFolder:
         self._pool.submit(self._complete).result()
 
     def _complete(self) -> None:
-        """Complete the shards, and replace the index unless its counts differ from theirs after an interruption."""
+        """Complete the shards. Replace the index unless an interruption has left it with other counts than the shards."""
         if self._writing is not None:
             self._writing.result()
         for split, writer in self._writers.items():
@@ -277,7 +277,7 @@ class ProgressBar:
             self._print()
 
     def switch_to(self, label: str, tokens: int, needed: int) -> None:
-        """Show the progress of another count from now on. It has `tokens` of the `needed` tokens."""
+        """Show the progress of another count from now on, which already has `tokens` of the `needed` tokens."""
         self.label = label
         self.text_bytes, self.tokens, self._needed = 0, tokens, needed
         self._marks.clear()

@@ -1,8 +1,8 @@
 """Agreement of several hosts on a text that each of them tokenizes while a run reads it.
 
-A thread of each host's first rank posts, in the job's store, a digest of each block that the host has. A rank reads a block
-once all hosts have posted it and their digests are equal: hosts never train on different text, and a rank never waits in a
-collective for another host's tokenizer. A host's error is an error of all ranks that wait.
+A thread of each host's first rank posts, in the job's store, a digest of each block that the host has. A rank reads a
+block once all hosts have posted it and their digests are equal: hosts never train on different text, and a rank never
+waits in a collective for another host's tokenizer. An error on one host is raised on all ranks that wait.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from llmtrain.parallel.mesh import Mesh
 from llmtrain.threads import store_thread
 
 BLOCK_WINDOWS = 16
-"""Windows per block in its digest."""
+"""Number of windows per block that its digest covers."""
 
 
 class HostBlocks:
     """Digests of the blocks of all hosts, in the job's store."""
 
     def __init__(self, store: dist.Store, hosts: Sequence[int]) -> None:
-        """Take the hosts, each named by the number of its first rank."""
+        """Compare the given hosts, each identified by its first rank."""
         self._store, self._hosts = store.clone(), hosts
         self._agreed = 0
         """Number of tokens, in complete blocks, that are equal on all hosts."""
 
     def agree(self, tokens: GrowingTokens, needed: int) -> None:
-        """Wait until all hosts have all blocks up to that of the last input among the first `needed` tokens, the last of which is
-        only a label. Raises DataError if the hosts' texts differ, or if one of them has failed or adds nothing within the run's
-        timeout."""
+        """Wait until all hosts have every block up to the one with the last input among the first `needed` tokens, the
+        last of which is only a label. Raises DataError if the hosts' texts differ, or if a host has failed or adds no
+        text within the run's timeout."""
         last, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
         keys: dict[int, list[str]] = {}
         end = self._agreed
@@ -89,7 +89,7 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
             while not closed.is_set() and (post := _describe(tokens, start)) is not None:
                 store.set(f"{key}/{start}", json.dumps(post))
                 start = block_of(start)[1]
-            own = {} if tokens.is_complete else read_status(tokens.directory)  # which may be of an earlier run
+            own = {} if tokens.is_complete else read_status(tokens.directory)  # a status may be of an earlier run
             status = json.dumps({"committed": len(tokens), **own})
             if status != before:
                 store.set(key, status)
@@ -122,8 +122,8 @@ def hosts_of(mesh: Mesh) -> list[int]:
 
 @contextmanager
 def chosen_to_tokenize(mesh: Mesh, folder: Path) -> Iterator[bool]:
-    """Provide whether this rank tokenizes for all hosts that see its prepared folder. Otherwise, on file systems whose locks hold
-    on one host only, several hosts would write the same shards.
+    """Yield whether this rank tokenizes for all hosts that share its prepared folder. Without this choice, several
+    hosts would write the same shards on file systems whose locks hold on one host only.
 
     The first rank of each host puts a file into its folder, and all ranks look for these files. A collective of all ranks on entry
     and on exit, so no rank leaves the block before all ranks have reached its end.
@@ -132,7 +132,7 @@ def chosen_to_tokenize(mesh: Mesh, folder: Path) -> Iterator[bool]:
     mark = folder / f"{secrets.token_hex(8)}.host"
     try:
         if is_first:
-            with suppress(OSError):  # a folder that can't be written is the tokenizer's to report
+            with suppress(OSError):  # the tokenizer reports a folder that can't be written
                 mark.touch()
         marks = mesh.all_ranks.all_gather_object(mark.name if is_first else None, "choosing hosts that tokenize")
         seen = (rank for rank, name in enumerate(marks) if name is not None and os.path.exists(folder / name))

@@ -16,8 +16,9 @@ TIMEOUT = 5.0
 
 
 def require_on_hub(name: str, kind: Literal["dataset", "model"], *, key: str, instead: str) -> str | None:
-    """Return the newest commit of repository `name`. Raises DataError unless the Hugging Face hub has it, UnavailableError unless
-    the hub answers: the message names `key` and, unless the repository does not exist, suggests `instead`."""
+    """Return the newest commit of repository `name`. Raises DataError if the Hugging Face hub does not have it, and
+    UnavailableError if the hub does not answer. The message names `key` and, unless the hub lacks the repository,
+    suggests `instead`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -39,7 +40,7 @@ def require_on_hub(name: str, kind: Literal["dataset", "model"], *, key: str, in
 
 
 class HubDataset:
-    """Stream of a hub dataset's documents from a place on. Raises DataError if the hub or the dataset can't be used."""
+    """Stream of a hub dataset's documents from a given place on. Raises DataError if the hub or the dataset can't be used."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class HubDataset:
         revision: str | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Read on at `state` in the commit `revision`; by default from the start of the newest one."""
+        """Start at `state` in the commit `revision`; by default at the beginning of the newest commit."""
         self._data, self._split, self._key = data, split, key
         name = data.source.removeprefix(HUB)
         instead = "data.source=/path/to/files or data.source=stdlib"

@@ -36,9 +36,9 @@ abandon."""
 
 
 SamplesBefore = Callable[[str, int, Callable[[int], int]], int]
-"""Function that returns the number of samples that a text had in a run of another length (`LengthChange.samples_before`).
-Its arguments are the text's name, the text's number of samples now, and a function that maps a number of sequences of the
-run to the number of those that are of this text."""
+"""Function that returns the number of samples that a text had in a run of another length
+(`LengthChange.samples_before`). Its arguments are the text's name, the text's number of samples now, and a function
+that maps a number of the run's sequences to an upper bound on how many of them are from this text."""
 
 
 class Loader:
@@ -50,8 +50,8 @@ class Loader:
     """
 
     def __init__(self, tokens: Tokens, shape: BatchShape, *, in_blocks: bool = False) -> None:
-        """Read `tokens` in batches of a shape. With `in_blocks`, they are `GrowingTokens`, and the first epoch is shuffled in blocks,
-        which are waited for. Raises DataError if the data is smaller than one global batch."""
+        """Read `tokens` in batches of a shape. With `in_blocks`, they are `GrowingTokens`: the first epoch is shuffled in
+        blocks, and the loader waits for each block. Raises DataError if the data is smaller than one global batch."""
         self.tokens, self.shape = tokens, shape
         self.sequence_length = shape.sequence_length
         self.global_batch, self.micro_batch = shape.global_batch, shape.micro_batch
@@ -122,7 +122,7 @@ class Loader:
         return self._merge(states, change.old_global_batch or self.global_batch)
 
     def _merge(self, states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
-        """Return the state with which all replicas go on, given that of each earlier replica and their global batch."""
+        """Return the state from which all replicas continue, given the state of each earlier replica and their global batch."""
         return merge_cursors(states, global_batch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -221,8 +221,8 @@ class PrefetchLoader:
         self._requests.put(None)
 
     def _get(self, seconds: float) -> list[torch.Tensor] | BaseException | None:
-        """Return what was read within `seconds`, or None. Time spent waiting for text to be tokenized does not count, because
-        that wait announces itself and has a limit of its own."""
+        """Return the batches read, or the error of reading them; None if nothing arrives within `seconds`. Time spent
+        waiting for text to be tokenized does not count, because that wait announces itself and has a limit of its own."""
         while True:
             try:
                 return self._results.get(timeout=seconds)

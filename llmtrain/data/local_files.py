@@ -1,4 +1,4 @@
-"""Local files of a text: which there are, the values that identify them, and the documents in them."""
+"""Local files of a text: their paths, the values that identify them, and their documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 
 
 SKIPPED = (".arrow", ".bz2", ".csv", ".gz", ".json", ".tsv", ".xz", ".zip", ".zst")
-"""Endings of files of text that no reader exists for."""
+"""Endings of files that may hold text but have no reader."""
 
 
 def source_files(data: DataSection, key: str) -> list[Path]:
@@ -32,14 +32,15 @@ def source_files(data: DataSection, key: str) -> list[Path]:
     if key == "data.validation":
         return _files(data.validation or "", key)
     found = _files(data.source, key)
-    # In the section of a text of `eval.sets`, the two are equal, and nothing is trained on.
+    # For a text of `eval.sets`, the two are equal, because the text is only validated on.
     if data.validation in (None, data.source):
         return found
     return without_held_out(found, source_files(data, "data.validation"), data)
 
 
 def _files(source: str, key: str) -> list[Path]:
-    """Return the files that a reader exists for at a path, sorted. Hidden files and folders inside a folder are skipped."""
+    """Return the file at a path or, if it is a folder, its files that have a reader, sorted. Hidden files and folders
+    inside a folder are skipped."""
     path, known = local_path(source), ", ".join(READERS)
     if path is not None and path.is_file():
         if _reader(path) is None:
@@ -61,7 +62,7 @@ def _files(source: str, key: str) -> list[Path]:
 
 
 def describe_skipped(source: str) -> str | None:
-    """Return a line about the files of a folder that no reader exists for but that may well be text, or None if there are none."""
+    """Return a line about the files of a folder that may hold text but have no reader, or None if there are none."""
     path = local_path(source)
     if path is None or not path.is_dir():
         return None
@@ -74,7 +75,7 @@ def describe_skipped(source: str) -> str | None:
 
 
 def without_held_out(files: Sequence[Path], held_out: Sequence[Path], data: DataSection) -> list[Path]:
-    """Return the files of `data.source` that are not of `data.validation`. Raises DataError if there are none."""
+    """Return the files of `data.source` that are not also files of `data.validation`. Raises DataError if none is left."""
     validated = {path.resolve() for path in held_out}
     if not (kept := [path for path in files if path.resolve() not in validated]):
         raise DataError(
@@ -90,12 +91,12 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def documents_of_file(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
-    """Yield the documents of a file that a reader exists for, and count the bytes read. Raises DataError if it is damaged."""
+    """Yield the documents of a file that has a reader, and count the bytes read. Raises DataError if it is damaged."""
     yield from _reader(path)(path, data, read)
 
 
 def _read_txt(path: Path, data: DataSection, read: BytesRead) -> Iterator[str]:
-    """Yield the documents between separators, stripped. Not more than one document and one chunk of the file is in memory."""
+    """Yield the documents between separators, stripped. At most one document and one chunk of the file are in memory."""
     with open_text(path, read) as file:
         yield from split_text(file, data.separator)
 
@@ -117,9 +118,9 @@ def open_text(path: Path, read: BytesRead) -> Iterator[TextIO]:
 
 
 def split_text(file: TextIO, separator: str | None) -> Iterator[str]:
-    """Yield the texts between separators, stripped, without empty ones; the whole text without a separator. Not more than one of
-    them and one chunk of the file is in memory."""
-    separator = separator and separator.replace("\r\n", "\n")  # as a text file's lines are read
+    """Yield the texts between separators, stripped, and skip empty ones. Without a separator, yield the whole text. At
+    most one text and one chunk of the file are in memory."""
+    separator = separator and separator.replace("\r\n", "\n")  # as line breaks are read from a text file
     begun: list[str] = []  # parts of a text that has not ended
     rest = ""  # the last part, in which the separator may begin
     while chunk := file.read(CHUNK):

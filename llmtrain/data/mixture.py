@@ -17,12 +17,12 @@ from llmtrain.data.order import SampleOrder
 from llmtrain.seeding import derive_seed
 
 BLOCK = 1000
-"""Entries in which shares are exact to one sequence per text."""
+"""Entries per block. In each block, shares are exact to one sequence per text."""
 
 
 def shares_of(weights: Sequence[float], entries: int = BLOCK) -> list[int]:
     """Return how many of `entries` each text has: its exact share rounded down, plus one for the texts with the largest
-    remainders. Of texts with equal remainders, the first ones get it."""
+    remainders. Among equal remainders, earlier texts take precedence."""
     exact = [weight * entries / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda text: shares[text] - exact[text])
@@ -37,17 +37,17 @@ def max_entries_of(share: int, entries: int) -> int:
 
 
 class MixtureOrder:
-    """Endless list of samples of several texts, numbered one text after the other. Used like `SampleOrder`."""
+    """Endless list of samples of several texts. The samples are numbered one text after the other. Used like `SampleOrder`."""
 
     def __init__(self, orders: Sequence[SampleOrder], weights: Sequence[float], seed: int) -> None:
         self.orders, self.shares = list(orders), shares_of(weights)
         self._first = [0, *accumulate(order.num_samples for order in orders)]
-        """Number of each text's first sample, and of all samples."""
+        """Index of each text's first sample, followed by the total number of samples."""
         self._seed = derive_seed(seed, "mixture")
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, entry: int) -> tuple[int, int]:
-        """Return the text at an entry, and which of that text's own entries it is."""
+        """Return the index of the text at an entry, and the index of the entry in that text's own list."""
         block, index = divmod(entry, BLOCK)
         texts, ranks = self._block(block)
         text = int(texts[index])

@@ -50,8 +50,8 @@ class MixtureLoader(Loader):
     order: MixtureOrder
 
     def __init__(self, texts: Mapping[str, TokenShards], weights: Sequence[float], shape: BatchShape) -> None:
-        """Take texts by name, and a weight for each. Raises DataError if a text has no complete sample, or if all texts together
-        have fewer samples than one global batch."""
+        """Read batches from texts, given by name, in proportion to their `weights`. Raises DataError if a text has no
+        complete sample, or if all texts together have fewer samples than one global batch."""
         length = shape.sequence_length
         self.samples = {name: count_samples(name, tokens, length) for name, tokens in texts.items()}
         """Number of samples of each text."""

@@ -1,4 +1,4 @@
-"""Order of the samples that a run reads, and what each replica has read of it."""
+"""Order in which a run reads samples, and the cursor of what each replica has read."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class SampleOrder:
         self._part_at(entry)
 
     def _part_at(self, entry: int) -> tuple[int, int]:
-        """Wait until the samples exist among which an entry is shuffled, and keep their permutation in `_parts`. Return the key
-        of the permutation: the entry's epoch and the first of these samples."""
+        """Wait until all samples among which an entry is shuffled exist, and store their permutation in `_parts`.
+        Return the key of the permutation: the entry's epoch and the first of these samples."""
         epoch, index = divmod(entry, self.num_samples)
         first, end = self._bounds(epoch, index)
         if (epoch, first) not in self._parts:
@@ -155,10 +155,9 @@ class SampleCursor:
 
 
 def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[str, Any]:
-    """Return the state from which every replica of a continued run starts, given the state of each earlier replica.
-    Each entry that no replica has read occurs exactly once in it. `global_batch` is the number of entries that all
-    replicas together read per step, in equal parts. If the parts were not equal, each state has its own, and the batch:
-    `part`, [start, stop, global batch]."""
+    """Return the state from which every replica of a continued run starts, given the state of each earlier replica. Each entry
+    that no replica has read occurs exactly once in it. `global_batch` is the number of entries that all replicas together read
+    per step, in equal parts. If the parts were not equal, each state has a `part`: [start, stop, global batch]."""
     replicas = [SampleCursor() for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.load_state_dict(state)
@@ -176,9 +175,9 @@ def merge_cursors(states: Sequence[dict[str, Any]], global_batch: int) -> dict[s
 
 
 def resize(state: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """Return a loader's state for data that now has `now` samples. It had the numbers of samples in the state's `sizes` or, if
-    there are none, `before` samples. In the first epoch, the new samples come after the old ones. If there are fewer samples
-    now, only the order up to the last of `sizes` below that number remains."""
+    """Return a loader's state for data that now has `now` samples. The earlier numbers of samples are the state's
+    `sizes` or, if it has none, `before`. In the first epoch, new samples come after the old ones. If there are fewer
+    samples now, the order stays the same only up to the last of `sizes` below `now`."""
     sizes = state.get("sizes", [before])
     sizes = [*(size for size in sizes if size < now), now]
     rest = {key: value for key, value in state.items() if key != "sizes"}

@@ -41,11 +41,11 @@ NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 PACKAGES = "packages.txt"
 """File that records the packages of `python`: versions, sizes and digests, one package per line."""
 MANY = 20
-"""Expected number of documents of a split above which it is no coincidence that the split has none."""
+"""Expected number of documents of a split above which an empty split can't be chance."""
 BY_PARAGRAPHS = """'data.separator="\\n\\n"'"""
 """Override that makes each paragraph of a .txt a document, quoted for a shell."""
 LOCK_SECONDS = 24 * 3600.0
-"""Seconds to wait for another process that prepares the same folder."""
+"""Maximum seconds to wait for another process that prepares the same folder."""
 
 
 def prepare(
@@ -102,7 +102,8 @@ def prepare(
 
 
 def tokens_to_prepare(data: DataSection, train_tokens: int, eval_tokens: int) -> dict[Split, int]:
-    """Return the number of tokens of each split to prepare for a run that reads so many; `sys.maxsize` means all of the source."""
+    """Return the number of tokens of each split to prepare for a run that reads `train_tokens` and `eval_tokens`;
+    `sys.maxsize` means all tokens of the source."""
     # one more than the run reads, because the last token is only a label
     whole = train_tokens + 1 if data.source.startswith(HUB) else sys.maxsize
     return {"train": data.max_tokens or whole, "validation": eval_tokens + 1}
@@ -139,7 +140,7 @@ def cache_path(data: DataSection) -> Path:
         **{key: getattr(data, key) for key in keys},
     }
     if ready_made is not None and ready_made.validation:
-        identity["validation_files"] = len(ready_made.validation)  # the last of the stamps
+        identity["validation_files"] = len(ready_made.validation)  # the last N stamps are of these files
     sample = data.tokenizer_sample_bytes
     if trained_size(data.tokenizer) is not None and sample != DataSection().tokenizer_sample_bytes:
         identity["tokenizer_sample_bytes"] = sample
@@ -170,7 +171,8 @@ def _is_sufficient(cached: TokenDataset, needed: Mapping[Split, int]) -> bool:
 
 
 def _measure(cached: TokenDataset, show_progress: bool) -> TokenDataset:
-    """Return ready-made tokens, after adding the text bytes of the validation tokens that the run reads to their index."""
+    """Add the number of text bytes of the validation tokens that the run reads to the index of ready-made tokens, and
+    return the tokens."""
     if show_progress:
         print(*describe_files(cached), sep="\n", flush=True)
     if is_measured(cached):
@@ -246,8 +248,8 @@ def _create(directory: Path, data: DataSection) -> None:
 
 
 def check_documents(data: DataSection) -> None:
-    """Raise DataError if a split of a local text has no documents, or if the text can't be read. Only what comes before the first
-    document of a split is read, so that nothing is tokenized in vain."""
+    """Raise DataError if a split of a local text has no documents, or if the text can't be read. The text is read only
+    until each split has a document. The check comes before tokenization, which would otherwise be in vain."""
     for key in source_keys(data):
         found: Counter[Split] = Counter()
         with announced(f"the first documents of {data.source}"):

@@ -74,8 +74,8 @@ class Package:
 
     @property
     def record(self) -> PackageRecord:
-        """Return the size and digest of the files. The digest covers names, sizes and recorded digests, so that no file is read. It
-        misses an edit in place that keeps a file's size."""
+        """Return the size and digest of the files. The digest covers names, sizes and recorded digests, so that no file
+        is read. It does not change with an edit in place that keeps a file's size."""
         lines = "\n".join(f"{file.name} {file.bytes} {file.recorded}" for file in self.files)
         digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
         return PackageRecord(self.name, self.version, len(self.files), sum(file.bytes for file in self.files), digest)
@@ -116,9 +116,9 @@ class PythonText:
         )
 
     def validation_packages(self, fraction: float) -> set[str]:
-        """Return the names of the packages held out for validation. The packages are gone through in the order of a hash of
-        their names, and each that still fits into `fraction` of the pinned bytes is taken. Installed versions do not matter,
-        so that every machine holds out the same packages."""
+        """Return the names of the packages held out for validation. The packages are considered in the order of a hash
+        of their names, and each one that still fits into `fraction` of the pinned bytes is chosen. Installed versions
+        do not matter, so that every machine holds out the same packages."""
         room = fraction * sum(pin.bytes for pin in self.pinned)
         chosen = set()
         for pin in sorted(self.pinned, key=lambda pin: _name_hash(pin.name)):

@@ -95,8 +95,8 @@ def is_for_validation(path: Path) -> bool:
 
 
 def index_of(files: ReadyMadeFiles, data: DataSection, empty: Index) -> Index:
-    """Return `empty`, the index of a folder without tokens, with the files' tokens added. Raises DataError if a sample of the
-    tokens is not of the tokenizer's vocabulary, or if the files can't be split."""
+    """Return `empty`, the index of a folder without tokens, with the files' tokens added. Raises DataError if a sample
+    of the tokens has one outside the tokenizer's vocabulary, or if the files can't be split."""
     groups = {"train": files.train, "validation": files.validation}
     parts = {split: _shards(group) for split, group in groups.items()}
     documents = dict.fromkeys(groups, 0)
@@ -132,7 +132,7 @@ def _shards(files: Sequence[TokenFile]) -> list[Shard]:
 
 
 def _joined(files: Sequence[TokenFile]) -> TokenShards:
-    """Return the tokens of files one after the other. A file is memory-mapped when it is read."""
+    """Return the concatenated tokens of files. A file is memory-mapped when it is read."""
     return TokenShards([LazyShard(file.path.parent, shard) for file, shard in zip(files, _shards(files), strict=True)])
 
 
@@ -149,8 +149,8 @@ def _cut(shards: Sequence[Shard], start: int, end: int | None) -> list[Shard]:
 
 
 def check_sample(files: Sequence[TokenFile], index: Index) -> bool:
-    """Return whether eos occurs in evenly spaced windows of the files. Raises DataError if a window has a token that is
-    not of the vocabulary, or if tokens are read as uint16 that do not seem to be of that type."""
+    """Return whether eos occurs in evenly spaced windows of the files. Raises DataError if a window has a token outside
+    the vocabulary, or if tokens that are read as uint16 seem to be of another type."""
     no_header = f"{files[0].path}: without a header, its tokens are read as uint16"
     if files[0].kind == "nanogpt" and index.vocab_size > 1 << 16:
         raise DataError(
@@ -229,8 +229,8 @@ def is_measured(prepared: TokenDataset) -> bool:
 
 
 def measured(prepared: TokenDataset) -> Index:
-    """Return the index with the number of text bytes of the validation tokens that the recipe asks for, after decoding these
-    tokens. Raises DataError if they contain no text."""
+    """Decode the validation tokens that the recipe asks for, and return the index with their number of text bytes.
+    Raises DataError if they contain no text."""
     tokens, index = prepared.tokens("validation"), prepared.index
     assert index.ready_made is not None
     count = count_text_bytes(tokens, prepared)
@@ -241,8 +241,8 @@ def measured(prepared: TokenDataset) -> Index:
 
 
 def count_text_bytes(tokens: TokenShards, prepared: TokenDataset) -> int:
-    """Return the number of UTF-8 bytes of the text that the tokens encode, without special tokens. A last character that is
-    cut off does not count."""
+    """Return the number of UTF-8 bytes of the text that the tokens encode, without special tokens. A character that the
+    end of the tokens cuts off does not count."""
     tokenizer, count = prepared.load_tokenizer(), 0
     documents: list[list[int]] = []
     gathered = 0
@@ -272,7 +272,7 @@ def _documents(tokens: TokenShards, prepared: TokenDataset) -> Iterator[list[int
         if (wrong := prepared.vocabulary.first_wrong(ids)) is not None:
             raise DataError(prepared.vocabulary.describe("data.validation", start + wrong, int(ids[wrong])))
         for number, part in enumerate(np.split(ids, np.flatnonzero(ids == prepared.eos_id))):
-            # all parts but the first of this window begin with the eos token that ends the document before
+            # all parts but the first of this window begin with the eos token that ends the previous document
             if number:
                 yield document
                 document = []

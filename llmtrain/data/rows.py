@@ -22,5 +22,5 @@ def text_of_row(row: dict[str, Any], text_key: str, where: Path | str) -> Iterat
 
 
 def no_column(where: Path | str, text_key: str, columns: Sequence[str]) -> str:
-    """Return the message that the rows of `where` have other columns."""
+    """Return the error message for rows of `where` that lack the column `text_key`."""
     return f"{where}: no column data.text_key={text_key}; it has {', '.join(columns)}"

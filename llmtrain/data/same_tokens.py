@@ -1,4 +1,4 @@
-"""Check after each start that all ranks that read a text have the same tokens of it."""
+"""Check, after each start, that all ranks that read a text have the same tokens."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
 
 
 def remedy_for(source: str, folder: Path) -> str:
-    """Return what makes the tokens of a source in a prepared folder equal on all hosts. A folder's name identifies a local text and
-    its version, so a copy of the folder of another version would not be found."""
+    """Return advice on how to make the tokens of a source equal on all hosts. `folder` is its prepared folder. Copying
+    that folder helps only for a hub dataset. The folder of a local text is named after the version of the text, so a
+    host with another version would not find it."""
     if source.startswith(HUB):
         return f"let all hosts see one data.cache_dir, or delete {folder} on the others and copy it from one to all"
     if source in (STDLIB, PYTHON):

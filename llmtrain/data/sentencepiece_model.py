@@ -32,8 +32,8 @@ PROBES = (
 
 
 def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    """Return the SentencePiece model at `path` as a fast tokenizer. Raises DataError if it is no such model, or one that
-    can't be converted exactly."""
+    """Return the SentencePiece model at `path` as a fast tokenizer. Raises DataError if the file is not such a model,
+    or if the model can't be converted exactly."""
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +103,8 @@ def convert(model: Any) -> Tokenizer:
 
 
 def hiding(pieces: Sequence[str]) -> pre_tokenizers.PreTokenizer:
-    """Return a pre-tokenizer that splits pieces of several characters after the first one, so that no model finds them in a text."""
+    """Return a pre-tokenizer that splits a text after the first character of each occurrence of `pieces`, so that a
+    model finds none of them. Pieces of one character are not split."""
     from tokenizers import Regex, pre_tokenizers
 
     rest = "|".join(re.escape(piece[1:]) for piece in pieces if len(piece) > 1)

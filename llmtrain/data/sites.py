@@ -2,7 +2,7 @@
 
 Replicas whose entries have the same name form a site. A site has its own endless list of samples, of which its replicas
 read parts. Its cursor is stored under its name: after a restart with other replicas or other entries, each site
-continues where it stopped. Cursors of sites that have no replica now stay in the checkpoint.
+continues where it stopped. The checkpoint keeps the cursors of sites that currently have no replica.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from llmtrain.reshard import MeshChange
 
 
 class SiteLoader(Loader):
-    """Loader of batches from the text of this rank's site. A replica reads as many sequences per step as if all had one text."""
+    """Loader of batches from the text of this rank's site. A replica reads as many sequences per step as if all replicas shared one
+    text."""
 
     def __init__(self, tokens: TokenShards, sites: Sequence[str], shape: BatchShape) -> None:
-        """Take the run's shape; the loader's is that of the site. `sites` has the name of each replica's site. Raises DataError if
-        the text is shorter than one step of its site."""
+        """Take the `shape` of the run; the loader itself has the shape of the site. `sites` has the name of each replica's site.
+        Raises DataError if the text is shorter than one step of its site."""
         self.sites, self.site = list(sites), sites[shape.replica]
         self.absent: dict[str, dict[str, Any]] = {}
-        """States of sites that have no replica now, by name."""
+        """States of sites that currently have no replica, by name."""
         self._run = shape
         try:
             super().__init__(tokens, _at_site(shape, sites))
@@ -42,7 +43,7 @@ class SiteLoader(Loader):
 
     def state_dict(self) -> dict[str, Any]:
         absent = {"absent": self.absent} if self.absent else {}
-        # With its size even if that never changed: the run's length may change while the site is absent.
+        # Store the size even if it never changed: the run's length may change while the site has no replica.
         return super().state_dict() | {"sizes": self.order.sizes, "site": self.site} | absent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,8 +51,8 @@ class SiteLoader(Loader):
         self.absent = state.get("absent", {})
 
     def state_for_length(self, state: dict[str, Any], before: SamplesBefore) -> dict[str, Any]:
-        """Return the `state` of a run of another length as a state of this run. `before` returns how many samples a text had in
-        that run."""
+        """Convert the `state` of a run of another length to a state of this run. `before` returns the number of samples that a text
+        had in that run."""
         return resize(state, before(self.site, self.num_samples, lambda entries: entries), self.num_samples)
 
     def read_by_text(self, states: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -75,7 +76,7 @@ class SiteLoader(Loader):
         return mine | ({"absent": absent} if absent else {})
 
     def _has_parts_of(self, states: Sequence[dict[str, Any]]) -> bool:
-        """Return whether the replicas of a run, of which the states are given, were at the same sites and had the same parts."""
+        """Return whether the replicas with these `states` had the sites and the parts that this run's replicas have."""
         shapes = (_at_site(replace(self._run, replica=number), self.sites) for number in range(len(self.sites)))
         mine = [{"site": site, **shape.state_dict()} for site, shape in zip(self.sites, shapes, strict=True)]
         return mine == [{key: state[key] for key in ("site", "part") if key in state} for state in states]
@@ -106,30 +107,30 @@ def _at_site(shape: BatchShape, sites: Sequence[str]) -> BatchShape:
 
 
 def _site_batch(run_batch: int, members: int, replicas: int) -> int:
-    """Return the number of sequences per step of a site that has `members` of the run's `replicas`, if these have equal parts."""
+    """Return the sequences per step of a site that has `members` of the run's `replicas`, if all replicas have equal parts."""
     return run_batch // replicas * members
 
 
 def check_site(tokens: TokenShards, sites: Sequence[str], site: str, shape: BatchShape) -> None:
     """Raise DataError if the text of `site` is shorter than one step of that site. `sites` has the name of each replica's
-    site, and `shape` is that of any rank."""
+    site, and `shape` is the shape of any rank."""
     SiteLoader(tokens, sites, replace(shape, replica=sites.index(site)))
 
 
 @dataclass(frozen=True)
 class SiteText:
-    """Facts about the text of a site, which the sites exchange."""
+    """Description of a site's text, which the sites exchange."""
 
     name: str
     tokenizer: str
-    """Digest of the tokenizer that has produced the tokens."""
+    """Digest of the tokenizer that produced the tokens."""
     samples: int
     bytes_per_token: float
     """UTF-8 bytes of the validation text divided by its tokens."""
     validated: int
     """Number of validation tokens."""
     batches: int
-    """Validation batches of each of its ranks."""
+    """Number of validation batches per rank of the site."""
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
 
 
 def tokenizer_digest(prepared: TokenDataset) -> str:
-    """Return a digest of the tokenizer that has produced the tokens. It does not depend on how its file is formatted. It covers
-    the eos token, which base and chat versions of a tokenizer may choose differently with the same tokenizer.json."""
+    """Return a digest of the tokenizer that produced the tokens. The digest does not depend on the formatting of tokenizer.json. It
+    covers the eos token, because base and chat versions of a tokenizer may have the same tokenizer.json and different eos tokens."""
     folder = prepared.directory / TOKENIZER
     try:
         content = json.dumps(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), sort_keys=True)

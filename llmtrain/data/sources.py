@@ -31,9 +31,9 @@ from llmtrain.files import local_path
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 SKIPPED_DOCUMENTS = 1000
-"""Documents between two reports on text that is skipped."""
+"""Number of documents between two reports while text is skipped."""
 ANEW = "after a correction, all files of this text are tokenized anew"
-"""Consequence of a change to a file."""
+"""Last part of the error message about damaged text."""
 STORIES = "stories"
 STORIES_FILE = Path(__file__).parent / "tinystories" / "stories.txt.gz"
 """Stories between separators. The part before the first separator names their source and license."""
@@ -59,7 +59,7 @@ class TextStream:
 
     Without `data.validation`, a hash of each document's text decides whether the document is held out for validation. The
     splits are therefore disjoint in any order, and equal texts are always in the same split. With `python`, complete
-    packages are held out instead, and of equal files only the first one is read.
+    packages are held out instead, and only the first of several equal files is read.
     """
 
     def __init__(
@@ -69,12 +69,13 @@ class TextStream:
         start: Position | None = None,
         on_skipped: Callable[[int], None] = lambda documents: None,
     ) -> None:
-        """Call `on_skipped` now and then with the number of documents read so far, while a local text is read up to `start`."""
+        """Call `on_skipped` after every SKIPPED_DOCUMENTS documents that are skipped to reach `start` in a local text, with the
+        number skipped so far."""
         self._data, self._key, self._start, self._on_skipped = data, key, start or Position(), on_skipped
         self.documents = self._start.documents
         """Number of documents up to and including the last one yielded."""
         self.bytes_read = BytesRead()
-        """Bytes read of the files; unknown for the hub."""
+        """Bytes of the files that have been read; unknown for the hub."""
         self._hub: HubDataset | None = None
 
     def __iter__(self) -> Iterator[tuple[Split, str]]:
@@ -98,8 +99,8 @@ class TextStream:
             yield ("validation" if is_held_out else "train"), text
 
     def _after_start(self, texts: Iterator[T]) -> Iterator[T]:
-        """Yield the documents after `start` of a local text. If text after its first document is damaged, the error adds that the
-        corrected text is tokenized anew."""
+        """Yield the documents of a local text after `start`. If the text is damaged after its first document, the error adds that
+        a corrected text is tokenized anew."""
         try:
             for number in range(1, self._start.documents + 1):
                 if next(texts, None) is None:
@@ -120,7 +121,7 @@ class TextStream:
 
 
 def source_keys(data: DataSection) -> tuple[SourceKey, ...]:
-    """Return the keys under which text is read."""
+    """Return the recipe keys whose text is read, in the order of reading."""
     return ("data.source",) if data.validation is None else ("data.validation", "data.source")
 
 

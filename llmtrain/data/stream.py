@@ -1,7 +1,7 @@
-"""Training tokens of a folder to which a process adds more while a run reads them.
+"""Training tokens of a folder that another process extends while a run reads it.
 
-A rank reads the folder's index again when it needs tokens that the index did not have. In the same folder, the tokenizing
-process writes `tokenizing.json`, with its progress or the error that has ended it.
+A rank reads the folder's index again when it needs tokens that the index did not have. The tokenizing process also writes
+`tokenizing.json` to the folder, with its progress or the error that ended it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def first_block(prepared: TokenDataset) -> TokenDataset:
 
 
 def read_status(directory: Path) -> Mapping[str, Any]:
-    """Return the last status of the tokenizing process: the number of its training `tokens`, or its `error`. Empty if it has
-    written none."""
+    """Return the last status of the tokenizing process: the number of its training `tokens`, or its `error`. The status is empty
+    if the process has written none."""
     try:
         status = json.loads((directory / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -71,7 +71,7 @@ def text_error(problem: str, is_temporary: bool) -> DataError:
 
 
 def write_status(directory: Path, **status: Any) -> None:
-    """Replace the status of the tokenizing process, which ranks read. A reader never sees a half-written one."""
+    """Replace the status of the tokenizing process, which ranks read. A reader never sees a half-written status."""
     temporary = directory / f"{STATUS}.tmp"
     temporary.write_text(json.dumps(status), encoding="utf-8")
     temporary.rename(directory / STATUS)
@@ -88,9 +88,9 @@ class GrowingTokens(Tokens):
         announce: bool = True,
         agree: Callable[[GrowingTokens, int], None] = lambda tokens, needed: None,
     ) -> None:
-        """Read a folder that has at least its first block. A wait without any progress fails after `timeout_seconds`, and is
-        announced on stderr with `announce`. `agree(self, tokens)` is called when more tokens than ever before have been waited
-        for. It may wait for other hosts, and raises DataError if they have other tokens."""
+        """Read a folder that has at least its first block. A wait fails after `timeout_seconds` without progress. With `announce`,
+        waits are announced on stderr. `agree(self, tokens)` is called whenever `wait_for` has waited for more tokens than ever
+        before. It may wait for other hosts, and raises DataError if their tokens differ."""
         self.directory, self.source = prepared.directory, prepared.index.source
         self._max_tokens = prepared.limits.get("train", sys.maxsize)
         self.closed = threading.Event()
@@ -101,10 +101,10 @@ class GrowingTokens(Tokens):
         self._shards: list[LazyShard] = []
         self._tokens = TokenShards([])
         self._stamp = (0, 0, 0)
-        """Number, size and modification time in nanoseconds of the index that was read last. Two may be written within one tick
-        of a file system's clock."""
+        """Inode number, size and modification time (ns) of the index that was read last. The time alone does not suffice, because
+        two indexes may be written within one tick of the file system's clock."""
         self._last_wait = -math.inf
-        """Time at which text was last waited for, by `time.monotonic`."""
+        """Last time, by `time.monotonic`, at which a wait for text was in progress."""
         self._agreed = 0
         """Largest number of tokens for which `agree` has been called."""
         self.refresh()
@@ -122,8 +122,8 @@ class GrowingTokens(Tokens):
         return self._tokens.window(start, length)
 
     def wait_for(self, tokens: int) -> int:
-        """Wait until `tokens` tokens exist or the source has ended. Return how many exist. Raises DataError if the tokenizing
-        process has failed, or if no tokens are added for `timeout_seconds`."""
+        """Wait until `tokens` tokens exist or the source has ended, and return the number of tokens that exist. Raises DataError if
+        the tokenizing process has failed, or if no tokens are added for `timeout_seconds`."""
         tokens = min(tokens, self.max_tokens)
         if tokens > self._agreed:
             if tokens > len(self) and not self.is_complete:
@@ -136,7 +136,7 @@ class GrowingTokens(Tokens):
         return time.monotonic() - self._last_wait < seconds + POLL_SECONDS
 
     def refresh(self) -> None:
-        """Read the index if it has changed. Raises DataError if it or a new shard is damaged."""
+        """Read the index if it has changed. Raises DataError if the index or a new shard is damaged."""
         stamp = (0, 0, 0)
         with suppress(OSError):  # read_index says why
             found = (self.directory / INDEX).stat()
@@ -154,15 +154,15 @@ class GrowingTokens(Tokens):
     def wait_until(
         self, condition: Callable[[], bool], tokens: int, elsewhere: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
-        """Wait until `condition` is true. It may depend on the tokens here, or on other hosts, of which `elsewhere` returns the
-        status. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
+        """Wait until `condition` is true. It may depend on the tokens of this host, or on other hosts, whose status `elsewhere`
+        returns. `tokens` is the number of tokens needed, for messages. Raises DataError as `wait_for` does, and when the run
         has ended."""
         last_progress = time.monotonic()
         shown = last_progress + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
         before = None
         while not condition():
             self._last_wait = now = time.monotonic()
-            here = {} if self.is_complete else read_status(self.directory)  # which may be of an earlier run
+            here = {} if self.is_complete else read_status(self.directory)  # may be that of an earlier run
             status = {**here, **elsewhere()}
             if "error" in status:
                 raise text_error(status["error"], status.get("is_temporary", False))

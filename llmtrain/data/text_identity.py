@@ -32,7 +32,7 @@ class TextIdentity:
 
     @classmethod
     def of(cls, text: TokenDataset, is_fixed: bool) -> TextIdentity:
-        """Return the identity of the training tokens that exist of a text."""
+        """Return the identity of those training tokens of a text that exist now."""
         tokens = text.tokens("train")
         vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
         windows = (tokens.window(start, WINDOW) for start in _starts(tokens))
@@ -50,13 +50,13 @@ class TextIdentity:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TextIdentity:
-        """Return the identity that `state_dict` has stored."""
+        """Return the identity from the values that `state_dict` returned."""
         return cls(state["tokens"], state["is_fixed"], tuple(state["windows"]))
 
 
 def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise DataError if a text differs from the one of the same name whose identity a checkpoint has stored. A text without
-    a stored identity is new, and passes."""
+    """Raise DataError if one of the run's `texts` differs from the text of the same name in `stored`, which has the identities from
+    a checkpoint. A text without a stored identity is new, and passes."""
     for name in texts.keys() & stored.keys():
         before, now = TextIdentity.from_state(stored[name]), texts[name]
         if not now.continues(before):

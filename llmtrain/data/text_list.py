@@ -57,7 +57,7 @@ def check_replicas(data: DataSection, replicas: int) -> None:
 
 def texts_of(data: DataSection, replicas: Iterable[int] | None = None) -> dict[str, DataSection]:
     """Return the section of each text, by the text's name. With `data.per_replica`, only the texts of the given `replicas` are
-    returned, or all if that is None."""
+    returned, or all texts if `replicas` is None."""
     texts = data.texts()
     if not data.per_replica or replicas is None:
         return texts
@@ -76,7 +76,8 @@ def sets_of(data: DataSection, sets: Mapping[str, str], prepared: TokenDataset) 
 
 
 def with_tokenizer_of(prepared: Iterable[TokenDataset], section: DataSection) -> DataSection:
-    """Return a section of a mixture with the tokenizer that was trained on the first text, if one is trained."""
+    """Return a section of a mixture, with the tokenizer that was trained on the first of the `prepared` texts if the recipe asks
+    for a trained one."""
     first = next(iter(prepared), None)
     if first is None or trained_size(section.tokenizer) is None:
         return section
@@ -93,7 +94,7 @@ def key_of(data: DataSection, name: str) -> str:
 
 
 def check_token_files(data: DataSection, texts: Mapping[str, DataSection]) -> None:
-    """Raise DataError, which names the recipe's key, for token files whose headers are wrong or whose tokenizer is still to be
+    """Raise DataError, which names the recipe's key, for token files with wrong headers or with a tokenizer that is still to be
     trained. Call this before the first text is tokenized, because tokenizing may take hours."""
     for name, section in texts.items():
         with reported_as(key_of(data, name)):

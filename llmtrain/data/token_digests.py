@@ -1,4 +1,4 @@
-"""Digests of some windows of tokens, by which ranks and runs recognize a text without reading all of it."""
+"""Digests of a few windows of tokens, by which ranks and runs recognize a text without reading all of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SPLIT_WINDOWS = 64
 
 
 def token_digest(prepared: TokenDataset) -> str:
-    """Return the token counts, the vocabulary size and a digest, as text. The digest covers vocabulary size, eos
-    id, dtype and evenly spaced windows of every split."""
+    """Return the token counts, the vocabulary size and a digest, as text. The digest covers the vocabulary size, the eos
+    id, the dtype and evenly spaced windows of every split."""
     splits = [prepared.tokens(split) for split in SPLITS]
     windows = chain.from_iterable(spaced_windows(tokens, 0, len(tokens), SPLIT_WINDOWS) for tokens in splits)
     digest = digest_windows(windows, repr((prepared.vocab_size, prepared.eos_id, prepared.index.dtype)).encode())

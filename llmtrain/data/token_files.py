@@ -1,9 +1,9 @@
 """Token files that other tools wrote, recognized and checked by their headers. Their tokens are never copied.
 
 nanoGPT     `.bin`: uint16 tokens and nothing else
-llm.c       `.bin`: 256 int32, of which the first are a magic number, a version and the number of tokens; then uint16 or
-            uint32 tokens (modded-nanogpt has the same)
-Megatron    `.bin` with tokens, and `.idx` with their type and the lengths of sequences and documents
+llm.c       `.bin`: a header of 256 int32, which begins with a magic number, a version and the number of tokens; then
+            uint16 or uint32 tokens (modded-nanogpt has the same format)
+Megatron    `.bin` with tokens, and `.idx` with their dtype and the lengths of sequences and documents
 npy         `.npy`: one-dimensional NumPy array
 
 All numbers are little-endian.
@@ -30,7 +30,7 @@ Kind = Literal["nanogpt", "llm.c", "megatron", "npy"]
 ENDINGS = (".bin", ".npy", ".idx")
 HEADER_INTS = 256
 LLM_C_KINDS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Version and dtype by magic number: for vocabularies up to 65,536, and for larger ones."""
+"""(Version, dtype) by magic number: for vocabularies of up to 65,536 tokens, and for larger ones."""
 LLM_C_EVALUATION = 20240522
 """Magic number of llm.c's files with questions and answers."""
 NPY_DTYPES = ("<u2", "<u4", "<i4", "<i8")
@@ -40,13 +40,13 @@ MEGATRON_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, dtype code, number of sequences, and number of document borders: documents + 1."""
 TEXT_BYTES = 4096
-"""Bytes at the start of a `.bin` by which text is recognized. Tokens never look like that much text."""
+"""Number of bytes at the start of a `.bin` that are checked for text. That many bytes of tokens never look like text."""
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """File of tokens, as its header describes it."""
+    """Token file, as its header describes it."""
 
     path: Path
     """Absolute path."""
@@ -94,8 +94,8 @@ class DocumentIndex:
         return np.memmap(self.path, "<i8", "r", MEGATRON_HEADER.size + 12 * self.sequences, (self.borders,))
 
     def border_near(self, token: int) -> int:
-        """Return the first token of the first document that begins at `token` or later. If there is none, return the first
-        token of the last document that is not empty."""
+        """Return the position of the first token of the first document that begins at `token` or later. If no document does,
+        return that of the last document that is not empty."""
         first, pointers = self.first_sequences(), self.pointers()
         low, high = 0, int(np.searchsorted(first, self.sequences))
         documents = high
@@ -109,7 +109,7 @@ class DocumentIndex:
 
 
 def find_token_files(source: str, key: str, text_endings: tuple[str, ...]) -> list[Path] | None:
-    """Return the token files that `source` names, sorted, or None if it does not name any.
+    """Return the token files that `source` names, sorted, or None if it names none.
 
     `source` is a file, the common part of the names of a `.bin` and its `.idx`, a folder, or a pattern such as
     `tokens/*.bin`. A folder that also has files with `text_endings` is a folder of text. Raises DataError if a pattern
@@ -161,8 +161,8 @@ def read_headers(paths: Sequence[Path], key: str) -> tuple[TokenFile, ...]:
 
 
 def read_header(path: Path) -> TokenFile:
-    """Return the token file at `path`, as its header describes it. Raises DataError if it is no valid token file, and OSError
-    if it can't be read."""
+    """Return the token file at `path`, as its header describes it. Raises DataError if the file is not a valid token file, and
+    OSError if it can't be read."""
     path = path.absolute()
     if path.suffix.lower() == ".npy":
         return _read_npy(path)
@@ -201,7 +201,7 @@ def _read_npy(path: Path) -> TokenFile:
 
 
 def _llm_c_header(path: Path, start: bytes, size: int) -> TokenFile | None:
-    """Return the token file if it begins with a header of llm.c, or None."""
+    """Return the token file if `start`, its first bytes, begins with a header of llm.c; None if it has no header."""
     if len(start) < 4 * HEADER_INTS:
         return None
     magic, version, tokens, *rest = np.frombuffer(start, "<i4", HEADER_INTS).tolist()
@@ -267,7 +267,7 @@ def _read_megatron(path: Path, index: Path) -> TokenFile:
 
 
 def _check_fit(index: DocumentIndex, path: Path, size: int, remedy: str) -> None:
-    """Raise DataError unless the sequences cover the `.bin` in order and without gaps, and the documents cover them."""
+    """Raise DataError unless the sequences cover the `.bin` in order and without gaps, and the documents cover the sequences."""
     sizes, pointers, first = index.sizes(), index.pointers(), index.first_sequences()
     end = 0
     for start in range(0, index.sequences, CHUNK):

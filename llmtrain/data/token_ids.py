@@ -20,22 +20,22 @@ class Vocabulary:
     size: int
 
     def first_wrong(self, ids: np.ndarray) -> int | None:
-        """Return the position of the first id that is not of this vocabulary, or None if all are."""
+        """Return the position of the first id outside this vocabulary, or None if there is no such id."""
         if not len(ids) or (ids.max() < self.size and ids.min() >= 0):
             return None
         return int(np.argmax((ids < 0) | (ids >= self.size)))
 
     def describe(self, path: Path | str, position: int, token: int) -> str:
-        """Return a line about a token of a file that is not of this vocabulary. `position` is the token's, from 0."""
+        """Return an error message about a `token` outside this vocabulary, at a `position` (from 0) in a file."""
         return (
             f"{path}: token {position:,} is {token:,}, but data.tokenizer={self.tokenizer} has {self.size:,} tokens; name the "
             "tokenizer that made this file"
         )
 
     def find_wrong(self, path: Path, dtype: str, offset: int, tokens: int) -> str | None:
-        """Return a line about the first token of a file that is not of this vocabulary, or about the end of a file that is too
-        short; None if neither occurs. The `tokens` tokens after `offset` bytes are checked. The file is read and not
-        memory-mapped, because a thread that waits for the disk in a read does not block other threads. Raises OSError."""
+        """Return an error message about the first token of a file outside this vocabulary, or about a file that is too short; None
+        if the file is right. The `tokens` tokens after `offset` bytes are checked. The file is read and not memory-mapped, because
+        a thread that waits for the disk in a read does not block other threads. Raises OSError."""
         buffer = np.empty(BUFFER_TOKENS, np.dtype(dtype))
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def _fill(file: RawIOBase, ids: np.ndarray) -> int:
-    """Fill `ids` with tokens from the file, and return how many of them the file had."""
+    """Fill `ids` with tokens from the file, and return the number of tokens read, which is smaller at the end of the file."""
     view, filled = memoryview(ids).cast("B"), 0
     while filled < len(view) and (count := file.readinto(view[filled:])):
         filled += count

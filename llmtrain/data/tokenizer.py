@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 INSTEAD_OF_HUB = "a folder that has its tokenizer.json, or train:SIZE"
 KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its own."""
+"""Usual names of the special token that ends a text, tried in order if a local tokenizer does not name its eos token."""
 TRAINED_ON = "trained_on.json"
-"""File in the folder of a trained tokenizer that describes the text on which it was trained."""
+"""File in the folder of a trained tokenizer that describes the training text."""
 
 
 def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer saved in the folder `cache`. If none is, first save the one that `data.tokenizer` names.
-    Raises DataError if that one can't be loaded or trained, or has no eos token."""
+    """Return the tokenizer saved in the folder `cache`. If the folder has none, first save the tokenizer that `data.tokenizer`
+    names. Raises DataError if the tokenizer can't be loaded or trained, or has no usable eos token."""
     if not (cache / "tokenizer_config.json").exists():
         new = _new_tokenizer(data)
         is_changed = _hide_eos(new.tokenizer, data)
@@ -51,10 +51,10 @@ def load_tokenizer(data: DataSection, cache: Path) -> PreTrainedTokenizerBase:
 def read_tokenizer(
     path: Path, error: Callable[[str], UserError], *, try_out: bool = False, **settings: Any
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder or in a tokenizer.json. If it can't be read, raise what `error` makes of the reason.
+    """Return the tokenizer in a folder or in a tokenizer.json. If it can't be read, raise the error that `error(reason)` returns.
 
-    With `try_out`, let it encode a text, too, which raises for settings of the wrong kind. This starts threads, so a process that
-    will be forked must not do it.
+    With `try_out`, the tokenizer also encodes a text, which fails for settings of the wrong kind. Encoding starts threads, so a
+    process that forks later must not set `try_out`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -98,7 +98,7 @@ def trained_size(name: str) -> int | None:
 
 
 def check_tokenizer_exists(data: DataSection) -> None:
-    """Raise DataError if `load_tokenizer` could not load `data.tokenizer`. Nothing is trained or downloaded for this check."""
+    """Raise DataError if `load_tokenizer` would fail to load `data.tokenizer`. This check trains and downloads nothing."""
     if (tokenizer := existing_tokenizer(data)) is not None:
         _hide_eos(tokenizer, data)
     elif trained_size(data.tokenizer) is None:
@@ -107,7 +107,7 @@ def check_tokenizer_exists(data: DataSection) -> None:
 
 def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer that `data.tokenizer` names if it is on this machine, or None if it has to be trained or
-    downloaded. Raises DataError for a local one that can't be read."""
+    downloaded. Raises DataError if a local tokenizer can't be read."""
     if trained_size(data.tokenizer) is not None:
         return None
     path = local_path(data.tokenizer)
@@ -115,9 +115,9 @@ def existing_tokenizer(data: DataSection) -> PreTrainedTokenizerBase | None:
 
 
 def _hide_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> bool:
-    """Change the tokenizer, if necessary, so that it does not find its eos token in a text that quotes it, where a document would seem
-    to end. Return whether it was changed. Models of pieces with scores and of words find the token if it is one of their pieces. Raises
-    DataError if there is no eos token, or if it can't be hidden."""
+    """Change the tokenizer, if necessary, so that it does not encode a quoted eos token as eos, because a document would seem to end
+    there. Return whether the tokenizer was changed. Unigram and word-level models find the token if it is in their vocabulary. Raises
+    DataError if the tokenizer has no eos token, or if the token can't be hidden."""
     from tokenizers import pre_tokenizers
 
     if tokenizer.eos_token_id is None:
@@ -143,8 +143,8 @@ def _finds_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _record_general_class(folder: Path) -> None:
-    """Let a saved tokenizer be read as its tokenizer.json describes it. The classes of some models would build it anew from its
-    vocabulary, without what was added."""
+    """Replace the class of a saved tokenizer by a general one, which reads tokenizer.json as it is. The classes of some models would
+    build the tokenizer anew from its vocabulary, without the step that `_hide_eos` added."""
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -202,7 +202,7 @@ def _downloaded(name: str) -> PreTrainedTokenizerBase | None:
     try:
         with panics_as_errors():
             return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception:  # not there, or damaged; the hub may have it
+    except Exception:  # missing or damaged; the hub may have it
         return None
 
 

@@ -1,9 +1,9 @@
 """Tokenizing of batches of text, in this process or in several, with results in the order of the batches.
 
 One process reads the text, because reading takes at most a fifteenth of the time of tokenizing. Other processes
-(`data.num_proc`) tokenize complete batches in turn. If there are none, this process tokenizes, too. It also uses all cores,
-through the threads of the tokenizers library, but it alternates between reading and tokenizing, waits for the longest
-document of each batch, and converts all ids in one thread.
+(`data.num_proc`) tokenize complete batches. Without other processes, the reading process also tokenizes. It then uses all
+cores, too, through the threads of the tokenizers library, but it alternates between reading and tokenizing, waits for the
+longest document of each batch, and converts all ids in one thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ on 16 MB of English with vocabularies of 2,048 and 50,257)."""
 FIRST_BATCHES = 16
 """Number of batches that this process always tokenizes itself, so that a small text does not wait for processes to start."""
 CORES_PER_PROCESS = 4
-"""Cores for each process if `data.num_proc` is null."""
+"""Cores per process if `data.num_proc` is null."""
 QUEUED = 2
-"""Batches per process that are being tokenized or wait for it."""
+"""Limit on the pending batches per process: batches that were submitted and are not yielded yet."""
 
 Batch = list[tuple[Split, str]]
 Group = list[tuple[Split, str, bool]]
-"""(Split, piece of a text, whether the text ends with it) of pieces that are tokenized at the same time."""
+"""(Split, piece of a text, whether the text ends with the piece) for each of the pieces that are tokenized at the same time."""
 Place = TypeVar("Place")
 
 
@@ -89,7 +89,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Batch) -> dict[Split, Pa
 
 
 def groups(texts: Iterable[tuple[Split, str]]) -> Iterator[Group]:
-    """Yield the pieces of all texts in order, in groups of at most PIECES_AT_ONCE full ones."""
+    """Yield the pieces of all texts in order, in groups. A group is complete once it is as long as PIECES_AT_ONCE full pieces."""
     group: Group = []
     characters = 0
     for split, text in texts:
@@ -105,7 +105,7 @@ def groups(texts: Iterable[tuple[Split, str]]) -> Iterator[Group]:
 
 
 def _encode_group(tokenizer: PreTrainedTokenizerBase, pieces: Group) -> list[Encoded]:
-    """Return the ids of each piece. The ends of documents are converted later, in the thread that writes them."""
+    """Return the ids of each piece. The last piece of a document is converted to an array later, in the thread that writes it."""
     try:
         with panics_as_errors():
             encoded = encode(tokenizer, [piece for _, piece, _ in pieces])
@@ -123,7 +123,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> Sequence[En
     backend = _plain_backend(tokenizer)
     if backend is None:
         return _encode_slowly(tokenizer, pieces)
-    # Same ids without transformers' single-threaded work on offsets, which takes a third of the time on two cores.
+    # This returns the same ids without transformers' single-threaded work on offsets, a third of the time on two cores.
     return backend.encode_batch_fast(pieces, add_special_tokens=False)
 
 
@@ -174,8 +174,8 @@ class BatchTokenizer:
 
     def in_order(self, batches: Iterable[tuple[Batch, Place]]) -> Iterator[tuple[dict[Split, Part], Place]]:
         """Yield (tokens, place) of each (batch, place), in order. If the iteration over `batches` raises a DataError, the
-        tokens of earlier batches are yielded before it is raised. Also raises DataError if a process ends early or fails, and
-        then yields nothing of that batch and the later ones."""
+        tokens of earlier batches are yielded before it is raised. Also raises DataError if a process ends early or fails; that
+        batch and later ones are then not yielded."""
         waiting: deque[tuple[Future[dict[Split, Part]], Place]] = deque()
         try:
             for batch, place in batches:
@@ -229,11 +229,11 @@ class BatchTokenizer:
 
 
 _here: tuple[PreTrainedTokenizerBase, int]
-"""Tokenizer and the id of its eos token, in a process of the pool."""
+"""(Tokenizer, id of its eos token) in a process of the pool."""
 
 
 def _begin(tokenizer: PreTrainedTokenizerBase, eos_id: int, threads: int) -> None:
-    """Prepare a process of the pool, which will end when its parent ends, even if the parent is killed."""
+    """Prepare a process of the pool. It ends when its parent ends, even if the parent is killed."""
     global _here
     _here = tokenizer, eos_id
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))

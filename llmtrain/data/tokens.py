@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Tokens(ABC):
-    """Sequence of tokens. By default, all of them exist: it neither grows nor waits."""
+    """Sequence of tokens. By default, all tokens exist: the sequence neither grows nor waits."""
 
     @abstractmethod
     def __len__(self) -> int:

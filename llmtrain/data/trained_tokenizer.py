@@ -1,4 +1,4 @@
-"""Tokenizers trained on a sample of the source: a sentencepiece BPE in the manner of Llama, as a fast tokenizer.
+"""Tokenizers trained on a sample of the source: a sentencepiece BPE like Llama's, as a fast tokenizer.
 
 The model that sentencepiece trained is kept as `tokenizer.model`, for other tools. It encodes a text as the fast tokenizer
 does, with one exception: sentencepiece reads U+2581, its escape character for spaces, as a space.
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 TRAIN = "train:"
 EOS = "<|endoftext|>"
 SPREAD = 20
-"""Number of bytes at the start of the source from which a sample is taken, divided by the sample's bytes. This limit keeps a
-huge source from being read completely."""
+"""Maximum bytes that are read from the source, per byte of the sample. The limit keeps a huge source from being read completely."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class TrainedOn:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer that was just trained, in both forms."""
+    """Tokenizer that was just trained, as a fast tokenizer and as a sentencepiece model."""
 
     tokenizer: PreTrainedTokenizerBase
     model: bytes
@@ -104,7 +103,7 @@ def _describe(sampled: list[str], size: int, source: str) -> TrainedOn:
 
 
 def _reason(message: str) -> str:
-    """Return the reason why sentencepiece trained no tokenizer, and the size to give instead if its message names one."""
+    """Return the reason why sentencepiece trained no tokenizer, with the size to give instead if `message` names one."""
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return f"this source has more characters than that; give at least {TRAIN}{least[1]}"
     if most := re.search(r"Vocabulary size too high.* value <= (\d+)", message):

@@ -1,4 +1,4 @@
-"""`llmtrain doctor`: checks that find, before a run starts, the problems that would keep it from working.
+"""`llmtrain doctor`: checks that find the problems of a run before it starts.
 
 Each module checks one area and returns findings; `run_checks` calls them in order and prints the report.
 """

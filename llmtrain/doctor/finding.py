@@ -14,7 +14,7 @@ from rich.text import Text
 
 
 class Level(StrEnum):
-    """Severity of a finding: fine, may hurt, or training will fail or give wrong results."""
+    """Severity of a finding: nothing to do, training may suffer, or training will fail or give wrong results."""
 
     OK = "ok"
     WARNING = "warning"
@@ -23,7 +23,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """An observation and advice on how to act on it (empty if there is none)."""
+    """Observation, with advice on how to act on it (empty if no action is needed or known)."""
 
     level: Level
     what: str

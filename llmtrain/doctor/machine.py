@@ -67,15 +67,15 @@ def gpus(world: World) -> list[Finding]:
 
 
 def cores_and_memory() -> Finding:
-    """Return a finding on the CPU cores this process may use, and on its memory."""
+    """Return a finding on the CPU cores and the memory that this process may use."""
     return ok(f"{usable_cores()} CPU cores, {memory_bytes(torch.device('cpu')) / GIB:.1f} GiB of memory")
 
 
 def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
-    """Return a finding on /dev/shm, through which NCCL connects GPUs of a node that have no direct path, and processes their
+    """Return a finding on /dev/shm. Through this folder, NCCL connects GPUs of a node that have no direct path, and processes share
     semaphores.
 
-    A small one is a warning if there are several GPUs, one that can't be written always.
+    A folder that is missing or can't be written is a warning; a small one is a warning if there are several GPUs.
     """
     if not os.access(folder, os.W_OK):
         return [
@@ -112,8 +112,8 @@ def open_files() -> Finding:
 def disk(key: str, folder: str, needed: int | None, use: str = "the run writes about", advice: str = "") -> Finding:
     """Return a finding on the free space for a recipe's `folder`, which need not exist yet.
 
-    `needed` is the number of bytes that it must have free, or None if unknown, and `use` says what for. A read-only folder is a
-    problem, and too little space a warning with `advice` at its end.
+    `needed` is the number of free bytes that the folder must have, or None if unknown, and `use` tells what they are for. A
+    read-only folder is a problem, and too little space a warning that ends with `advice`.
     """
     there = nearest_existing(Path(os.path.expanduser(folder)).absolute())
     if not os.access(there, os.W_OK):
@@ -145,7 +145,7 @@ SLOW = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1",),  # all streams share a queue, so messages and computation hardly overlap
 }
-"""Values, most of them for debugging, that slow training down."""
+"""Values of environment variables that slow training down; most are meant for debugging."""
 
 
 def environment() -> list[Finding]:
@@ -223,14 +223,14 @@ class Card:
 
     name: str
     address: str | None
-    """IPv4 address; None if it has none."""
+    """IPv4 address; None if the interface has none."""
     is_up: bool
     mbit: int
     """Speed in Mbit/s; 0 if the kernel does not report it, as for virtual cards."""
 
 
 UNKNOWN = "?"
-"""In place of an interface's name."""
+"""Placeholder for an unknown interface name."""
 
 
 def network_cards() -> list[Card]:
@@ -239,7 +239,7 @@ def network_cards() -> list[Card]:
 
 
 def localhost() -> list[Finding]:
-    """Return a problem if the name localhost, through which ranks of a machine meet, does not lead to it."""
+    """Return a problem if the name localhost, through which ranks of one machine meet, does not resolve to a loopback address."""
     try:
         check_localhost()
     except TrainingError as error:

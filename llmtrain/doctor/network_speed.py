@@ -35,18 +35,18 @@ PINGS = 15
 SMALLEST, LARGEST = 2**16, 2**30
 """Bytes of the first and of the largest transfer. An all-reduce has SMALLEST fp32 values at first."""
 LARGEST_VALUES = 2**25
-"""Values of the largest all-reduce: with up to 8 replicas and 4 connections, gloo's hops are then as large as they get."""
+"""Values of the largest all-reduce. They suffice for gloo's largest hops with up to 8 replicas and 4 connections."""
 LONG_ENOUGH, COLLECTIVE_LONG_ENOUGH = 0.2, 0.3
 """Minimum seconds that a transfer or an all-reduce must take for its rate to count. A shorter one is repeated with twice the
 bytes."""
 ROUND_TRIPS = 10
-"""Round trips that a transfer must take, too. One of them is subtracted; TCP's window may still grow during one or two more."""
+"""Minimum round trips that a transfer must take, too. One is subtracted; TCP's window may still grow during one or two more."""
 HOPS_COVERED = 3
-"""An all-reduce must also take this many times the round trips of its hops. Its bytes are then on their way during nearly all of
-these but the first, which is subtracted. On emulated hosts with 100 ms one way, 10 and 100 Mbit/s came out 5 to 20 % too low."""
+"""An all-reduce must also take this many times the round trips of its hops. Its bytes then travel during nearly all of these round
+trips but the first, which is subtracted. On emulated hosts 100 ms apart (one way), 10 and 100 Mbit/s came out 5 to 20 % too low."""
 LONGEST_TRANSFER, LONGEST_COLLECTIVE = 1 / 20, 1 / 4
-"""Fractions of the timeout beyond which nothing more is demanded, because other ranks wait. The last transfer can take twice as
-long, and all of them together four times."""
+"""Upper bounds on these minimum times, as fractions of the timeout, because other ranks wait. The last transfer can take twice as
+long, and all transfers together four times as long."""
 CHUNK = bytes(2**16)
 SECRET_BYTES = 16
 
@@ -55,7 +55,7 @@ Connection = socket.socket | TimedConnection
 
 @dataclass(frozen=True)
 class Link:
-    """Measurement of the link between two hosts (indices), or the error that prevented it. Host `there` has made it, by
+    """Measurement of the link between two hosts (indices), or the error that prevented it. Host `there` measures the link by
     connecting to host `here`."""
 
     here: int
@@ -160,7 +160,7 @@ def measure_all(
     """Measure all links between hosts and return them on every rank. A collective of all ranks.
 
     `me` is this host's index, or None on ranks that measure nothing. `exchange(name, value)` returns every host's
-    value in the order of `addresses`; all ranks call it equally often. It must wait longer than `timeout_seconds`.
+    value in the order of `addresses`; all ranks call it the same number of times. It must wait longer than `timeout_seconds`.
     """
     server = LinkServer(addresses[me], secret, timeout_seconds) if me is not None else None
     links: list[Link] = []
@@ -283,7 +283,7 @@ def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
 
 
 def not_measurable(hosts: Sequence[str]) -> Finding:
-    """Return the finding on links between hosts of which some, `hosts`, have no known IPv4 address."""
+    """Return the finding that the links are not measured, because `hosts` have no known IPv4 address."""
     return warning(
         f"not measured, because no IPv4 address is known of {', '.join(hosts)}",
         "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked",
@@ -291,7 +291,7 @@ def not_measurable(hosts: Sequence[str]) -> Finding:
 
 
 def round_trip_ms(links: Sequence[Link]) -> float:
-    """Return the longest round-trip time of working links in milliseconds; 0 without any."""
+    """Return the longest round-trip time of the working links in milliseconds; 0 if no link works."""
     return max((link.milliseconds for link in links if not link.error), default=0.0)
 
 
@@ -301,7 +301,7 @@ def starts_slowly() -> bool:
 
 
 def slow_start(links: Sequence[Link]) -> list[Finding]:
-    """Return a warning if hosts are far apart and this one's TCP starts slowly after every pause."""
+    """Return a warning if hosts are far apart and this host's TCP starts slowly after every pause."""
     longest = round_trip_ms(links)
     if longest < 1000 * FAR_SECONDS or not starts_slowly():
         return []
@@ -338,11 +338,11 @@ def bench_collectives(
     mesh: Mesh, bytes_a_round: float | None, round_trip: float, timeout_seconds: float
 ) -> tuple[list[Finding], float | None]:
     """Return findings from all-reduces over the replica axis and the shard axis, and the bytes per second that a rank sends in
-    one over the replica axis (None for one replica). A collective of all ranks.
+    an all-reduce over the replica axis (None for one replica). A collective of all ranks.
 
-    `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. `round_trip` is the longest one
-    between hosts in seconds, and `timeout_seconds` the mesh's timeout; both are the same on all ranks. Raises TrainingError if
-    a collective fails or takes longer than that.
+    `bytes_a_round` is the bytes that each rank sends per synchronization, or None if unknown. `round_trip` is the longest round
+    trip between hosts in seconds, and `timeout_seconds` the mesh's timeout; both are the same on all ranks. Raises TrainingError
+    if a collective fails or takes longer than the timeout.
     """
     findings, between_replicas = [], None
     for comms, who in ((mesh.replica_comms, "between replicas"), (mesh.shard_comms, "inside a replica")):
@@ -373,7 +373,8 @@ def bench_collectives(
 
 
 def _all_reduce(comms: Comms, mesh: Mesh, round_trip: float, timeout_seconds: float) -> tuple[float, float]:
-    """Return (seconds of the slowest rank without a round trip, bytes each rank sends) of the first all-reduce that counts."""
+    """Return (seconds of the slowest rank without a round trip, bytes that each rank sends) of the first all-reduce that takes long
+    enough, or of the largest one."""
     covered = HOPS_COVERED * 2 * (comms.size - 1) * round_trip
     long_enough = max(COLLECTIVE_LONG_ENOUGH, min(covered, LONGEST_COLLECTIVE * timeout_seconds))
     # The seconds are the same on all ranks, and so is the decision to continue.
@@ -384,10 +385,10 @@ def _all_reduce(comms: Comms, mesh: Mesh, round_trip: float, timeout_seconds: fl
 
 def _timed(comms: Comms, mesh: Mesh, values: int) -> float:
     tensor = torch.zeros(values, device=comms.device)
-    # Twice, because the first one opens TCP's window, which the wait since the last one may have closed. Ranks meet in it, too.
+    # Twice: the first all-reduce opens TCP's window, which the pause before it may have closed, and the ranks meet in it.
     for _ in range(2):
         began = time.perf_counter()
-        # In as many messages as gloo carries out at once, as the messages of several blocks.
+        # As many messages as gloo carries out at once, like the messages of several blocks.
         parts = tensor.chunk(STREAMS * len(comms.groups))
         for pending in [comms.start_all_reduce(part, "measuring") for part in parts]:
             pending.wait()

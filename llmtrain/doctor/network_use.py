@@ -1,5 +1,5 @@
-"""Prediction of the time that a recipe would wait for the network that was just measured, and of other choices that would
-wait less."""
+"""Prediction of the time that a recipe would wait for the network, given its measured speed, and of changes that would shorten the
+waits."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from llmtrain.quantities import format_duration
 from llmtrain.recipe_check import check
 
 WELL_USED = 0.95
-"""Fraction of the time spent computing at which, or above which, no change is advised."""
+"""Minimum fraction of the time spent computing for which no change is advised."""
 DELAYS = (1, 2, 3, 5, 8, 12, 20)
 """Steps of delay that are tried for an overlapped schedule."""
 UNEVEN = 1.5
-"""Ratio of the ranks' rates on two hosts from which the difference is more than noise."""
+"""Minimum ratio of two hosts' rates that counts as more than noise."""
 GAIN = 0.01
-"""Minimum gain in that fraction for a choice to be named, or for a longer delay to be preferred."""
+"""Minimum gain in the fraction of the time spent computing for which a change is named, or a longer delay preferred."""
 
 
 def slowest_rate(
     nodes: Sequence[str], rates: Sequence[float | None], recipe: Recipe, replicas: int
 ) -> tuple[float, list[Finding]]:
     """Return the operations per second of the host whose ranks take longest for a step, and a warning if hosts differ much. `nodes`
-    names each rank's host, and `rates` has the operations per second of one rank of each host. They are divided by the replica's part of
-    the batch, relative to the mean: a rank of half the speed and half the work is not slow."""
+    names each rank's host. `rates` has the operations per second of one rank per host, and None for other ranks. A rate is divided by
+    the replica's part of the batch, relative to the mean: a rank of half the speed and half the work is not slow."""
     parts, shards = relative_parts(recipe.train.batch_shares, replicas), len(nodes) // replicas
     by_host = {
         node: rate / parts[rank // shards]
@@ -77,7 +77,7 @@ def changes(
 ) -> Iterator[tuple[str, Recipe]]:
     """Yield (overrides, changed recipe) for changes with which a recipe with local steps sends less, less often or later.
 
-    Changes that the recipe's other choices do not allow are left out.
+    Changes that contradict the recipe's other keys are left out.
     """
     sync = recipe.sync
     for kind in ("int8", "int4"):

@@ -1,4 +1,4 @@
-"""All checks in order, for one process or for all ranks: where the ranks are, whether they agree, whether the recipe fits them."""
+"""All checks in order, for one process or all ranks: where the ranks are, whether they agree, and whether the recipe fits them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Sections = dict[str, list[Finding]]
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank's description of itself, which all ranks gather."""
+    """Description of a rank by itself, which all ranks gather."""
 
     rank: int
     node: str
@@ -83,7 +83,7 @@ class RankIdentity:
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The ranks of one node; the first one measures links for the node."""
+    """Ranks of one node; the first rank measures the node's links."""
 
     ranks: tuple[RankIdentity, ...]
 
@@ -119,7 +119,7 @@ def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
 def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
     """Return a finding for each version that differs between ranks, and one if recipes differ, or one finding that all agree.
 
-    A difference is a problem if it is the recipe's or its name is in MUST_AGREE, and a warning otherwise.
+    Different recipes, and different versions of what MUST_AGREE names, are problems. Other differences are warnings.
     """
     findings = []
     if differs := inconsistency([rank.recipe for rank in ranks], format_ranks):
@@ -154,8 +154,8 @@ class Plan:
 def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[list[Finding], Plan | None]:
     """Return findings on the recipe's mesh, memory, traffic and disk space, and its plan.
 
-    The plan is None if the recipe cannot run on these ranks. `nodes` lists the node name of each process, `memory` the
-    bytes that each may use.
+    The plan is None if the recipe cannot run on these ranks. `nodes` has the node name of each process, and `memory` the
+    bytes that each process may use.
     """
     on_gpu = torch.cuda.is_available()
     try:
@@ -204,7 +204,7 @@ def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Findi
 
 
 def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Finding:
-    """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs, of which `there` bytes exist."""
+    """Return a finding on the CPU memory of a node that has `there` bytes of it and `ranks` ranks on GPUs."""
     offloads = {"sync.offload": recipe.sync.offload, "parallel.zero_offload": recipe.parallel.zero_offload}
     uses = [
         (
@@ -283,7 +283,7 @@ class ClusterCheck:
         )
 
     def _complaints_of_others(self, hosts: Sequence[NodeRanks], own: Mapping[str, Sequence[Finding]]) -> list[Finding]:
-        """Return the warnings and problems that other ranks have and this rank does not, each once per node."""
+        """Return the warnings and problems of other ranks that this rank does not have, each once per node."""
         mine = [finding for findings in own.values() for finding in findings if finding.level != Level.OK]
         told = self._gather("complaints", [asdict(finding) for finding in mine])
         known = {finding.what for finding in mine}
@@ -295,12 +295,12 @@ class ClusterCheck:
         ]
 
     def _has_no_address(self, host: NodeRanks) -> bool:
-        """Return whether no IPv4 address at which other hosts reach a host is known."""
+        """Return whether no IPv4 address is known at which other hosts reach this `host`."""
         return host.leader.interface == UNKNOWN and self.peers.ranks[host.leader.rank].address is None
 
     def _links(self, hosts: Sequence[NodeRanks]) -> list[Link]:
         leaders = [host.leader.rank for host in hosts]
-        # Rank 0's; without it, no other process on the network can use the servers.
+        # Rank 0's secret keeps all other processes on the network from using the servers.
         secret = bytes.fromhex(self._gather("secret", secrets.token_hex(SECRET_BYTES))[0])
 
         def exchange(name: str, value: Any) -> list[Any]:
@@ -345,8 +345,8 @@ class ClusterCheck:
         return findings
 
     def _gather(self, name: str, value: Any, patience: float | None = None) -> list[Any]:
-        """Return the JSON `value` of every rank, in rank order. A collective of all ranks. Wait for `patience` seconds, by default
-        the timeout."""
+        """Return the JSON `value` of every rank, in rank order. A collective of all ranks, which waits for `patience` seconds, by
+        default the timeout."""
         seconds = self.timeout_seconds if patience is None else patience
         return gather_over_store(self.peers.store, self.world, f"of the doctor, {name}", value, seconds)
 
@@ -355,7 +355,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     """Run all checks, print the report on rank 0, and return the exit code: 1 if there is a problem.
 
     Every wait for other ranks ends within `timeout_seconds` plus GRACE_SECONDS, or twice as long while they measure links. If
-    ranks do not meet or a check across ranks fails, the error is a problem in rank 0's report and a TrainingError on the
+    ranks do not meet or a check across ranks fails, the error becomes a problem in rank 0's report and a TrainingError on the
     other ranks.
     """
     parallel = recipe.parallel if recipe else ParallelSection()
@@ -370,7 +370,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
             peers = find_peers(world, parallel, lambda: memory_of_rank(world), timeout_seconds)
             ClusterCheck(recipe, world, peers, timeout_seconds).add_to(sections)
         except (TrainingError, UserError) as error:
-            # The doctor has a timeout of its own.
+            # The doctor's timeout is an option, not a recipe key.
             told = str(error).replace("run.timeout_seconds", "--timeout")
             if world.rank != 0:
                 raise TrainingError(told) from error

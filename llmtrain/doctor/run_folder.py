@@ -1,4 +1,5 @@
-"""Check that all hosts see one run directory, as every run on several hosts needs. A run finds out only after its text is prepared."""
+"""Check that all hosts share the run directory, as a run on several hosts requires. A run checks this only after its text is
+prepared."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ def shared_run_folder(
     out_dir: str, rank: int, leaders: Sequence[int], gather: Callable[[str, Any], list[Any]], timeout_seconds: float
 ) -> list[Finding]:
     """Return a finding on whether the hosts, whose first ranks are `leaders`, share `run.out_dir`, or the nearest folder above it that
-    exists. `gather` returns every rank's value under a name, and fails after `timeout_seconds`. A collective of all ranks. Return
-    nothing if rank 0 can't write there."""
+    exists. There is no finding if rank 0 can't write there. `gather(name, value)` returns every rank's value, and fails after
+    `timeout_seconds`. A collective of all ranks."""
     folder = nearest_existing(Path(os.path.expanduser(out_dir)).absolute())
     probe = probe_file(folder)
     if rank == 0:
-        with suppress(OSError):  # a finding of its own
+        with suppress(OSError):  # another finding reports it
             probe.touch()
     try:
         name = gather("file in the run directory", probe.name if rank == 0 and probe.exists() else None)[0]

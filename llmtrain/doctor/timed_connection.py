@@ -7,8 +7,8 @@ import time
 
 
 class TimedConnection:
-    """Connection that raises TimeoutError when `timeout_seconds` have passed since it began to connect, however many messages it
-    has carried by then. The timeout of a socket starts anew with each message, so a slow link could take any time."""
+    """Connection that raises TimeoutError once `timeout_seconds` have passed since it began to connect, however many messages it
+    has carried by then. A socket's own timeout starts anew with each message, so it does not limit the time on a slow link."""
 
     def __init__(self, mine: str, server: tuple[str, int], timeout_seconds: float):
         self._deadline = time.monotonic() + timeout_seconds
@@ -19,7 +19,7 @@ class TimedConnection:
         self._in_time().sendall(data)
 
     def recv(self, size: int) -> bytes:
-        """Return up to `size` bytes; none at the end of the other side's data."""
+        """Return up to `size` bytes; no bytes at the end of the other side's data."""
         return self._in_time().recv(size)
 
     def _in_time(self) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Disk space that the tokens of hub datasets take. Each host with a `data.cache_dir` of its own needs it."""
+"""Disk space that the tokens of hub datasets take on each host with its own `data.cache_dir`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llmtrain.train.prepare_data import tokens_of
 
 
 def missing_token_bytes(recipe: Recipe, vocabulary: int, nodes: Sequence[str], shards: int) -> int | None:
-    """Return the bytes of tokens that a run adds to `data.cache_dir` for its hub datasets on one node, at most; None if it has no
-    hub dataset. Files on disk are not counted, because only reading them tells how many tokens they have.
+    """Return the maximum bytes of tokens that a run adds to `data.cache_dir` on one node for its hub datasets; None if it has no
+    hub dataset. Local texts are not counted, because their number of tokens is unknown until they are tokenized.
 
-    `nodes` lists the node name of each process. With `data.per_replica`, the node that prepares most counts.
+    `nodes` has the node name of each process. With `data.per_replica`, the node that prepares the most tokens counts.
     """
     if recipe.parallel.in_process:
         replicas = [set(range(recipe.parallel.ranks_per_process))]
@@ -54,6 +54,6 @@ def _find_prepared(section: DataSection) -> TokenDataset | None:
 
 
 def _tokens_there(text: TokenDataset) -> dict[Split, float]:
-    """Return the number of tokens of each split that are prepared; a split whose source has ended lacks none."""
+    """Return the number of prepared tokens of each split; it is infinite for a split whose source has ended, which lacks none."""
     splits = text.index.splits
     return {split: float("inf") if entry.exhausted else entry.tokens for split, entry in splits.items()}

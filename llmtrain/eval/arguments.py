@@ -1,5 +1,5 @@
-"""Arguments of `llmtrain eval`, checked before torch, transformers or lm-evaluation-harness is imported, which takes far
-longer than to find a typing mistake."""
+"""Checks of the arguments of `llmtrain eval`. They import neither torch nor transformers nor lm-evaluation-harness, so that a typing
+mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_arguments(
 
 
 def _check_owner(folder: Path, path: Path) -> None:
-    """Raise UserError if `folder` has results of another model or run than `path`, which still exists."""
+    """Raise UserError if `folder` has results of another model or run than `path`, and that model still exists."""
     for file in sorted(folder.glob("*.json")):
         try:
             other = Path(json.loads(file.read_text(encoding="utf-8"))["model"])

@@ -45,7 +45,7 @@ def evaluate(
     baseline: Path | None = None,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate runs or model folders on a suite, write and show the results, and return them. The caller has checked the
+    """Evaluate runs or model folders on a suite, write and show the results, and return them. The caller must have checked the
     arguments with `check_arguments`, which imports much less.
 
     `limit` is the maximum number of documents per task or text, and `batch_size` the number of sequences per batch.
@@ -85,7 +85,8 @@ def evaluate(
 
 
 def _find_baseline(path: Path, label: str, step: Step | None, console: Console) -> Checkpoint:
-    """Return the checkpoint of `step` of a baseline that is not among the evaluated paths, or its newest one if there is none."""
+    """Return the checkpoint of a baseline that is not among the evaluated paths: after `step` if the baseline has it, else the
+    newest."""
     is_there = step is not None and has_step(path, step)
     (checkpoint,) = find_checkpoints(path, label, step if is_there else None, over_time=False)
     if step is not None and not is_there and checkpoint.step not in (None, step):
@@ -103,7 +104,7 @@ def _evaluate_one(
     where = checkpoint.label + ("" if checkpoint.step is None else f" step {checkpoint.step}")
     missing = [unit for unit in units if done[unit.name] is None]
     if missing and is_main_process():
-        # Before the model is loaded. Not of a baseline whose entries are all in a cache that can't be written.
+        # Before the model is loaded. A read-only cache that lacks nothing, such as a baseline's, passes.
         check_can_write(cache.folder)
     if not missing:
         console.print(f"{where}: evaluated on {suite} before", markup=False)
@@ -160,7 +161,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _digest(checkpoint: Checkpoint) -> str | None:
-    """Return the digest of the training checkpoint that was exported, or None if the folder is no export."""
+    """Return the digest of the training checkpoint from which the folder was exported, or None if the folder is no export."""
     manifest = recorded(checkpoint.folder)
     return None if manifest is None else manifest.checkpoint
 

@@ -1,6 +1,7 @@
-"""Checkpoints to evaluate: folders that transformers loads, and checkpoints of runs, exported to such folders first.
+"""Checkpoints to evaluate: folders that transformers loads, and checkpoints of runs, which are first exported to such folders.
 
-Only the export imports torch, so that a mistyped path is reported at once."""
+Only the export imports torch, so that a mistyped path is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +56,11 @@ class Checkpoint:
 
 
 def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool) -> list[Checkpoint]:
-    """Return the checkpoints to evaluate for a path given by the user, oldest first: without `step` and `over_time`, the newest
-    one, or the newest export if the run has no checkpoint.
+    """Return the checkpoints to evaluate for a path given by the user, oldest first. Of a run, these are all checkpoints and exports
+    with `over_time`, the one after `step` if that is given, and otherwise the newest checkpoint, or the newest export if the run
+    has no checkpoint.
 
-    Checkpoints of runs are exported, and every folder has passed `check_model_folder`. Raises UserError if `check_model_path` does.
+    Checkpoints of runs are exported. Every folder has passed `check_model_folder`. Raises UserError as `check_model_path` does.
     """
     from llmtrain.export.folder import check_export
 
@@ -79,8 +81,8 @@ def find_checkpoints(path: Path, label: str, step: Step | None, over_time: bool)
 
 
 def check_model_path(path: Path, step: Step | None) -> None:
-    """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step`, or
-    of any step if that is None."""
+    """Raise UserError unless `path` is a folder that transformers loads, or a run with a checkpoint or an export of `step` (of any
+    step if None)."""
     if not path.is_dir():
         raise ModelError(f"{path}: there is no such folder; give a run (runs/NAME) or a folder that transformers loads")
     if not is_run(path):

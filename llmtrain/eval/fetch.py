@@ -1,5 +1,5 @@
-"""Loading of all tasks of a suite without a model: `python -m llmtrain.eval.fetch SUITE [DATA_DIR]`. Datasets of the hub are then in
-its cache."""
+"""Loading of all tasks of a suite without a model: `python -m llmtrain.eval.fetch SUITE [DATA_DIR]`. Afterwards, the hub's cache has
+their datasets."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 ANSWER_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names that lm-eval knows for the largest number of tokens of a generated answer, the first one before the others."""
+"""lm-eval's names for the maximum number of tokens of a generated answer, in order of precedence."""
 BOOTSTRAP = 1000
 """Resamples for the standard error of a perplexity; lm-eval's command line uses 100,000, which takes minutes."""
 
@@ -68,8 +68,8 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             model = HFLM(pretrained=str(folder), batch_size=batch_size, device=device, max_length=longest)
-            # lm-eval ignores what transformers reports. A second load, without data, reports it again. Not for quantized weights,
-            # because their libraries may need a GPU.
+            # lm-eval ignores transformers' report on the weights. A second load, without data, reports again. Quantized weights are
+            # not checked, because their libraries may need a GPU.
             if getattr(model.model.config, "quantization_config", None) is None:
                 with without_progress_bars():
                     load = type(model.model).from_pretrained
@@ -80,7 +80,7 @@ def load_model(folder: Path, batch_size: int | str, device: str | None) -> HFLM:
             raise ModelError(
                 f"{folder} can't be loaded by transformers ({first_line(error)}); export the model again"
             ) from error
-    if not sys.stderr.isatty():  # lm-eval's own bars pass over TQDM_DISABLE, and would fill a log
+    if not sys.stderr.isatty():  # lm-eval's own progress bars ignore TQDM_DISABLE, and would fill a log
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(model, name, partial(getattr(model, name), disable_tqdm=True))
     return model
@@ -119,15 +119,15 @@ def task_manager(folders: tuple[Path, ...], data_dir: Path | None, with_defaults
 
 
 def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]:
-    """Return the tasks and groups of a name with their data, which comes from the hub unless the task `is_local`. Raises DataError if
-    the data is not available or damaged."""
+    """Return the tasks and groups called `name`, with their data, which comes from the hub unless the task `is_local`. Raises
+    DataError if the data is not available or damaged."""
     from datasets.exceptions import DatasetsError
     from jinja2 import UndefinedError
 
     try:
         return manager.load([name])
     except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
-        if is_local and not isinstance(error, OSError):  # of JSON, text encodings, columns and empty files
+        if is_local and not isinstance(error, OSError):  # errors of JSON, text encodings, columns and empty files
             raise DataError(f"task {name}: its data can't be read ({first_line(error)}); mend the file") from error
         raise DataError(  # ValueError if another configuration of the dataset is in the hub's cache
             f"task {name}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
@@ -137,7 +137,7 @@ def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]
 def run_task(
     section: TaskSection, limit: int | None, load: Callable[[], HFLM], manager: TaskManager, is_local: bool = False
 ) -> Entry | None:
-    """Evaluate one task, group or tag, `is_local` if it reads local files; return None on all but the main process.
+    """Evaluate one task, group or tag; return None on all but the main process. `is_local` tells whether it reads local files.
 
     Raises DataError if the task's data is not available or damaged, SuiteError if the task does not accept the given
     few_shot, and ModelError if an answer is longer than the model's context or has no loss.
@@ -188,8 +188,8 @@ def _has_examples(task: Task) -> bool:
 
 
 def _is_finite(sample: Mapping[str, Any]) -> bool:
-    """Return whether all log-likelihoods of a document are finite: of answers, each with a flag, or of a text. A generated text has
-    none."""
+    """Return whether all log-likelihoods of a document are finite. Each answer has one, with a flag; a text has one; a generated text
+    has none."""
     values = (one[0] if isinstance(one, tuple | list) and len(one) == 2 else one for one in sample["filtered_resps"])
     return all(math.isfinite(value) for value in values if isinstance(value, float))
 
@@ -259,7 +259,7 @@ def _scores(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """Return {metric: value}, with lm-eval's `acc,none` shortened to `acc`; other filters keep their names. The standard error of
     a metric has its name and `_stderr`.
 
-    A value that is not a finite number, such as an unknown standard error, becomes None, because JSON has no other.
+    A value that is not a finite number, such as an unknown standard error, becomes None, because JSON can't hold it.
     """
     scores: dict[str, float | None] = {}
     for key, value in metrics.items():

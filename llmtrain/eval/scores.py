@@ -24,7 +24,7 @@ Answers = Mapping[str, Sequence[Any]]
 ACCURACIES = ("acc", "acc_norm", "acc_bytes")
 """Metrics that have a chance level."""
 SEPARATE = "separate_documents"
-"""Key of `Entry.about` for texts whose documents the model has read one by one."""
+"""Key of `Entry.about` for texts whose documents the model has read one at a time."""
 STANDARD_ERRORS = 2.0
 """Largest distance from the chance level, in standard errors, that counts as near chance."""
 MCNEMAR = "McNemar's exact test"
@@ -47,7 +47,7 @@ class Entry(BaseModel):
     answers: dict[str, dict[str, list[Any]]] = {}
     """{task: {column: one value per document}}; see `harness.per_document`."""
     measured: dict[str, Any] = {}
-    """{date, versions: {package: version}} of the evaluation, which may be older than the file of results."""
+    """{date, versions: {package: version}} of the evaluation, which may be older than the results file."""
     written: list[dict[str, str]] = []
     """[{prompt, text}] for each prompt of the suite; `text` includes the prompt."""
 
@@ -111,7 +111,7 @@ def chance_of(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) ->
 
 
 def have_one_chance_level(tasks: Sequence[tuple[Sequence[Sequence[str]], Sequence[Any]]]) -> bool:
-    """Return whether uniform guessing has the same accuracy in all of these tasks, to within 0.01. They are as in `chance_of`."""
+    """Return whether uniform guessing has the same accuracy, to within 0.01, in all `tasks`, which are as in `chance_of`."""
     levels = [sum(1 / len(these) for these in choices) / len(choices) for choices, _ in tasks]
     return max(levels) - min(levels) <= 0.01
 

@@ -50,7 +50,7 @@ def rows_of(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]]) -
 
 
 def without_rows(each: Evaluated, show: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the units of which the suite shows no metric that they have, with the metrics that they do have."""
+    """Return the units that have none of the metrics that the suite shows for them, with the metrics that they have."""
     with_rows = {row.unit for row in rows_of([each], show)}
     units = [unit for unit, metrics in show.items() if metrics and unit not in with_rows]
     found = {unit: {metric for scores in each.entries[unit].scores.values() for metric in scores} for unit in units}
@@ -74,7 +74,8 @@ def comparison(ours: Evaluated, theirs: Evaluated, row: Row) -> PairedTest | Non
 
 
 def _context(entry: Entry, row: Row) -> tuple[bool, int | None]:
-    """Return whether the score is of documents that the model has read one by one, and the window of a text."""
+    """Return (whether the model has read the documents one at a time, tokens per window of a text). Scores with different contexts are
+    not comparable."""
     about = entry.about.get(row.name, {})
     return SEPARATE in about, about.get("window")
 

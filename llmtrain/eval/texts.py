@@ -6,8 +6,9 @@ a window predicts the next token; the last position predicts the first token of 
 very first is therefore predicted once. The loss of a document covers its own tokens and the token that follows
 them. Documents of more than a million characters are tokenized in pieces, as for training.
 
-A model that was trained on separate documents has never seen two in one context. Its documents are cut into windows one by one,
-each with the token that begins the next one at its end. Such losses have another context, so they are not tested against others.
+A model that was trained on separate documents has never seen two in one context. For such a model, each document is cut into
+windows by itself, after the token that begins the next document is appended. These losses have another context, so they are not
+tested against those of other models.
 """
 
 from __future__ import annotations
@@ -49,28 +50,29 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     trained_length: int | None = None
-    """Tokens per training sequence, or None if it is not known."""
+    """Tokens per training sequence, or None if unknown."""
     trained_positions: int | None = None
-    """Number of learned positions that training has reached, or None if all of them are usable or it is not known."""
+    """Number of learned positions that training has reached, or None if all positions are usable or this is unknown."""
     separate_documents: bool = False
     """True if training never put two documents in one context."""
 
     @property
     def window(self) -> int:
-        """Return the default number of tokens per window: no more than the model has positions and was trained on."""
+        """Return the default number of tokens per window: LONGEST_WINDOW, or fewer if the model has fewer positions or was trained on
+        shorter sequences."""
         positions = getattr(self.model.config, "max_position_embeddings", None)
         return min(limit for limit in (positions, self.trained_length, LONGEST_WINDOW) if limit is not None)
 
     @property
     def room(self) -> int | None:
-        """Return how many tokens the model can read: as many as it has positions or, of learned ones, as training has reached.
-        None means no limit."""
+        """Return the maximum number of tokens that the model can read: its number of positions or, if they are learned, the number
+        that training has reached. None means no limit."""
         limits = (getattr(self.model.config, "max_position_embeddings", None), self.trained_positions)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def positions(self) -> int | None:
-        """Return `room` if the model has learned its positions, or None if it computes them or has no limit."""
+        """Return `room` if the model's positions are learned, or None if they are computed or unlimited."""
         return None if learned_positions(self.model) is None else self.room
 
     @property
@@ -97,9 +99,9 @@ def check_device(device: str | None) -> None:
 
 
 def load_model_and_tokenizer(folder: Path, device: str | None = None) -> Loaded:
-    """Load the tokenizer, and the model in the precision of its files, to `device` or by default a GPU if there is one.
+    """Load the tokenizer, and the model in the precision of its files, to `device` (by default a GPU, if there is one).
 
-    Raises ModelError unless the folder has what transformers needs, and exactly the model's weights.
+    Raises ModelError unless the folder has what transformers needs, and all of the model's weights.
     """
 
     def unreadable(why: str) -> ModelError:
@@ -129,7 +131,7 @@ def check_weights(folder: Path, loading: Mapping[str, Any]) -> None:
 
 
 def read_documents(file: TextIO, separator: str, every: int, limit: int | None) -> list[str]:
-    """Return every `every`-th document of a text, at most `limit` in all. The file is not read further.
+    """Return every `every`-th document of a text, at most `limit` documents. The file is read no further than necessary.
 
     Surrounding whitespace is stripped, and empty documents are not counted.
     """
@@ -235,8 +237,8 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
 
 
 def folder_to_load(run_or_export: Path, step: Step | None) -> Path:
-    """Return a folder that transformers loads: the given one, or an export of the given run, which is made if necessary, and is
-    enough where its checkpoint is gone. Raises UserError if the path is neither such a folder nor a run."""
+    """Return a folder that transformers loads: the given folder, or an export of the given run. The export is made if necessary; an
+    existing export suffices if its checkpoint is gone. Raises UserError if the path is neither such a folder nor a run."""
     return find_checkpoints(run_or_export, "", step, over_time=False)[-1].folder
 
 
@@ -301,7 +303,7 @@ def _continuation(model: PreTrainedModel, ids: list[int], tokens: int, seed: int
 
 
 def _costs(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the losses of all tokens but the first of each row in order, in fp64 on the CPU."""
+    """Return the losses of all tokens except the first of each row, in order, in fp64 on the CPU."""
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).long().to(model.device)  # attention is causal
     logits = model(padded[:, :-1], use_cache=False).logits
     costs = [

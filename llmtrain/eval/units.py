@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
 ENTRY = 2
-"""Version of what is stored about a task. Increase it when chance levels or other additions to lm-eval's results change."""
+"""Version of a task's stored results. Increase it when chance levels or other additions to lm-eval's results change."""
 BATCH_OF_TEXTS = 16
 """Sequences per batch on text files if the suite's batch size is auto."""
 
@@ -78,7 +78,7 @@ class EvalUnit:
     key: Key
     show: tuple[str, ...]
     run: Callable[[LazyModels], Entry | None]
-    """Function that evaluates the unit; returns None on all but the main process."""
+    """Function that evaluates the unit. It returns None on all but the main process."""
     by_all: bool = False
     """True if all processes of a launcher share the work, False if only the main process works."""
 

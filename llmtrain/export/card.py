@@ -29,7 +29,8 @@ from llmtrain.train.stored_weights import validates_anchor
 def model_card(source: Source, manifest: Manifest) -> str:
     """Return the text of the model card, metadata header first.
 
-    The evaluation results are those in the run's `eval/` for this checkpoint, which are of the weights that are exported by default.
+    Evaluation results come from the run's `eval/`, for this checkpoint. They are of the weights that are exported by default, so
+    the card of another export has none.
     """
     is_default = (manifest.weights, manifest.dtype) == ("mean", "fp32")
     scores = read_scores(source.run / EVALUATIONS, source.step, manifest.checkpoint) if is_default else []
@@ -148,7 +149,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 LARGEST_LOSS = 100.0
-"""Loss of a run that diverged, whose perplexity has too many digits for a card."""
+"""Loss from which on the perplexity is not written out, because that of a diverged run has too many digits for a card."""
 COUNTS = ("n", "tokens", "bytes")
 """Keys of results that are counts, not scores."""
 
@@ -163,7 +164,7 @@ class Score:
     value: float
     stderr: float | None
     n: float | None
-    """Number of documents, if it is known."""
+    """Number of documents; None if unknown."""
     is_limited: bool = False
     """True if the evaluation was told to use fewer documents than the suite has (`--limit`)."""
 
@@ -172,9 +173,9 @@ class Score:
 
 
 def read_scores(folder: Path, step: int, digest: str) -> list[Score]:
-    """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name. Of several
-    evaluations, the newest score on all documents is returned, or else the newest one. Files that name another `digest` are of
-    weights that were trained before for the same step.
+    """Return the scores of the checkpoint after `step` from the JSON files in `folder`, ordered by file name. Of several scores of
+    one metric, the newest on all documents is returned or, without one on all documents, the newest. Files that name another
+    `digest` are skipped: they are of weights from an earlier training of this step.
 
     Files and values of any other form are skipped, because a model card does not need results.
     """

@@ -48,10 +48,10 @@ def exported(run: Path, step: Step | None = None) -> Path:
 def export(source: Source, request: Request, out: Path | None = None) -> tuple[Path, Manifest]:
     """Export `source` as requested, to `out` or the default folder; return the folder and its manifest.
 
-    Existing exports, the model card and errors are handled as in `exported`.
+    Existing exports are reused, the model card is updated, and errors are raised as in `exported`.
     """
     final = request.folder_of(source) if out is None else destination(out)
-    if not can_write(final):  # perhaps another user's export, which can be used as it is
+    if not can_write(final):  # perhaps another user's export, which is usable as it is
         manifest = read_manifest(final)
         if manifest is not None and request.is_met_by(manifest, source):
             return final, manifest
@@ -79,8 +79,8 @@ def describe_export(folder: Path, manifest: Manifest) -> str:
 
 
 def training_context(source: Source, model: PreTrainedModel) -> dict[str, Any]:
-    """Return the manifest's keys about what tokens saw in training. `trained_positions` is None, too, if the run began with other
-    weights, which may have been trained on longer sequences."""
+    """Return the manifest's values about the context of tokens in training. `trained_positions` is also None if the run began with
+    other weights, because these may have been trained on longer sequences."""
     learned, train = learned_positions(model), source.recipe.train
     length, is_fresh = train.sequence_length, source.state.get("from_weights") is None
     return {

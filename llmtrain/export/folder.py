@@ -50,7 +50,8 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
     sequence_length: int
     """Tokens per training sequence."""
     trained_positions: int | None = None
-    """Number of learned positions that training has reached if the model has more, whose vectors are as they were drawn."""
+    """Number of learned positions that training has reached, if the model has more. The vectors of the others are as initialized.
+    None if training has reached all positions, or if this is unknown."""
     separate_documents: bool
     """True if training never put two documents in one context."""
     parity: Parity
@@ -63,7 +64,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of `folder`, or None if it is no export or one of its files is not as it was written."""
+    """Return the manifest of `folder`, or None if the folder is no export or one of its files is not as it was written."""
     manifest = recorded(folder)
     return None if manifest is None or find_corruption(folder, manifest.files) is not None else manifest
 
@@ -77,7 +78,7 @@ def recorded(folder: Path) -> Manifest | None:
 
 
 def check_export(folder: Path) -> None:
-    """Raise ModelError if `folder` is an export, and one of its files is not what was written."""
+    """Raise ModelError if `folder` is an export that is damaged or that an older version wrote."""
     if (folder / EXPORT_MANIFEST).is_file() and read_manifest(folder) is None:
         raise ModelError(
             f"{folder} is damaged, or an older version wrote it: its files are not those in {EXPORT_MANIFEST}; export the model again"
@@ -105,7 +106,7 @@ def can_write(folder: Path) -> bool:
 
 
 def destination(folder: Path, command: str = COMMAND) -> Path:
-    """Return the absolute path of a folder to write, which has a name even if it is given as `.`. Raises UserError for `/`."""
+    """Return the absolute path of a folder to write, so that even `.` has a name. Raises UserError for `/`."""
     final = Path(os.path.abspath(folder))
     if not final.name:
         raise UserError(f"{folder} can't be replaced by an export; choose another folder: {command}")
@@ -176,7 +177,7 @@ def replacing(
             note(f"{final} is a new folder; a shell that is in the old one sees its files after: cd {final}")
     except (OSError, SafetensorError) as error:
         is_of_transformers = isinstance(error, OSError) and error.errno is None and not isinstance(error, shutil.Error)
-        if is_of_transformers:  # which raises OSErrors without a number for other reasons
+        if is_of_transformers:  # transformers raises OSErrors without a number for other reasons
             raise
         raise cannot_write(final, error, command) from error
     finally:
@@ -189,9 +190,9 @@ def replacing(
 
 
 def keep_others(final: Path, folder: Path) -> None:
-    """Copy what the export `final`, if it exists, has not written to `folder`, which will replace it: the results in eval/, for
-    example. If its manifest can't be read, only folders are copied, because an export has none. Results of other weights than those
-    in `folder` get another name, because they would count as this model's."""
+    """Copy what the export `final`, if it exists, did not write itself, such as the results in eval/, to `folder`, which will replace
+    `final`. If the manifest of `final` can't be read, only folders are copied, because an export writes none. Results of
+    other weights than those in `folder` are renamed, because they would count as results of this model."""
     if not final.is_dir():
         return
     before, now = recorded(final), recorded(folder)
@@ -237,8 +238,8 @@ def write_weights(weights: ChosenWeights, folder: Path, dtype: torch.dtype, max_
 def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json; `config` is changed in place.
 
-    Training put an eos token between texts and nothing else, so eos also begins a text. Rotary positions are also written under
-    the keys of transformers 4, because other readers silently take their defaults if these are missing.
+    Training put only an eos token between texts, so eos also begins a text. Settings of rotary positions are also written under
+    the keys of transformers 4, because other readers silently use their defaults if these keys are missing.
     """
     config.architectures, config.dtype = [architecture], dtype
     config.bos_token_id = config.eos_token_id = eos
@@ -254,16 +255,16 @@ def write_configs(config: PretrainedConfig, architecture: str, eos: int, folder:
 
 
 def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path) -> None:
-    """Copy the files of the training tokenizer, with other settings for special tokens. Those that a text spells out, such as
-    `<unk>`, are split like any other text, as in training. A bos token is eos: training put nothing else between texts, so the
-    model has never seen another one. For the same reason, none is added to a text unless a caller asks for it. Several chat
-    templates, of which transformers makes a folder, are put in the configuration, where older readers look for them, too."""
+    """Copy the files of the training tokenizer, and change its settings for special tokens. Special tokens that a text spells out,
+    such as `<unk>`, are split like any other text, as in training. A bos token is replaced by eos, because training put only eos
+    between texts, so the model has never seen another one. For the same reason, encoding adds no special tokens by default. Several
+    chat templates, which transformers saves in a folder, are also put in the configuration, where older readers look for them."""
     for file in sorted(files.iterdir()):
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
     path, backend = folder / TOKENIZER_CONFIG, folder / TOKENIZER_FILE
     settings = {**json.loads(path.read_text(encoding="utf-8")), "split_special_tokens": True}
-    # transformers 4 knows neither this class, which 5 finds by its older name, too, nor lists under this key.
+    # transformers 4 knows neither this class, which transformers 5 also finds by its older name, nor a list under this key.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
@@ -271,7 +272,7 @@ def copy_tokenizer(tokenizer: PreTrainedTokenizerBase, files: Path, folder: Path
     if isinstance(tokenizer.chat_template, dict):
         settings["chat_template"] = [{"name": name, "template": text} for name, text in tokenizer.chat_template.items()]
         (folder / DEFAULT_TEMPLATE).unlink(missing_ok=True)  # transformers would read it alone
-    # llama.cpp takes tokenizer.model, does not look there, and puts a space before each text unless this key is false.
+    # llama.cpp reads tokenizer.model but ignores its setting for a leading space: it adds one to each text unless this key is false.
     if (files / MODEL_FILE).exists() and not adds_space(files / MODEL_FILE):
         settings["add_prefix_space"] = False
     if tokenizer.bos_token not in (None, tokenizer.eos_token):

@@ -1,4 +1,4 @@
-"""Parity checks that an exported folder is the trained model: both models' logits and token ids are compared."""
+"""Parity checks: the logits and token ids of an exported model must match those of the trained model."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
 
 
 def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise TrainingError unless the tokenizer in `folder`, as transformers loads it, encodes as the data of training
-    was encoded, also by default, and decodes as the training tokenizer does."""
+    """Raise TrainingError unless the tokenizer in `folder`, as transformers loads it, encodes as the training data was encoded, with
+    and without `add_special_tokens=False`, and decodes as the training tokenizer does."""
     exported = AutoTokenizer.from_pretrained(folder)
     spelled = " or ".join({"<unk>": 0, **dict.fromkeys(map(str, trained_with.all_special_tokens))})
     for text, encoded in zip((*TEXTS, spelled), encode(trained_with, [*TEXTS, spelled]), strict=True):

@@ -1,5 +1,5 @@
-"""Request for an export: the checkpoint, the weights and the form that a user asks for. Imports no torch, so that a
-mistyped option is reported at once."""
+"""Request for an export: the checkpoint, the weights and the format that a user asks for. This module does not import torch, so that
+a mistyped option is reported at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_step(text: str | None) -> Step | None:
 def choose_step(run: Path, step: Step | None = None) -> int:
     """Return `step`, the step of the best checkpoint, or by default the newest step with a checkpoint in `run`.
 
-    Raises CheckpointError if it does not exist; the message lists the available steps.
+    Raises CheckpointError if that checkpoint does not exist; the message lists the available steps.
     """
     if not is_run(run):
         what = "is not a run directory (it has no recipe.yaml)" if run.exists() else "does not exist"
@@ -100,7 +100,7 @@ class Request:
     weights: WeightSource = MEAN
     dtype: str = "fp32"
     max_shard_size: str | None = None
-    """Maximum size of a weight file. None: that of an existing export, or else MAX_SHARD_SIZE."""
+    """Maximum size of a weight file. None means the size of an existing export, or else MAX_SHARD_SIZE."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -109,7 +109,7 @@ class Request:
             raise UserError(f"--max-shard-size is {self.max_shard_size!r}; expected a size such as 500MB or 5GB")
 
     def folder_of(self, source: Source) -> Path:
-        """Return the default folder below the run; its name contains weights and dtype that are not the default."""
+        """Return the default folder below the run. Its name contains the weights and the dtype if they are not the defaults."""
         weights = "" if self.weights == MEAN else f"-{self.weights}".replace(":", "")
         dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
         return source.run / "export" / f"{step_name(source.step)}{weights}{dtype}"

@@ -1,4 +1,4 @@
-"""Separators between the texts in training. A prompt should begin with the same token."""
+"""Separators between texts in training. A prompt should begin with the token that separated texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Separators(Enum):
 
 
 def describe_separators(data: DataSection, eos: str) -> str:
-    """Return which tokens were between texts in training, and how a prompt therefore begins."""
+    """Describe which tokens separated texts in training, and how a prompt should therefore begin."""
     found = {_separators_of(text) for text in data.texts().values()}
     begin = "begin a prompt with `tokenizer.eos_token_id`."
     if found == {_Separators.OURS}:

@@ -32,7 +32,7 @@ REMEDY = f"copy the checkpoint again, or {OTHER}"
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint of a run, with the recipe."""
+    """Checkpoint of a run, with the run's recipe."""
 
     run: Path
     step: int
@@ -59,7 +59,7 @@ class Source:
         return FullTensorReader(self.checkpoint, REMEDY, OTHER)
 
     def check_recipe(self) -> None:
-        """Raise CheckpointError if a run of another recipe wrote the checkpoint, although its model may be the same."""
+        """Raise CheckpointError if a run of another recipe wrote the checkpoint, even if the model is the same."""
         there = stored_recipe(self.state["recipe"], str(self.checkpoint))
         if changed := recipe_changes(there, self.recipe):
             raise CheckpointError(
@@ -69,12 +69,12 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """Return the training tokens of all replicas up to this checkpoint."""
+        """Return the number of training tokens of all replicas up to this checkpoint."""
         return sum(rank["predicted_tokens"] for rank in self.state["ranks"])
 
     @cached_property
     def tokenizer_folder(self) -> Path:
-        """Return the folder of the run's copy of its tokenizer or, if the run has none, the one in the data cache.
+        """Return the folder with the run's copy of its tokenizer or, if the run has no copy, the folder in the data cache.
 
         Raises DataError if neither exists.
         """
@@ -108,7 +108,7 @@ class Source:
 
 
 def find_source(run: Path, step: Step | None = None) -> Source:
-    """Return the checkpoint of `run` after `step`, the best one, or by default the newest.
+    """Return the checkpoint of `run` after `step`, the best checkpoint, or by default the newest.
 
     Raises CheckpointError if it does not exist; the message lists the available steps.
     """

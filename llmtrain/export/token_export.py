@@ -26,11 +26,11 @@ from llmtrain.export.folder import CARD, check_replaceable, destination, locked,
 MANIFEST = "tokens.json"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WORDS = ("exported tokens", "prepare RECIPE --export FOLDER")
-"""Name of such a folder, and the command that makes it, for messages."""
+"""Name of a folder of exported tokens, and the command that makes it, for messages."""
 NAMES = {"train": "train", "validation": "val"}
-"""Beginnings of file names by split, as nanoGPT and llm.c have them."""
+"""Prefixes of file names by split, as in nanoGPT and llm.c."""
 SHARD_TOKENS = 100_000_000
-"""Tokens per file of llm.c, as in its own datasets."""
+"""Tokens per file in llm.c's format, as in its own datasets."""
 CHUNK = 1 << 22
 LARGEST_UINT16 = 1 << 16
 
@@ -41,7 +41,7 @@ class ExportedSplit(BaseModel, frozen=True):
     files: list[str]
     tokens: int
     documents: int
-    """Number of eos tokens, which end documents."""
+    """Number of eos tokens, each of which ends a document."""
     text_bytes: int | None
     """UTF-8 bytes of the text, if known."""
 
@@ -62,7 +62,7 @@ class TokenManifest(BaseModel, frozen=True):
 
 
 def parse_kind(name: str | None, final: Path) -> Kind:
-    """Return the format called `name`. Raises UserError if there is none, or if `final` can't be replaced by an export."""
+    """Return the format called `name`. Raises UserError if no format has this name, or if an export can't replace `final`."""
     check_replaceable(final, MANIFEST, *WORDS)
     found = next((kind for kind in KINDS if kind == name), None)
     if found is None:
@@ -72,7 +72,7 @@ def parse_kind(name: str | None, final: Path) -> Kind:
 
 
 def token_destination(folder: Path, data: DataSection) -> Path:
-    """Return the absolute path of the folder to write. Raises UserError if it is `/`, or if the tokens are prepared in it."""
+    """Return the absolute path of the folder to write. Raises UserError if it is `/`, or if it contains `data.cache_dir`."""
     final = destination(folder, WORDS[1])
     if Path(os.path.abspath(data.cache_dir)).is_relative_to(final):
         raise UserError(
@@ -140,7 +140,7 @@ def _write_split(prepared: TokenDataset, split: str, kind: Kind, folder: Path) -
 
 
 class DocumentLengths:
-    """Lengths of the documents of a stream of tokens, each with its eos."""
+    """Lengths of the documents in a stream of tokens. A document includes its eos."""
 
     def __init__(self, eos: int) -> None:
         self._eos = eos
@@ -234,7 +234,7 @@ WRITERS: dict[Kind, Writer] = {
 
 
 def _card(manifest: TokenManifest, final: Path, is_ready_made: bool) -> str:
-    """Return the text of the folder's README. With `is_ready_made`, another tool has written the tokens."""
+    """Return the text of the folder's README. With `is_ready_made`, the tokens come from another tool's files."""
     eos, rows = f"`{manifest.eos}` ({manifest.eos_id})", []
     separators = (
         f"Documents are separated as in the token files that were read; the tokenizer's eos token is {eos}."

@@ -1,4 +1,4 @@
-"""Restarts after a failure: launchers exchange how their ranks ended and start all ranks again on the remaining
+"""Restarts after a failure: launchers tell each other how their ranks ended, and start all ranks again on the remaining
 nodes."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Attempt:
     nodes: Nodes
     """Nodes that take part, numbered without gaps."""
     members: Sequence[int] = ()
-    """Number that each of these nodes had in the first attempt."""
+    """Number of each of these nodes in the first attempt."""
 
 
 ExchangeExits = Callable[[int, NodeExit, bool], Mapping[int, NodeExit]]

@@ -21,8 +21,8 @@ LEAVE_SECONDS = 5.0
 
 
 def become_a_program() -> None:
-    """Give this process its own session, signal handlers, name, output and threads, as a separately started program
-    has."""
+    """Give this process its own session, signal handlers, name, output and threads, like those of a separately started
+    program."""
     os.setsid()  # a Ctrl-C in the terminal reaches ranks only through torchrun
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores these signals
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -55,8 +55,8 @@ def train(recipe: str, overrides: list[str]) -> int:
 
 
 def _stop_without_launcher() -> None:
-    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would stop it, because its
-    parent is the rank server, which lives as long as any rank."""
+    """Wait until the launcher is gone, then ask this process to stop with a checkpoint. Nothing else would stop this process, because
+    its parent is the rank server, which lives as long as any rank."""
     multiprocessing.parent_process().join()
     request_stop()
 

@@ -12,13 +12,13 @@ from llmtrain.errors import RecipeError, TrainingError
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Numbers and values of one node, as its launcher knows them."""
+    """Description of one node by its launcher."""
 
     processes: int = 1
-    """Number of processes that it starts."""
+    """Number of processes that the node starts."""
     gpus: int = 0
     common: Mapping[str, str] = field(default_factory=dict)
-    """Values of its recipe and code that must be the same on all nodes."""
+    """Values of the recipe and the code that must be the same on all nodes."""
     refusal: str = ""
     """Why this node can't train the recipe; empty if it can."""
 

@@ -1,8 +1,8 @@
 """Rendezvous of the launchers of all nodes.
 
-Launchers meet before any rank is started, so that a missing node is known by its number. Each claims its node's number, waits
-for the others (`assemble`) and prepares the data (`main_first`). After each attempt they exchange how their ranks ended, so that
-either all nodes start again or none does.
+Launchers meet before any rank is started, so that a missing node is known by its number. Each launcher claims its node's number,
+waits for the others (`assemble`) and prepares the data (`main_first`). After each attempt, launchers tell each other how their
+ranks ended, so that either all nodes start again or none does.
 
 They meet in a key-value store on node 0. torchrun's own store later uses the same process and port, so only one
 port must be open. torchrun's static rendezvous would report only how many nodes arrived.
@@ -46,7 +46,8 @@ LINGER_SECONDS = 10.0
 
 @contextmanager
 def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Iterator[NodeLink]:
-    """Meet the launchers of the other nodes, which get this node's `info`. The store lives until the end of the `with` block.
+    """Meet the launchers of the other nodes, which get this node's `info`, and yield the connection to them. The store lives until the
+    end of the `with` block.
 
     Raises RecipeError if node 0's port is taken, if node numbers or counts of nodes contradict each other, and as `check_nodes`
     does. Raises TrainingError if node 0 can't listen for another reason, if it can't be reached or is lost, or if a node does not
@@ -67,8 +68,8 @@ def connect_nodes(nodes: Nodes, timeout_seconds: float, info: NodeInfo) -> Itera
             is_member = True
             yield link
         except BaseException as error:
-            # A surplus launcher, started while a run has all of its nodes, must not end that run. Nor must a launcher that came
-            # back.
+            # A surplus launcher that is started while a run has all of its nodes must not end that run, and neither must a launcher
+            # that came back.
             is_outside = isinstance(error, RecipeError | ReturnedError) and link.is_complete()
             if is_member or not is_outside:
                 link.announce_failure(str(error))
@@ -121,7 +122,7 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
 
 
 class ReturnedError(TrainingError):
-    """Error of a launcher that came back as a node that was lost. It does not concern the launchers that are still there."""
+    """Error of a launcher that was started for a node that was lost. It does not concern the launchers of the remaining nodes."""
 
 
 class NodeLink:
@@ -136,8 +137,8 @@ class NodeLink:
         self._members = list(range(nodes.count))
 
     def claim(self) -> None:
-        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, ReturnedError if a lost
-        launcher had."""
+        """Claim this node's number. Raises RecipeError if a running launcher has claimed it, and ReturnedError if a lost
+        launcher did."""
         rank = self.nodes.rank
         if self._store.add(f"claims {rank}", 1) == 1:
             return
@@ -176,15 +177,15 @@ class NodeLink:
         self._store.set("complete 0", "yes")
 
     def is_complete(self) -> bool:
-        """Return whether all nodes of this launch have met. False if node 0 is gone."""
+        """Return whether all nodes of this launch have met; False if node 0 is gone."""
         try:
             return self._has("complete 0")
         except DistError:
             return False
 
     def main_first(self, first: Callable[[], str], others: Callable[[], object]) -> str:
-        """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at once. Return the result
-        of `first()` when all are done.
+        """Run `first()` on node 0 and, if it returns "", `others()` on all other nodes at the same time. Return the result
+        of `first()` when all nodes are done.
 
         An error is raised on the node where it occurs. The other nodes raise a TrainingError that names it.
         """
@@ -247,7 +248,7 @@ class NodeLink:
         return {int(node): NodeExit(**ended) for node, ended in told.items()}
 
     def has_failed(self, attempt: int) -> bool:
-        """Return whether any node has reported that its ranks or its launcher failed in this attempt. False if the store does not
+        """Return whether any node has reported that its ranks or its launcher failed in this attempt; False if the store does not
         answer."""
         try:
             return self._store is not None and self._has(f"failed {attempt}")
@@ -255,8 +256,8 @@ class NodeLink:
             return False
 
     def announce_failure(self, message: str) -> None:
-        """Publish the reason for a failure, unless one is published already. This ends the other nodes' current or next wait, and
-        also their ranks, unless this node's ranks have ended. Does nothing if node 0 is gone."""
+        """Publish the reason for a failure, unless another reason is published already. This ends the other nodes' current or next
+        wait, and also their ranks, unless this node's ranks have ended. Do nothing if node 0 is gone."""
         try:
             self._store.set(f"failed {self._attempt}", "yes")
             if not self._has("failure"):
@@ -274,8 +275,8 @@ class NodeLink:
                 self._store.add(f"beat {self.nodes.rank}", 1)
 
     def _silent(self, nodes: Sequence[int], heard: dict[int, tuple[int, float]]) -> list[int]:
-        """Return those of `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard`, which is updated, has each node's
-        number of beats and the time at which it last rose."""
+        """Return the `nodes` whose heartbeats have stopped for SILENCE_SECONDS. `heard`, which is updated, has each node's number of
+        heartbeats and the time at which the number last rose."""
         for node in nodes:
             beats = self._store.add(f"beat {node}", 0)
             if node not in heard or beats != heard[node][0]:
@@ -295,7 +296,7 @@ class NodeLink:
 
     def _wait(self, key: str, nodes: Sequence[int], purpose: str, seconds: float) -> None:
         """Wait until all of `nodes` have set their `key`. Raises TrainingError after `seconds`, when any node has
-        failed, when nothing is heard of a node that was there, or when node 0 is lost."""
+        failed, when the heartbeats of a node that had arrived stop, or when node 0 is lost."""
         started = time.monotonic()
         is_reported = False
         heard: dict[int, tuple[int, float]] = {}

@@ -1,4 +1,4 @@
-"""Nodes of a launch, the number of this node and its number of ranks, from NNODES and related variables or from Slurm."""
+"""Nodes of a launch, and this node's number and its number of ranks, from NNODES and related variables or from Slurm."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DEFAULT_PORT = 29400
 
 @dataclass(frozen=True)
 class Nodes:
-    """Node count, this node's number, and the endpoint of node 0. A single node uses any free port instead."""
+    """Number of nodes, this node's number, and the endpoint of node 0. A single node uses any free port instead."""
 
     count: int = 1
     rank: int = 0
     address: str = "localhost"
     port: int = DEFAULT_PORT
     step: str = ""
-    """Number of the Slurm step whose nodes these are."""
+    """Number of the Slurm step that has these nodes; empty if they are not from Slurm."""
 
     @classmethod
     def from_environment(cls) -> Nodes:
@@ -86,7 +86,7 @@ class Nodes:
 
 
 def processes_per_node(parallel: ParallelSection, nodes: int) -> int:
-    """Return NPROC_PER_NODE, or `local_world_size` if it is unset or 0. Raises RecipeError if it is not a number."""
+    """Return NPROC_PER_NODE, or `local_world_size` if that variable is unset or 0. Raises RecipeError if it is not a number."""
     return environment_number("NPROC_PER_NODE", 0) or local_world_size(parallel, nodes)
 
 

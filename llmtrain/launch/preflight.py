@@ -1,7 +1,7 @@
 """Checks of a recipe on this machine, before any process is started or any file is written.
 
-`launch` makes the checks of `check_start` before it prepares data. `recipe check` makes all checks, with the same functions that
-a launch, the preparation of data and a rank call. It can't check whether a text that is not prepared yet has enough tokens.
+`launch` makes the checks of `check_start` before it prepares data. `recipe check` makes all checks, with the functions that a
+launch, `prepare` and ranks also call. It can't check whether a text that is not prepared yet has enough tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from llmtrain.train.run_texts import check_texts, is_complete
 
 @dataclass(frozen=True)
 class Preflight:
-    """Outcome of the checks: the mesh of a start, and what is known of its texts and weights."""
+    """Outcome of the checks: the mesh of a start, and known facts about its texts and weights."""
 
     processes: int
     replicas: int
@@ -62,7 +62,7 @@ class Preflight:
     warnings: Sequence[str] = ()
     """Lines of `recipe_warnings`, and one if the run's change of length makes the learning rate jump."""
     weights: InitialWeights | None = None
-    """Weights that the run starts from, if it starts from any and they are on this machine."""
+    """Weights from which the run starts, if the recipe names any and they are on this machine."""
     completed: str | None = None
     """Message about the finished run that the run directory holds; None if there is something to train."""
 
@@ -115,7 +115,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
     check_thread_count()
     nodes = nodes or Nodes.from_environment()
     start = check_start(recipe, nodes, per_node or processes_per_node(recipe.parallel, nodes.count))
-    # In a run, ranks check the following themselves and tell the ranks of other nodes, because nodes can differ in it.
+    # In a run, ranks make the following checks and tell the ranks of other nodes, because nodes can differ in these respects.
     Networks.from_recipe(recipe.parallel)
     check_suite_data(recipe.eval.suite)
     if recipe.parallel.engine == "zero":
@@ -156,12 +156,12 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe, replicas: int, shards: int, here: Iterable[int]) -> dict[str, TokenDataset]:
-    """Return the token shards of the recipe's texts by name, or no texts at all if one is not prepared yet. With
-    `data.per_replica`, only the texts of the replicas `here` are read. Raises UserError if `prepare` could not begin, or if
+    """Return the token shards of the recipe's texts by name, or an empty mapping if a text is not prepared yet. With
+    `data.per_replica`, only the texts of the replicas `here` are read. Raises UserError if `prepare` would fail at its start, or if
     the prepared tokens are too few or belong to another vocabulary."""
     for name, text in recipe.eval.sets.items():
         with reported_as(f"eval.sets.{name}"):
-            # The tokenizer is the run's, which may still have to be trained. This text stands for its name here.
+            # The tokenizer is the run's, which may still have to be trained. A placeholder stands for its name here.
             section = {"source": text, "validation": text, "tokenizer": "the tokenizer of the run"}
             _check_source(recipe.data.model_copy(update=section))
     sections = texts_of(recipe.data, here)
@@ -203,7 +203,7 @@ def check_sets(recipe: Recipe, prepared: TokenDataset | None) -> dict[str, Token
 
 
 def _find_prepared(recipe: Recipe, section: DataSection) -> TokenDataset | None:
-    """Return the token shards of a text, or None if they are not prepared yet. Raises UserError if they can't be."""
+    """Return the token shards of a text, or None if they are not prepared yet. Raises UserError if they can't be prepared."""
     try:
         prepared = open_dataset(cache_path(section))
     except DataError:
@@ -259,7 +259,7 @@ def _check_folder(key: str, folder: Path) -> None:
 
 
 def _check_mirror(url: str | None, folder: Path) -> None:
-    """Raise RecipeError if fsspec can't open the mirror at `url`, or it is the run's own `folder`."""
+    """Raise RecipeError if fsspec can't open the mirror at `url`, or if the mirror is the run's own `folder`."""
     if url is None:
         return
     try:

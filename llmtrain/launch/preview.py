@@ -1,4 +1,4 @@
-"""Lines of `recipe check`: warnings, the mesh, the model and the memory that a start would have, and last that the recipe is fine."""
+"""Output lines of `recipe check`: warnings, the mesh, model and memory of a start, and finally that the recipe is fine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.train.loggers import mesh_line, model_line
 
 
 def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
-    """Return the lines about a start on this machine, given the outcome of its checks."""
+    """Return the output lines for a start on this machine, given the outcome of its checks."""
     warnings = _marked(preflight.warnings)
     if preflight.completed is not None:
         return [*warnings, f"{path}: fine, but {preflight.completed}"]
@@ -43,7 +43,7 @@ def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
 
 
 def preview_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
-    """Return the lines about a start on other machines, given the warnings about it."""
+    """Return the output lines for a start on other machines, given its warnings."""
     train = recipe.train
     length = f"{train.total_steps:,} steps of {recipe.data.at_most}{train.tokens_per_step:,} tokens"
     return [*_marked(warnings), f"{path}: fine ({length})"]

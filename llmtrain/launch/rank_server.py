@@ -1,5 +1,5 @@
-"""Rank server: a process that the launcher forks after importing everything, and that forks the ranks. torch, transformers and
-the recipe's model are thus imported once per node, and not once per rank.
+"""Rank server: a process that the launcher forks once everything is imported. The server forks the ranks, so torch,
+transformers and the recipe's model are imported once per node instead of once per rank.
 
 The process is multiprocessing's forkserver. It is forked before the launcher tokenizes text, meets other nodes or runs
 torchrun's agent, because all of these start threads, and forking a process with threads can deadlock. Ranks on GPUs are
@@ -32,12 +32,12 @@ the ranks."""
 
 @contextmanager
 def rank_server() -> Iterator[Sequence[str]]:
-    """Run the server and kill it on exit. Yields the arguments that tell torchrun how to start a rank, for RECIPE and
-    overrides to follow. Where forking is not safe, there is no server and ranks are spawned. Usable once per process."""
+    """Run the server and kill it on exit. Yields the arguments that tell torchrun how to start a rank; RECIPE and overrides
+    follow them. Where forking is not safe, no server runs and torchrun spawns the ranks. Usable once per process."""
     if not _can_fork():
         yield SPAWNED
         return
-    resource_tracker.ensure_running()  # within the patch below, this program would be forked, too
+    resource_tracker.ensure_running()  # within the patch below, the tracker would be forked, too
     before = set(psutil.Process().children())
     with patch("multiprocessing.util.spawnv_passfds", _fork):
         multiprocessing.set_forkserver_preload([])
@@ -71,7 +71,7 @@ def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]
     """Start `arguments`, which are `python ... -c PROGRAM`, in a fork of this process instead of a new interpreter. Return
     the process id. The fork keeps only `descriptors` and the standard streams open, as `spawnv_passfds` does."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # else each rank would write what is in the buffer
+        stream.flush()  # else each rank would write the buffered output again
     gc.freeze()  # a collection in a rank then copies no page that it shares with the other ranks
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     if not (process := os.fork()):
@@ -84,10 +84,10 @@ def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]
 
 
 def _become(program: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run a program, and never return to the launcher's code."""
+    """Run `program` in this fork, which never returns to the launcher's code."""
     try:
         for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *descriptors}:
-            with suppress(OSError):  # the descriptor of the list itself
+            with suppress(OSError):  # the listing's own descriptor, already closed
                 os.close(number)
         exec(program, {})
     finally:  # SystemExit, once the launcher and the ranks are gone

@@ -10,7 +10,7 @@ from torch.distributed import DistNetworkError, Store
 
 
 class TimeoutStore:
-    """Wrapper of some store operations. Each raises DistNetworkError if the store does not answer within `seconds`."""
+    """Wrapper around a store. Each operation raises DistNetworkError if the store does not answer within `seconds`."""
 
     def __init__(self, store: Store, seconds: float):
         self._store, self._seconds = store, seconds

@@ -1,8 +1,8 @@
 """Launcher that runs torchrun on this node for a recipe and reports by its exit code how the ranks ended.
 
-Rendezvous is static: node numbers are given, so ranks, and with them replicas and shards, are on the same nodes
-after every start. All ranks continue together from a checkpoint (`attempts`). benchmarks/results/restarts compares this
-with torchrun's c10d rendezvous under eight faults, and says why it is kept.
+Rendezvous is static: node numbers are given, so after every start each rank, and with it each replica and shard, is on the
+same node as before. After a failure, all ranks continue together from a checkpoint (`attempts`). benchmarks/results/restarts
+compares static rendezvous with torchrun's c10d rendezvous under eight faults, and says why llmtrain uses the static one.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from llmtrain.train.run_dir import RunDirectory
 
 UNUSED_SIGNAL = "SIGVTALRM"
-"""Signal that torchrun handles instead of its defaults, which `stop_on_signals` handles. torchrun's option can't be empty, and no
-process sends this signal."""
+"""The only signal that torchrun is told to handle, so that its default signals are left to `stop_on_signals`.
+torchrun's option can't be empty, and no process sends this signal."""
 SUMMARY_SECONDS = 30.0
 """Maximum seconds until a file written by one node is visible to another in a shared folder."""
 
@@ -92,7 +92,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     note_command_start()
     outlive_readers()
     check_thread_count()
-    with single_threaded_imports(), imports_without_gc():  # those of libraries that read `model.from_config`
+    with single_threaded_imports(), imports_without_gc():  # reading `model.from_config` imports libraries
         recipe = load_recipe(recipe_path, overrides)
     check_not_moved(recipe, recipe_path, overrides)
     steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
@@ -121,8 +121,8 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
 
 @contextmanager
 def _kept(recipe: Recipe) -> Iterator[Path]:
-    """Provide a file with the recipe, from which ranks read it at every start, because the user may edit the recipe's own files for
-    the next run. Raises RecipeError if there is no folder for it."""
+    """Write the resolved recipe to a temporary file and yield its path. Ranks read this copy at every start, so the
+    user may edit the original files for the next run. Raises RecipeError if the file can't be written."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="llmtrain-")
         path = Path(folder.name) / f"{recipe.run.name}.yaml"
@@ -136,9 +136,9 @@ def _kept(recipe: Recipe) -> Iterator[Path]:
 
 
 def _result_or_refusal(nodes: Nodes, check_here: Callable[[], Preflight]) -> tuple[Preflight | None, str]:
-    """Return the result of a check and "". If the check refuses the recipe and there are several nodes, return None and the
-    reason. An error raised before the nodes meet would leave the others waiting, and its cause may be that this node has fewer
-    GPUs than they have."""
+    """Return the result of a check and "". If the check refuses the recipe and there are several nodes, return None and
+    the reason. An error raised before the nodes meet would leave the others waiting, and the cause may be that this
+    node has fewer GPUs than the others."""
     try:
         return check_here(), ""
     except UserError as error:
@@ -165,7 +165,7 @@ def _launch_ranks(
     directory = RunDirectory(recipe)
 
     def prepare_node() -> None:
-        """Prepare the data that the first step needs, and download weights of the hub."""
+        """Prepare the data that the first step needs, and download initial weights from the hub."""
         texts = prepare_texts(recipe, show_progress=True, to_begin=True, replicas=start.replicas_of(nodes))
         check_texts(directory, texts)
         first, *_ = texts.values()
@@ -173,7 +173,7 @@ def _launch_ranks(
         check_initial_weights(recipe, first, download=True)
 
     def ready() -> str:
-        """Prepare this node and return "", or return why there is nothing to train."""
+        """Prepare this node and return "". If the run is complete already, return a message that says so."""
         directory.check_recipe()
         if directory.finished_summary():
             return directory.completed_message()
@@ -181,7 +181,7 @@ def _launch_ranks(
         return ""
 
     with connect_nodes(nodes, recipe.run.timeout_seconds, info) as link:
-        # One node first: if the cache is shared, the others then find it filled, even if file locks do not work there.
+        # One node goes first. If the cache is shared, the others then find it filled, even on a file system without working locks.
         complete = link.main_first(ready, prepare_node)
         if complete:
             print(complete, flush=True)
@@ -211,14 +211,14 @@ def _launch_ranks(
 
 
 def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: Nodes, attempt: Attempt) -> list[str]:
-    """Return overrides by which the remaining nodes have as many replicas as fit on them, and a smaller batch if these can't share
-    the recipe's; none if no node is lost. Raises TrainingError if they can't train the recipe, because launchers that try again have
-    all nodes."""
+    """Return overrides for the nodes that remain in an attempt: as many replicas as fit on them, and a smaller batch if
+    they can't share the recipe's. Return no overrides if no node is lost. Raises TrainingError, not UserError, if the
+    remaining nodes can't train the recipe: a later start may have all nodes again."""
     if attempt.nodes.count == nodes.count:
         return []
     processes = start.processes // nodes.count * attempt.nodes.count
     left = _replicas_left(start, nodes, attempt)
-    # A replica that is left stays one, because it has a text or a share of its own.
+    # The remaining replicas keep their number of shards, because each has its own text or share of the batch.
     has_own = recipe.data.per_replica or recipe.train.batch_shares
     mesh = ["parallel.replicas=auto", *([f"parallel.shards={start.shards}"] if has_own else [])]
     fewer = [*mesh, *_texts_left(recipe, left), *_shared_batch(recipe, processes, left)]
@@ -228,7 +228,7 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
         if problem := batch_problem(recipe, smaller):
             raise RecipeError(f"train.global_batch would be {smaller.train.global_batch}, and {problem}")
     except UserError as error:
-        reason = str(error).partition(";")[0]  # without its advice, because most keys can't change in a run
+        reason = str(error).partition(";")[0]  # without the advice, because most keys can't change in a run
         raise TrainingError(
             f"the run can't continue on {attempt.nodes.count} of {nodes.count} nodes: {reason}; start it again on all "
             f"{nodes.count}"
@@ -237,14 +237,15 @@ def _fewer_replicas(recipe: Recipe, recipe_path: Path, start: Preflight, nodes: 
 
 
 def _replicas_left(start: Preflight, nodes: Nodes, attempt: Attempt) -> list[int]:
-    """Return the replicas of which the remaining nodes have at least one rank."""
+    """Return the replicas with at least one rank on the remaining nodes."""
     left = (start.replicas_of(replace(nodes, rank=member)) for member in attempt.members)
     return list(dict.fromkeys(itertools.chain(*left)))
 
 
 def _shared_batch(recipe: Recipe, ranks: int, left: Sequence[int]) -> list[str]:
-    """Return overrides with the largest batch up to the recipe's that so many ranks can share, and as many steps; none if they can
-    share the recipe's, or none below it. The replicas `left` keep their `train.batch_shares`, relative to each other."""
+    """Return overrides with the largest batch, up to the recipe's, that `ranks` ranks can share, and with the recipe's
+    number of steps. The batch is not overridden if the ranks can share the recipe's own, or none up to it. The replicas
+    `left` keep their `train.batch_shares` relative to one another."""
     train = recipe.train
     shares = [train.batch_shares[replica] for replica in left] if train.batch_shares else []
     given = [f"train.batch_shares={shares}"] if shares else []
@@ -266,8 +267,8 @@ def _warn_of_lost_node(nodes: Nodes, fewer_replicas: Callable[[Attempt], list[st
 
 
 def _texts_left(recipe: Recipe, left: Sequence[int]) -> list[str]:
-    """Return an override that gives the remaining nodes, whose replicas are `left`, the texts of these, because they may not have
-    others."""
+    """Return an override that keeps only the texts of the replicas `left`, because the remaining nodes may not have the
+    other texts. Return no override if all replicas share one text."""
     if not recipe.data.per_replica:
         return []
     entries = [recipe.data.per_replica[replica] for replica in left]
@@ -276,10 +277,9 @@ def _texts_left(recipe: Recipe, left: Sequence[int]) -> list[str]:
 
 @contextmanager
 def _with_endpoint(nodes: Nodes) -> Iterator[Nodes]:
-    """Yield the nodes with the endpoint of their store. A single node opens a store on a free port until its ranks
-    have ended.
+    """Yield the nodes with the endpoint of their store. For a single node, open a store on a free port until its ranks have ended.
 
-    torchrun's own choice for one node, `--standalone`, uses the c10d rendezvous, which inspects its stack for each
+    torchrun's own choice for one node, `--standalone`, uses the c10d rendezvous, which inspects the call stack for each
     event that it records. This delays the first rank by a second.
     """
     if nodes.count > 1:
@@ -298,7 +298,7 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
     options = ["--nnodes", str(nodes.count), "--nproc-per-node", str(per_node), "--signals-to-handle", UNUSED_SIGNAL]
     options += ["--master-addr", nodes.address, "--master-port", str(nodes.port), "--node-rank", str(nodes.rank)]
     options += ["--log-dir", os.devnull]  # otherwise each attempt leaves empty folders in /tmp
-    options += ["--rdzv-id", f"attempt {attempt.number}"]  # the store can be that of earlier attempts
+    options += ["--rdzv-id", f"attempt {attempt.number}"]  # earlier attempts may have used the same store
     return [*options, "--rdzv-conf", f"timeout={math.ceil(recipe.run.timeout_seconds)}"]
 
 
@@ -326,8 +326,8 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
         with stop_on_signals() as are_killed:
             run(command)
     except ChildFailedError as error:
-        # Ranks that a signal has ended have negative codes, such as the other ranks of a node on which one rank has failed.
-        # Python and libraries have codes of their own.
+        # Ranks that a signal has ended have negative codes; torchrun ends the other ranks of a failed rank's node in
+        # this way. Python and libraries use exit codes of their own.
         codes = {failure.exitcode for failure in error.failures.values()}
         return NodeExit(max(codes & {BAD_USAGE, STOPPED_EARLY}, default=FAILED))
     except SignalException as error:  # the signal was forwarded to the ranks, which have since ended
@@ -339,9 +339,9 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
 
 
 def _filter_line(record: logging.LogRecord) -> bool:
-    """Return whether to print a line of torchrun. Drop its lines about signals that it forwards, and about nodes that end later than
-    this one, for which the launchers wait. Remove the stack trace from the line that names the failed rank: it shows only torchrun's own
-    wait."""
+    """Return whether to print a log line of torchrun. Drop lines about forwarded signals, and about nodes that end
+    later than this one, because the launchers wait for those nodes themselves. Remove the stack trace from the line
+    that names the failed rank, because it only shows where torchrun waited."""
     record.exc_info = None
     dropped = "Closing process", "Sending process", "Received %s death signal", "Error waiting on exit barrier"
     return not record.msg.startswith(dropped)
@@ -356,8 +356,8 @@ def _opened_at(directory: RunDirectory) -> int | None:
 
 
 def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
-    """Return the exit code of ranks that ended after a signal, from the summary that rank 0 wrote, possibly on
-    another node. Waits up to `patience` seconds for it; FAILED if it is missing."""
+    """Return the exit code of ranks that ended after a signal, from the summary that rank 0 wrote, possibly on another
+    node. Waits up to `patience` seconds for the summary, and returns FAILED if it does not appear."""
     deadline = time.monotonic() + patience
     with announced(f"the summary of the run in {directory.path}", patience):
         while (summary := directory.summary()) is None and time.monotonic() < deadline:
@@ -367,7 +367,7 @@ def _exit_code_after_signal(directory: RunDirectory, patience: float) -> int:
 
 @contextmanager
 def _stop_requests_raise(when: str) -> Iterator[None]:
-    """Raise StopRequested on signals while torchrun does not handle them itself."""
+    """Raise StopRequested on signals that arrive in the enclosed code, while `stop_on_signals` does not handle them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number), when)

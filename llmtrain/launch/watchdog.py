@@ -1,9 +1,9 @@
 """Watchdog that kills ranks that cannot end by themselves, or that the user no longer waits for.
 
-It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have failed.
-torchrun would give frozen ranks 30 seconds, and does not know about other nodes. After a second Ctrl-C, the watchdog kills all
-ranks. torchrun would ask them to end once more, and wait. After a signal of another kind, too, torchrun would ask once more, and
-end them before their checkpoint is complete.
+It kills frozen ranks after other ranks of this node have ended, and all remaining ranks after another node's ranks have
+failed. torchrun would wait 30 seconds for frozen ranks, and does not know about other nodes. After a second Ctrl-C, the
+watchdog kills all ranks of this node, where torchrun would signal them once more and wait. A second signal of another
+kind is ignored, because torchrun would then end the ranks before their checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 @contextmanager
 def kill_hung_ranks(failed_elsewhere: Callable[[], bool]) -> Iterator[None]:
-    """Watch the processes that this one starts within the `with` block, and kill hung ranks. A thread calls
+    """Watch the processes that this process starts within the `with` block, and kill hung ranks. A thread polls
     `failed_elsewhere()`, which returns whether ranks of another node have failed."""
     over, others = threading.Event(), set(psutil.Process().children())
     watch = threading.Thread(target=_watch, args=(over, others, failed_elsewhere), daemon=True, name="ends hung ranks")
@@ -64,9 +64,9 @@ def _watch(over: threading.Event, others: set[psutil.Process], failed_elsewhere:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Raise torchrun's SignalException on the first signal within the `with` block, and on the same signal again, so that torchrun
-    forwards it to the ranks. Ignore signals of other kinds after that. A second Ctrl-C (SIGINT) kills this node's ranks, a third
-    also ends this process. Yields a function that returns whether Ctrl-C has killed the ranks."""
+    """Raise torchrun's SignalException on the first signal within the `with` block, and on the same signal again, so
+    that torchrun forwards it to the ranks. Ignore later signals of other kinds. A second Ctrl-C (SIGINT) kills this
+    node's ranks, a third also ends this process. Yields a function that returns whether Ctrl-C has killed the ranks."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     others, interrupts = set(psutil.Process().children()), itertools.count(1)
@@ -105,8 +105,8 @@ def _say(text: str) -> None:
 
 
 def _ranks_below(launcher: psutil.Process, others: set[psutil.Process]) -> set[psutil.Process]:
-    """Return the ranks of a launcher, which spawns them itself or has the rank server fork them. `others` has the launcher's
-    children that are no ranks, such as that server."""
+    """Return the ranks of a launcher, which spawns them itself or lets the rank server fork them. `others` are the
+    launcher's other children, such as that server."""
     spawned = _children(launcher) - others
     return spawned | {rank for other in others for rank in _children(other)}
 

@@ -1,5 +1,5 @@
-"""Collectives in flight, which `Comms` starts: plain ones, all-reduces in parts, all-reduces of rounded values, and all-reduces
-of the largest values. The last two report what they left out of a message, for error feedback.
+"""Collectives in flight, started by `Comms`: plain collectives, and all-reduces in parts, of rounded values, and of the
+largest values. The last two report what they left out of a message, for error feedback.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ class PendingCollective:
     """A collective in flight. After `wait`, its result is safe to use on the current stream."""
 
     def __init__(self, comms: Comms, what: str, work: dist.Work | None, result: torch.Tensor):
-        """Wrap the `work` that fills `result`; None for a result that is complete already."""
+        """Wrap the `work` that fills `result`. `work` is None if the result is complete already."""
         self._comms, self._what, self._work, self.result = comms, what, work, result
 
     @property
     def is_done(self) -> bool:
-        """Return whether the result is available, so that `wait` will not block."""
+        """True if the result is available, so that `wait` will not block."""
         return self._work is None or self._work.is_completed()
 
     def start_second_phase(self) -> None:
-        """Start the second phase, if the collective has one. All ranks must call this between the same two collectives."""
+        """Start the second phase, if the collective has one. All ranks must call this at the same place in their
+        sequence of collectives."""
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it. Raises TrainingError, which names the axis and this rank, if a peer died
@@ -63,7 +64,7 @@ class PendingCollective:
 
 
 class SplitAllReduce(PendingCollective):
-    """All-reduce (sum) of a flat tensor in as many parts as there are connections, each of which waits for its own receiver."""
+    """All-reduce (sum) of a tensor in one part per connection, so that the parts wait for their receivers at the same time."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor):
         super().__init__(comms, what, None, tensor)
@@ -81,10 +82,10 @@ class SplitAllReduce(PendingCollective):
 class QuantizedAllReduce(PendingCollective):
     """All-reduce (sum) of rounded values in two phases, each an exchange. In the first, each rank receives its chunk of every
     rank's message and sums these chunks. In the second, it sends its sum, rounded again, to all ranks. All ranks end with the
-    same bits, because they decode the same messages. While it is in flight, it takes the memory of the encoded bytes."""
+    same bits, because they decode the same messages. In flight, the collective takes the memory of the encoded bytes."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat, keeps_error: bool = False):
-        """Start the first exchange. `keeps_error` keeps what rounding loses, in memory of the message's size."""
+        """Start the first exchange. With `keeps_error`, keep what rounding loses, in memory of the message's size."""
         super().__init__(comms, what, None, tensor.new_empty(0))
         self._wire, self._shape = wire, tensor.shape
         chunk = wire.padded_chunk(tensor.numel(), comms.size)
@@ -130,11 +131,11 @@ class QuantizedAllReduce(PendingCollective):
 
 
 class SparseAllReduce(PendingCollective):
-    """All-reduce (sum) in one exchange, in which each rank sends the largest values of its message to all other ranks, and sums
+    """All-reduce (sum) in one exchange: each rank sends the largest values of its message to all other ranks, and sums
     what it receives. All ranks end with the same bits, because they sum the same messages in the same order."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: SparseFormat):
-        """Start the exchange. What is not sent stays in the message's memory."""
+        """Start the exchange. `tensor` is overwritten with the values that are not sent."""
         super().__init__(comms, what, None, tensor.new_empty(0))
         self._wire, self._shape = wire, tensor.shape
         part_bytes = wire.size(tensor.numel(), tensor.element_size())
@@ -170,8 +171,8 @@ class PendingResult(Protocol):
 
 
 def results_in_order(started: Iterator[tuple[T, PendingResult]]) -> Iterator[tuple[T, torch.Tensor]]:
-    """Yield the (item, result) of each collective that `started` starts when it is advanced. While one collective is waited for,
-    the next PREFETCH are in flight, and the second phase of the next one has started, too."""
+    """Yield (item, result) for each collective that `started` starts as it is advanced. During the wait for one
+    collective, the next PREFETCH are in flight, and the next one is already in its second phase."""
     in_flight = deque(islice(started, PREFETCH + 1))
     while in_flight:
         for _, near in islice(in_flight, 2):

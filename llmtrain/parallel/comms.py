@@ -1,10 +1,9 @@
-"""Collectives along one axis of the mesh. Every collective that llmtrain starts itself goes through `Comms`, so
-bytes and seconds are counted in one place. Collectives of objects, and those of FSDP2, DeepSpeed and DTensor, are not
-counted.
+"""Collectives along one axis of the mesh. Every collective that llmtrain starts itself goes through `Comms`, so bytes and
+seconds are counted in one place. Collectives of objects, and those that FSDP2, DeepSpeed and DTensor start, are not counted.
 
-Byte counts are what one of n ranks sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, and
-(n-1) times its own tensor in an all-gather. With a wire format of rounded values, an all-reduce has two exchanges, and
-each sends (n-1)/n of the encoded bytes. With a sparse format it has one, an all-gather of the encoded bytes.
+The count is what one of n ranks sends with the ring algorithm: 2 (n-1)/n of the tensor in an all-reduce, and (n-1)
+times its own tensor in an all-gather. With a wire format of rounded values, an all-reduce has two exchanges, and each
+sends (n-1)/n of the encoded bytes. With a sparse format it has one exchange, an all-gather of the encoded bytes.
 
 The argument `what` of each collective is its label in errors and traces.
 """
@@ -39,14 +38,15 @@ HOP_BYTES = 2 << 20
 """Maximum bytes that gloo's all-reduce sends between two waits for the receiver: it has two segments of at most 1 MiB in flight."""
 
 MESSAGE_LENGTH = 400
-"""Characters of a backend's message that are shown. NCCL's reason is within them, and most of the stack of C++ is not."""
+"""Number of characters of a backend's error message that are shown: enough for NCCL's reason, without most of the C++
+stack trace."""
 OWN_FAULTS = ("out of memory", "invalid usage")
 """Parts of NCCL's error messages that mean that this rank itself has failed, not a peer."""
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer died or was too late, rather than because of a bug or of this rank's
-    memory."""
+    """Return whether a collective failed because a peer died or was too late, and not because of a bug or a lack of
+    memory on this rank."""
     return (isinstance(error, dist.DistError) or "gloo" in str(error)) and not is_own_fault(error)
 
 
@@ -60,10 +60,10 @@ TRAFFIC_RULES: Rules = {"bytes": split_evenly, "seconds": mean}
 
 
 class Traffic:
-    """Running totals of the bytes that this rank has sent over one axis and the seconds that it has waited."""
+    """Running totals of the bytes that this rank has sent over one axis, and of the seconds that it has waited."""
 
     def __init__(self, device: torch.device | None = None):
-        """Count from 0. `device` is the one whose waiting is measured; None or a CPU measures the calling thread's."""
+        """Start at 0. Waiting is measured on `device`; if it is None or a CPU, on the calling thread."""
         self.bytes = 0.0
         self.waiting = DeviceTimer(device)
         """Time that the device, or on a CPU the calling thread, has waited for collectives to complete."""
@@ -81,14 +81,14 @@ class Traffic:
 class Comms:
     """Communicator for the ranks along one axis of the mesh. With `group=None` or a single rank, it sends nothing.
 
-    Methods that only start a collective are named `start_...`, and what they return has a `wait`. The other methods wait
-    themselves.
+    Methods that only start a collective are named `start_...` and return an object with a `wait` method. The other
+    methods wait for the result.
 
-    The argument `device` is the device that trains, kept as `training_device`; waiting is measured on it. The attribute `device`
-    is where tensors to send must be: the CPU with gloo, which gathers only there, otherwise the training device. `axis` is the
-    axis's name in error messages ("replica", "shard"). `interface` is the network interface for groups along this axis, or None
-    to leave the choice to the backend. All-reduces that are in flight at once, and the parts of large ones, are spread over
-    `groups`: `group`, and those that `add_groups` adds.
+    The argument `device` is the device that trains, kept as `training_device`; waiting is measured on it. The attribute
+    `device` is where tensors to send must be: the CPU with gloo, which gathers only CPU tensors, otherwise the training
+    device. `axis` is the axis's name in error messages ("replica", "shard"). `interface` is the network interface for
+    groups along this axis, or None to leave the choice to the backend. All-reduces that are in flight at once, and the
+    parts of large ones, are spread over `groups`: `group` and the groups that `add_groups` adds.
     """
 
     shares_memory = False
@@ -118,8 +118,8 @@ class Comms:
         return other
 
     def add_groups(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Use more process groups of the same ranks, with connections of their own. Every rank begins collectives and waits for
-        them in the same order, so each of them is in the same group on all ranks."""
+        """Use more process groups of the same ranks, each with its own connections. Every rank begins collectives and
+        waits for them in the same order, so all ranks choose the same group for a collective."""
         self.groups += groups
         self._in_flight += [[] for _ in groups]
 
@@ -137,9 +137,10 @@ class Comms:
     def start_all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None, keeps_error: bool = False
     ) -> PendingCollective:
-        """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they are, and the
-        sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has memory of its own, and
-        with `keeps_error` the caller can ask for what the format left out. A sparse format always keeps it."""
+        """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they
+        are, and the sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has its
+        own memory, and with `keeps_error` the caller can ask for what the format left out. A sparse format always keeps
+        that, in the memory of `tensor`."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):
@@ -214,8 +215,8 @@ class Comms:
         """Start a torch.distributed collective over this axis, with `tensors` as its arguments, and count the `sent` bytes that
         this rank sends."""
         arrived = self.note_message(what, sent)
-        # Other collectives wait for one round trip only. If they were spread over the connections, each would be used only now
-        # and then, and TCP would start slowly every time.
+        # Collectives other than all-reduces wait for one round trip only. If they were spread over the connections,
+        # each connection would be used only now and then, and TCP would start slowly every time.
         number = self._least_used() if collective is dist.all_reduce else 0
         try:
             work = collective(*tensors, group=self.groups[number], async_op=True)
@@ -234,8 +235,8 @@ class Comms:
         return trace.message(what, sent, self.device.type == "cuda") if self.axis == "replica" else None
 
     def open_exchange(self, what: str, part_bytes: int) -> CollectiveExchange | PeerExchange:
-        """Return an exchange in which each rank sends `part_bytes` bytes on `device` to each other rank. Over gloo it is ready to
-        receive at once, so open it before computing what is sent."""
+        """Return an exchange in which each rank sends `part_bytes` bytes on `device` to every other rank. Over gloo,
+        the exchange is ready to receive at once, so open it before you compute what is sent."""
         return PeerExchange(self, what, part_bytes) if self.is_gloo else CollectiveExchange(self, what, part_bytes)
 
     def _least_used(self) -> int:
@@ -248,10 +249,10 @@ class Comms:
             works[:] = (other for other in works if other is not work)
 
     def among(self, lists: Sequence[Sequence[int]], rank: int, axis: str, timeout_seconds: float) -> Comms:
-        """Create a gloo group over CPU tensors for each list of ranks, and return the communicator of the one that contains
-        `rank`, this rank. If that list has no other rank, the communicator sends nothing. A collective of all ranks.
+        """Create a gloo group for CPU tensors for each list of ranks, and return the communicator of the list that contains
+        `rank`, this rank. If this list has no other rank, the communicator sends nothing. A collective of all ranks.
 
-        It is a method, although it does not use `self`, so that tests with replicas in threads can override it.
+        This is a method, although it does not use `self`, so that tests with replicas in threads can override it.
         """
         mine = None
         for ranks in lists:  # every rank must take part in creating every group
@@ -272,7 +273,8 @@ class Comms:
 def make_replica_groups(
     replica_comms: Comms, shard_comms: Comms, partition: Sequence[Sequence[int]], timeout_seconds: float
 ) -> Comms:
-    """Create a process group for each shard of each group of replicas, and return this rank's. A collective of all ranks.
+    """Create a process group for each shard of each group of replicas, and return this rank's communicator. A
+    collective of all ranks.
 
     `partition` lists disjoint groups of replica numbers that together cover all replicas.
     """
@@ -284,7 +286,7 @@ def make_replica_groups(
 
 
 def shard_group(replica_comms: Comms, shard_comms: Comms, timeout_seconds: float) -> Comms:
-    """Create a second group per replica, over CPU tensors, and return this rank's. A collective of all ranks."""
+    """Create a second group per replica, for CPU tensors, and return this rank's communicator. A collective of all ranks."""
     lists = [[r * shard_comms.size + s for s in range(shard_comms.size)] for r in range(replica_comms.size)]
     with using_interface(shard_comms.interface):
         return shard_comms.among(

@@ -15,12 +15,12 @@ import torch
 from llmtrain.parallel.comms import Comms
 
 FAR_SECONDS = 0.01
-"""Round trip, in seconds, from which several connections are used. Below it they are no faster, and a layer-wise schedule would
-wait longer, because with several connections blocks arrive together at the end instead of one by one."""
+"""Minimum round trip, in seconds, for several connections. With shorter round trips, several are no faster, and a
+layer-wise schedule would wait longer, because blocks would arrive together at the end instead of one by one."""
 SEVERAL = 4
 """Connections between replicas that are far apart. Blocking schedules have three messages in flight; others have more."""
 TRIES = 5
-"""Exchanges of which the shortest counts. The first one also waits for ranks that are late."""
+"""Number of exchanges that are timed; the shortest counts. The first one also waits for ranks that are late."""
 
 
 def connections_for(round_trip: float) -> int:

@@ -1,9 +1,8 @@
-"""Time on the device: how long its current stream takes for timed code, and when the stream reaches a point.
+"""Time on the device: how long its current stream takes for a section of code, and when the stream reaches a point.
 
-On a GPU, the host only enqueues work. With NCCL, `wait` returns at once and the stream waits. With gloo, the host waits,
-but the stream may still be busy with earlier work. A clock of the host therefore shows too little with NCCL, and too
-much with gloo. Two events in the stream show the right time with both. They are read once the stream has passed them, so
-the host never waits for them.
+On a GPU, the host only enqueues work. With NCCL, `wait` returns at once and the stream waits. With gloo, the host waits, but the
+stream may still be busy with earlier work. A host clock therefore shows too little with NCCL, and too much with gloo. Two events
+in the stream show the right time with both. They are read once the stream has passed them, so the host never waits for them.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from llmtrain.trace import Clock, Mark, host_mark
 from llmtrain.turns import in_own_turns, own_time
 
 MAX_PENDING = 1024
-"""Maximum number of a timer's sections that the stream has not completed. Beyond it, the host waits for the oldest. CUDA itself
-lets the host run ahead by about as many kernels."""
+"""Maximum number of a timer's sections that the stream has not completed. Beyond it, the host waits for the oldest one.
+CUDA itself lets the host run ahead by about as many kernels."""
 
 
 class DeviceTimer:
@@ -41,7 +40,7 @@ class DeviceTimer:
 
     @property
     def seconds(self) -> float:
-        """Return the total of all sections that the device has completed, without waiting for the others."""
+        """Total of all sections that the device has completed. Reading it does not wait for the others."""
         self._read_completed()
         return self._seconds
 
@@ -52,8 +51,8 @@ class DeviceTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the time of the enclosed code, which must not change which stream is current. Time in which other replicas
-        of this process have the turn does not count."""
+        """Add the time of the enclosed code, which must not change which stream is current. Turns of other replicas in
+        this process do not count."""
         if not self._on_gpu:
             before = own_time()
             yield
@@ -87,7 +86,7 @@ class DeviceTimer:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock with which `open_trace` records this device's timeline."""
+    """Return the clock by which `open_trace` records this device's timeline."""
     return StreamClock() if device.type == "cuda" else host_mark
 
 
@@ -108,8 +107,8 @@ class StreamClock:
         return lambda: self._origin_time + self._origin.elapsed_time(event) / 1e3 if event.query() else None
 
     def _set_origin(self) -> None:
-        """Read the clocks of the host and of the device at the same moment. The event is in a new stream, so the host does not
-        wait for other work."""
+        """Read the clocks of the host and the device at the same moment. The event is in a new stream, so the host does
+        not wait for other work."""
         origin = torch.cuda.Event(enable_timing=True)
         origin.record(torch.cuda.Stream())
         origin.synchronize()

@@ -42,7 +42,7 @@ class Block:
     """The parameters' full names in the model, in the order of `shards`. With ZeRO, a shard holds several
     parameters."""
     flat: torch.Tensor | None = None
-    """Flat tensor of which `shards` are views, end to end; None if the shards do not share one."""
+    """Flat tensor that `shards` are views of, end to end; None if the shards do not share one."""
 
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -74,8 +74,7 @@ def gradient_norm(gradients: Sequence[torch.Tensor], shard: Comms, exact: bool) 
 
 
 class Replica(ABC):
-    """One replica, as far as synchronization needs it: parameter blocks that are read and changed between steps or in block
-    hooks."""
+    """One replica as synchronization sees it: parameter blocks that are read and changed between steps or in block hooks."""
 
     blocks: list[Block]
     """All blocks, in forward order."""
@@ -122,11 +121,11 @@ class Engine(Replica):
     ) -> torch.Tensor:
         """Compute the gradients of the replica's loss for one step. Return this rank's summed loss, a scalar on the device.
 
-        For the gradients, the replica's summed loss is divided by `replica_tokens`. In a synchronous step, these are the tokens of the
-        global batch divided by the number of replicas. The mean of the replicas' gradients is then the gradient of the mean loss over all
-        tokens of the global batch, however unequally these are distributed over the ranks. In a local step, they are multiplied by the
-        replica's part of the batch, relative to the mean. None means that all ranks have as many tokens as
-        this one, and that there is no padding.
+        For the gradients, the replica's summed loss is divided by `replica_tokens`. In a synchronous step, this is the
+        number of tokens in the global batch divided by the number of replicas. The mean of the replicas' gradients is
+        then the gradient of the mean loss over all tokens of the global batch, however unequally the tokens are
+        distributed over the ranks. In a local step, this number is multiplied by the replica's share of the batch
+        relative to the mean share. None means that all ranks have as many tokens as this one, without padding.
         """
 
     @abstractmethod
@@ -151,12 +150,12 @@ class Engine(Replica):
 
     @abstractmethod
     def to_dtensors(self, block: Block, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return, by parameter name, the DTensors of a flat tensor, such as an anchor, that is laid out like `block.shards` end
-        to end. They are sharded by rows, whatever the engine's own layout. A collective of the shard group."""
+        """Convert a flat tensor, such as an anchor, that is laid out like `block.shards` end to end. Return its DTensors
+        by parameter name, sharded by rows whatever the engine's own layout. A collective of the shard group."""
 
     @abstractmethod
     def from_dtensors(self, block: Block, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return this rank's flat tensor, the inverse of `to_dtensors`, from DTensors by parameter name such as those of a
+        """Invert `to_dtensors`: return this rank's flat tensor, given DTensors by parameter name, such as those of a
         checkpoint. A collective of the shard group."""
 
     @abstractmethod

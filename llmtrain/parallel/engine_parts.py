@@ -12,7 +12,7 @@ from llmtrain.parallel.wire_format import WireFormat
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """Parts from which an engine is built. Each engine takes those that it needs."""
+    """Arguments of every engine. Each engine uses those that it needs."""
 
     model: LanguageModel
     """One replica of the model, on the meta device."""

@@ -1,9 +1,9 @@
 """Exchanges of rounded and sparse messages, in which every rank sends a part to every other rank.
 
-gloo sends a message once its receiver has signaled that it is ready. In gloo's own all-to-all, a rank signals this after it has
-handed over what it sends itself, so the signal waits in the queue behind those bytes. On a slow network, the signal arrives so
-late that the link is idle for a fifth of the time. On a long link, every exchange takes a round trip. Over gloo an exchange
-therefore consists of messages between two ranks, and all of its receives are posted before anything is computed or sent.
+gloo sends a message once its receiver has signaled that it is ready. In gloo's own all-to-all, a rank signals this after it
+has handed over its own messages, so the signal waits in the queue behind those bytes. On a slow network, the signal arrives so
+late that the link is idle for a fifth of the time. On a long link, every exchange takes a round trip. Over gloo, an exchange
+therefore consists of messages between pairs of ranks, and all of its receives are posted before anything is computed or sent.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 """All-gather into one tensor. torch 2.13 has renamed it, and its old name warns."""
 
 TAGS = range(1 << 29, 1 << 30)
-"""Tags of messages between two ranks. Users' own messages on the same group hardly have tags that large."""
+"""Tags of messages between two ranks. A user's own messages on the same group are unlikely to have tags this large."""
 _NUMBERS: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Next exchange number of each process group. It is counted per group, not per `Comms`: a `Comms` that was dropped may have left
 receives posted, and messages of a later `Comms` on the same group must not match them."""
 
 
 class CollectiveExchange:
-    """Exchange by a collective of the backend. Its parts arrive in `received`, [ranks, bytes], by the rank that sends them."""
+    """Exchange by a collective of the backend. Parts arrive in `received`, [ranks, bytes], in the row of the rank that
+    sends them."""
 
     received: torch.Tensor
 
     def __init__(self, comms: Comms, what: str, part_bytes: int):
-        """Prepare to receive `part_bytes` bytes from each rank. Memory for them is allocated when this rank sends. `what` is the
-        label in errors and traces. All ranks create their exchanges in the same order."""
+        """Prepare to receive `part_bytes` bytes from each rank. The memory for these bytes is allocated when this rank
+        sends. `what` is the label in errors and traces. All ranks create their exchanges in the same order."""
         self._comms, self._what, self._part_bytes = comms, what, part_bytes
 
     def send_parts(self, parts: torch.Tensor) -> dist.Work:
@@ -58,7 +59,7 @@ class PeerExchange:
     """Exchange over gloo by messages between two ranks. Creating it posts the receives."""
 
     def __init__(self, comms: Comms, what: str, part_bytes: int):
-        """Post the receives. The arguments are as in CollectiveExchange, and so is the order of creation."""
+        """Post the receives. The arguments and the order of creation are as for CollectiveExchange."""
         self._comms, self._what, self.received = comms, what, _buffer(comms, part_bytes)
         self._tag = TAGS[next(_NUMBERS.setdefault(comms.group, itertools.count())) % len(TAGS)]
         peers = [(comms.rank - distance) % comms.size for distance in range(1, comms.size)]
@@ -94,7 +95,7 @@ class PeerExchange:
 
 
 def _buffer(comms: Comms, part_bytes: int) -> torch.Tensor:
-    """Return memory for the bytes of all ranks."""
+    """Return memory for the parts of all ranks."""
     return torch.empty(comms.size, part_bytes, dtype=torch.uint8, device=comms.device)
 
 

@@ -1,7 +1,7 @@
 """FSDP2 engine: every block is sharded over the shard axis, through torch's public API only.
 
-Gradients are reduced to the shards in every micro-batch, so that a rank never holds more than its part of them. The reduction
-overlaps with backward.
+Gradients are reduce-scattered in every micro-batch, so a rank never accumulates more than its own part of them. The
+reduction overlaps with backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Fsdp2Engine(TorchEngine):
     def __init__(self, parts: EngineParts):
         self._units: list[FSDPModule] = []
         self._parameters: dict[str, DTensor] = {}
-        """FSDP's parameters by name. The masters are this rank's parts of them, so that the optimizer works
+        """FSDP's parameters by name. The masters are this rank's local parts of these, so that the optimizer works
         without DTensor's dispatch."""
         # An undecided `auto` is true, which needs less memory.
         self._reshard_after_forward = bool(parts.parallel.reshard_after_forward)
@@ -42,8 +42,8 @@ class Fsdp2Engine(TorchEngine):
         unit = self._units[self.blocks.index(block)]
         unit.reshard()  # parameters gathered before the change are stale
         if self._in_forward and self.mesh.device.type == "cuda":
-            # FSDP's all-gather streams wait for the current stream only at the root's forward, so before this change. An
-            # all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
+            # FSDP's all-gather streams wait for the current stream only at the root's forward, which was before this
+            # change. An all-gather on the current stream sees the change, and FSDP then finds the block already gathered.
             unit.unshard(async_op=True)
 
     @contextmanager

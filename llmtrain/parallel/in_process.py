@@ -1,9 +1,9 @@
-"""Replicas of one process: threads that take turns on one device, and whose messages are copies in its memory.
+"""Replicas in one process: threads that take turns on one device and exchange messages by copies in its memory.
 
-They allow methods to be compared on a laptop, or on a single GPU, where NCCL allows one rank. A replica trains as it
-would in a process of its own with as many threads. Sums are taken in the order of the replicas. Two replicas therefore
-get the same bits as two processes. More than two get the same bits for messages of rounded values. Other sums differ from
-those of processes by rounding errors, because gloo and NCCL add in other orders.
+Methods can thus be compared on a laptop, or on a single GPU, where NCCL allows only one rank. A replica trains as it
+would in its own process with as many threads. Sums are taken in the order of the replicas. Two replicas therefore get
+the same bits as two processes, and more than two get the same bits for messages of rounded values. Other sums differ
+from those of processes by rounding errors, because gloo and NCCL add in other orders.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from llmtrain.turns import Turns
 
 T = TypeVar("T")
 AXES = ("replica", "world", "checkpoints")
-"""Axes for which there is a group of all replicas; see `Mesh.replica_comms`, `all_ranks` and `checkpoint_group`."""
+"""Axes that have a group of all replicas; see `Mesh.replica_comms`, `all_ranks` and `checkpoint_group`."""
 ALONE = World(0, 1, 0, 1)
-"""This process as a rank: the only one."""
+"""This process as the only rank."""
 
 
 class InProcess(Ranks):
-    """The ranks of a run in one process: its replicas, each on a thread of its own."""
+    """The ranks of a run in one process: its replicas, each on its own thread."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class InProcess(Ranks):
         clocks: Sequence[VirtualClock] = (),
     ):
         """Prepare for `replicas` replicas. A replica's wait fails after `timeout_seconds` in which no replica has run.
-        `networks` are the recipe's, over which no message is sent. `clocks` are the replicas' virtual ones, if there are any."""
+        `networks` are the recipe's interfaces, over which no message is sent. `clocks` are the replicas' virtual
+        clocks, if the recipe gives them."""
         self.networks = networks or Networks()
         self.clocks = list(clocks) or [None] * replicas
         self.turns = Turns(replicas, timeout_seconds)
@@ -56,8 +57,8 @@ class InProcess(Ranks):
         """`Mesh.shard_mesh` of every replica, with this process as the only rank; None until `run`."""
 
     def run(self, train: Callable[[World], T]) -> T:
-        """Call `train` with each replica's rank on its own thread, and return the first one's result. Raises the first error
-        of any replica."""
+        """Call `train` with each replica's rank on the replica's own thread, and return the first replica's result.
+        Raises the first error of any replica."""
         size = self.turns.count
         with using_interface(self.networks.replica):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1))
@@ -97,18 +98,18 @@ class InProcess(Ranks):
 
 
 class Call:
-    """One collective. It holds the contributions of the ranks until it is complete, and then its result."""
+    """One collective, which holds the contributions of the ranks until it is complete, and then the result."""
 
     def __init__(self, signature: tuple[Any, ...]):
         self.signature, self.is_complete = signature, False
         self.parts: dict[int, Any] = {}
         self.result: Any = None
         self.time = 0.0
-        """Latest virtual time at which a rank began it."""
+        """Latest virtual time at which a rank began the collective."""
 
 
 class MemoryGroup:
-    """Group of all replicas, with their collectives. Every rank begins the collectives in the same order."""
+    """Group of all replicas, and its collectives. Every rank begins the collectives in the same order."""
 
     def __init__(self, turns: Turns):
         self.turns = turns
@@ -118,9 +119,9 @@ class MemoryGroup:
     def begin(
         self, rank: int, signature: tuple[Any, ...], part: T, complete: Callable[[list[T]], Any], time: float = 0.0
     ) -> Call:
-        """Contribute `part` to the next collective of this rank, at the virtual time `time`. The last rank to do so calls
-        `complete` with all parts in rank order, and what that returns is the result. `signature` describes the collective, and
-        must be equal on all ranks.
+        """Contribute `part` to the next collective of this rank, at the virtual time `time`. The last rank to do so
+        calls `complete` with all parts in rank order; its return value is the result. `signature` describes the
+        collective, and must be equal on all ranks.
 
         Raises TrainingError if the others have begun another collective or a replica has failed.
         """
@@ -139,7 +140,7 @@ class MemoryGroup:
             with self.turns.changed:
                 del self._calls[number]
                 call.is_complete = True
-                call.parts.clear()  # to free them, although other ranks may keep the call for long
+                call.parts.clear()  # frees the parts, because other ranks may hold the call for long
                 self.turns.changed.notify_all()
         return call
 
@@ -183,8 +184,8 @@ class MemoryComms(Comms):
         self.turns, self.clock = group.turns, clock
 
     def with_own_traffic(self) -> Comms:
-        """Return a communicator for the same group with counters of its own, for messages that do not belong to training. They
-        take no virtual time."""
+        """Return a communicator for the same group with its own counters, for messages that do not belong to training
+        and take no virtual time."""
         other = super().with_own_traffic()
         other.clock = None
         return other
@@ -243,4 +244,4 @@ COMPLETE: dict[Callable[..., Any], Callable[[list[Any]], None]] = {
     ALL_GATHER: _all_gather,
     dist.all_to_all_single: _all_to_all,
 }
-"""Functions that carry out torch.distributed's collectives in place, given every rank's tensors (output first), by rank."""
+"""Functions that carry out torch.distributed's collectives in place, given each rank's tensors (output first) in rank order."""

@@ -50,7 +50,7 @@ class Mesh:
     unencrypted: str | None = None
     """Warning about messages that cross a public network unencrypted, or None."""
     clock: VirtualClock | None = None
-    """Virtual clock of a replica in one process, if the recipe gives one."""
+    """Virtual clock of this replica, if the replicas share a process and the recipe gives clocks."""
 
     @property
     def replicas(self) -> int:
@@ -58,7 +58,7 @@ class Mesh:
 
     @property
     def virtual_seconds(self) -> float:
-        """Return the time on the replica's virtual clock, 0 without one."""
+        """Seconds on the replica's virtual clock; 0 without a clock."""
         return self.clock.now if self.clock is not None else 0.0
 
     @property
@@ -66,8 +66,8 @@ class Mesh:
         return self.world.rank == 0
 
     def broadcast_from_main(self, ask: Callable[[], T]) -> T:
-        """Call `ask` on the main rank and return its result on every rank. A UserError or TrainingError that it raises is raised
-        on every rank, and an OSError as a TrainingError. A collective of all ranks."""
+        """Call `ask` on the main rank and return its result on every rank. If it raises a UserError or TrainingError,
+        every rank raises that error; for an OSError, every rank raises a TrainingError. A collective of all ranks."""
         answer: T | UserError | TrainingError | None = None
         if self.is_main:
             try:
@@ -193,7 +193,7 @@ def build_mesh(
     unencrypted: str | None = None,
     connections: int | Literal["auto"] = 1,
 ) -> Mesh:
-    """Build a mesh of `replicas` x `shards` ranks over the process group that already exists. A collective of all ranks."""
+    """Build a mesh of `replicas` x `shards` ranks over the existing process group. A collective of all ranks."""
     assert replicas * shards == world.size, (replicas, shards, world.size)
     networks = networks or Networks()
     backend = replica_backend if replica_backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
@@ -201,7 +201,7 @@ def build_mesh(
         within = [[r * shards + s for s in range(shards)] for r in range(replicas)]
         shard_group = _my_group(world, within, None, timeout)
     with using_interface(networks.replica):
-        # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's.
+        # Separate groups, so that traffic between replicas has its own backend and never queues behind FSDP's traffic.
         across = [[r * shards + s for r in range(replicas)] for s in range(shards)]
         replica_group = _my_group(world, across, backend, timeout) if replicas > 1 else None
         several = world.size > 1

@@ -27,7 +27,7 @@ from llmtrain.parallel.comms import Comms
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the iteration. They raise small singular values fast, and leave most between 0.7 and 1.2."""
 LEAST_NORM = 1e-7
-"""Lower bound of the norm that a matrix is divided by, for matrices of zeros."""
+"""Lower bound of the norm by which a matrix is divided, for matrices of zeros."""
 PRECISION = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPE_FACTORS: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -43,7 +43,7 @@ def orthogonalize(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.div_(torch.linalg.vector_norm(matrix).clamp(min=LEAST_NORM))
     for _ in range(iterations):
-        # The products of a tall matrix are those of its transpose, without copies of it.
+        # For a tall matrix, the products of its transpose are computed, without a transposed copy.
         gram = x.T @ x if is_tall else x @ x.T
         update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, x, update, beta=a) if is_tall else torch.addmm(x, update, x, beta=a)
@@ -69,9 +69,9 @@ class ShardedMatrix:
 class Muon(torch.optim.Optimizer):
     """Optimizer of matrices that are sharded by rows over `shard_comms`, as FSDP2 shards them.
 
-    A matrix is orthogonalized by one rank, which gathers all its rows first and returns them afterwards. A batch has one matrix
-    per rank. While the ranks work on a batch, the rows of the next batch are gathered and those of the previous one returned.
-    `step` is a collective of the shard group.
+    Each matrix is orthogonalized by one rank, which first gathers all rows of the matrix and afterwards returns them. A
+    batch has one matrix per rank. While the ranks work on a batch, the rows of the next batch are gathered and those of
+    the previous one returned. `step` is a collective of the shard group.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Muon(torch.optim.Optimizer):
         section: MuonSection,
         shard_comms: Comms,
     ):
-        # Matrices of equal shapes are exchanged together, so that ranks have equal work.
+        # Sorted, so that a batch has matrices of similar shapes and the ranks have equal work.
         self._matrices = sorted(matrices, key=lambda matrix: (matrix.shape.numel(), *matrix.shape), reverse=True)
         self._section, self._shard_comms = section, shard_comms
         super().__init__([matrix.rows for matrix in matrices], {"lr": lr, "weight_decay": weight_decay})
-        for matrix in matrices:  # not in the first step, so that a checkpoint can be loaded before it
+        for matrix in matrices:  # before the first step, so that a checkpoint can be loaded
             self.state[matrix.rows]["momentum_buffer"] = torch.zeros_like(matrix.rows, requires_grad=False)
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _own_of(self, batch: Sequence[ShardedMatrix]) -> ShardedMatrix | None:
-        """Return the matrix of a batch that this rank orthogonalizes; None if the batch has no matrix for it."""
+        """Return the matrix of a batch that this rank orthogonalizes; None if the batch has no matrix for this rank."""
         return batch[self._shard_comms.rank] if self._shard_comms.rank < len(batch) else None
 
     def _update(self, batch: Sequence[ShardedMatrix], pending: PendingCollective) -> None:

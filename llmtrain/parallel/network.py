@@ -1,8 +1,8 @@
 """Network interfaces of this host, and the choice of one for each group of ranks.
 
-gloo reads GLOO_SOCKET_IFNAME when a group is created and keeps that interface, so every group can have its own.
-NCCL, by its source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once per process, so all its groups share one choice.
-NCCL's behavior has not been tested on GPUs.
+gloo reads GLOO_SOCKET_IFNAME when a group is created and keeps that interface, so every group can have its own
+interface. NCCL, by its source (bootstrap.cc), reads NCCL_SOCKET_IFNAME once per process, so all its groups share one
+choice. NCCL's behavior has not been tested on GPUs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
 """Linux's ioctl request for the IPv4 address of an interface (netdevice(7))."""
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Linux's setting with the first and last port that it gives to programs that ask for no particular port. gloo and NCCL
+"""Linux's setting for the first and last port that it gives to programs that ask for no particular port. gloo and NCCL
 are such programs (pytorch/gloo#54, NVIDIA/nccl#388), so this setting alone determines the ports on which ranks listen."""
 PORTS_TO_TRY = 256
-"""Number of ports at each end of the range, one of which must be free. Each rank of a node needs up to two for a moment."""
+"""Number of ports that are tried: at each end of the range, where each rank of a node briefly needs up to two, and for
+`unused_port`."""
 LOCAL_PORTS = 10000, 32768
-"""Range of ports for a server on loopback: the first, and the one after the last if the host's range is not known."""
+"""First port for a server on loopback, and the port after the last one if the host's range is not known."""
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
@@ -47,8 +48,8 @@ class Networks:
 
     @classmethod
     def from_recipe(cls, parallel: ParallelSection) -> Networks:
-        """Return the interfaces that the recipe names. A key may give several names, and the first that this host
-        has is used. Raises RecipeError if the host has none of them, or none of those in GLOO_SOCKET_IFNAME."""
+        """Return the interfaces that the recipe names. A key may list several names, of which the first that this host
+        has is used. Raises RecipeError if the host has none of them, or none of the names in GLOO_SOCKET_IFNAME."""
         if os.environ.get(GLOO):
             _first_here(os.environ[GLOO], f"{GLOO} in the environment")
         return cls(
@@ -127,8 +128,8 @@ def is_loopback(address: str) -> bool:
 
 
 def port_range() -> tuple[int, int] | None:
-    """Return the first and the last port that this host gives to listeners that ask for no particular one, or None if the system
-    does not report them."""
+    """Return the first and the last port that this host gives to listeners that ask for no particular port, or None if
+    the system does not report them."""
     try:
         first, last = PORT_RANGE.read_text(encoding="utf-8").split()
     except OSError:
@@ -174,7 +175,7 @@ def unused_port() -> int:
 
 
 def network_stack() -> str:
-    """Return an identifier that is equal for two processes if they have the same network interfaces, and only then."""
+    """Return an identifier that is equal for two processes if and only if they have the same network interfaces."""
     try:
         return f"{BOOT_ID.read_text(encoding='utf-8').strip()} {os.stat(NETWORK_NAMESPACE).st_ino}"
     except OSError:
@@ -185,8 +186,8 @@ def listen_at_both_ends(address: str, backlog: int) -> list[socket.socket]:
     """Return two sockets that listen on the first and on the last free port of this host's range, or one socket if the
     range is not known.
 
-    A firewall that is open for only a part of the range, or for another range, blocks one of these ports. A single port that
-    the kernel chooses could lie in the open part.
+    A firewall that opens only a part of the range, or another range, blocks one of these ports. A single port chosen by
+    the kernel could lie in the open part.
     """
     found = port_range()
     if found is None:
@@ -214,8 +215,8 @@ def _listen_on_first(address: str, ports: Sequence[int], backlog: int) -> socket
 
 @contextmanager
 def using_interface(interface: str | None) -> Iterator[None]:
-    """Make gloo groups that are created within the context use this interface. None stands for `given_interface`, or else
-    for gloo's own choice."""
+    """Make gloo groups that are created within the context use this interface. None stands for `given_interface`, or
+    for gloo's own choice if the variable is not set."""
     before = os.environ.get(GLOO)
     chosen = given_interface() if interface is None else interface
     if chosen is not None:

@@ -1,7 +1,7 @@
 """Inner optimizers, built from the recipe's `optim` section.
 
-From the start, they have the state that torch would create in their first step, so that a checkpoint can be loaded before that
-step.
+Their state exists from the start, although torch would create it in the first step, so that a checkpoint can be loaded
+before that step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainedPart:
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Return whether `optim.kind=muon` updates this parameter with Muon; AdamW updates the others."""
+        """True if `optim.kind=muon` updates this parameter with Muon; AdamW updates the others."""
         return self.in_layer and len(self.shape) == 2
 
 
@@ -45,7 +45,7 @@ def moments_of(
 
 
 class OptimizerSet:
-    """Several optimizers, each with parameters of its own, that step as one."""
+    """Several optimizers, each with its own parameters, that step as one."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]):
         """Wrap `optimizers`, which must already have the state of all their parameters."""
@@ -97,7 +97,7 @@ def set_lr(optimizer: torch.optim.Optimizer | OptimizerSet, lr: float) -> None:
 
 
 def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer | OptimizerSet) -> None:
-    """Take the optimizer's step if `skipped`, a scalar on the device, is 0. Otherwise leave parameters and state as they are.
+    """Take the optimizer's step if `skipped`, a scalar on the device, is 0. Otherwise leave parameters and state unchanged.
 
     Fused AdamW decides on the device, by the attribute `found_inf` that torch's gradient scalers set. For other optimizers, the host
     waits for the device."""

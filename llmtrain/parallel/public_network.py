@@ -20,7 +20,7 @@ PRIVATE_NETWORKS = tuple(
         "fe80::/10",
     )
 )
-"""Networks to which no router of the internet forwards. `ipaddress.is_private` would also count the ranges reserved for
+"""Networks to which internet routers do not forward. `ipaddress.is_private` would also count the ranges reserved for
 documentation and benchmarks, which a host on a public network could have by mistake."""
 VPN_INTERFACES = ("wg", "tun", "tailscale")
 IP_IN_IP = "tunl"
@@ -38,7 +38,7 @@ class NodeAddress:
 
     @property
     def needs_encryption(self) -> bool:
-        """Return whether messages from here cross a public network, and no tunnel encrypts them."""
+        """True if messages from this address cross a public network without an encrypting tunnel."""
         return is_public(self.address) and not is_vpn(self.interface)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class NodeAddress:
 
 
 def is_public(address: str) -> bool:
-    """Return whether the internet routes to an address."""
+    """Return whether an address is routed on the internet."""
     ip = ipaddress.ip_address(address)
     ip = getattr(ip, "ipv4_mapped", None) or ip
     return not any(ip in network for network in PRIVATE_NETWORKS if network.version == ip.version)
@@ -58,8 +58,8 @@ def is_vpn(interface: str) -> bool:
 
 
 def find_unencrypted(addresses: Sequence[NodeAddress | None]) -> str | None:
-    """Return a message that names two addresses on different nodes between which messages cross a public network unencrypted;
-    None if there are no such addresses. An unknown address is None in `addresses`."""
+    """Return a message that names two addresses on different nodes, if messages between them cross a public network
+    unencrypted; None if no two addresses do. An unknown address is None in `addresses`."""
     known = [address for address in addresses if address is not None]
     for one in known:
         if not one.needs_encryption:

@@ -20,12 +20,12 @@ class Ranks(ABC):
 
     @abstractmethod
     def run(self, train: Callable[[World], T]) -> T:
-        """Call `train` with each rank that this process has. Return the result of the first one."""
+        """Call `train` with each rank of this process. Return the result of the first rank."""
 
     @abstractmethod
     def find_peers(self, memory: Callable[[World], float]) -> Peers:
-        """Meet the other processes, and return what each has sent. `memory` returns the bytes that a process may use. If it
-        raises a UserError in one process, all processes raise a RecipeError."""
+        """Meet the other processes, and return the information that each has sent. `memory` returns the bytes that a
+        process may use. If it raises a UserError in one process, all processes raise a RecipeError."""
 
     @abstractmethod
     def open_mesh(self, world: World, peers: Peers, shards: int) -> AbstractContextManager[Mesh]:
@@ -37,8 +37,8 @@ class Processes(Ranks):
     """The ranks of a run in which every rank is a process."""
 
     def __init__(self, world: World, parallel: ParallelSection, timeout_seconds: float, common: Mapping[str, str]):
-        """Prepare for the rank `world`, which this process is. Every wait for other ranks fails after `timeout_seconds`. All ranks
-        must have the same `common` values."""
+        """Prepare this process, which is the rank `world`. Every wait for other ranks fails after `timeout_seconds`.
+        All ranks must have the same `common` values."""
         self.world, self.parallel, self.timeout_seconds, self.common = world, parallel, timeout_seconds, common
 
     def run(self, train: Callable[[World], T]) -> T:
@@ -46,7 +46,7 @@ class Processes(Ranks):
         return train(self.world)
 
     def find_peers(self, memory: Callable[[World], float]) -> Peers:
-        """Connect to the other processes."""
+        """Connect to the other processes, as `rendezvous.find_peers` does."""
         return find_peers(self.world, self.parallel, lambda: memory(self.world), self.timeout_seconds, self.common)
 
     def open_mesh(self, world: World, peers: Peers, shards: int) -> AbstractContextManager[Mesh]:

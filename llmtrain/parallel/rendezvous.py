@@ -51,18 +51,18 @@ class RankInfo:
     address: str | None
     """IPv4 address from which the rank reaches rank 0, or None if it has no route."""
     memory: float
-    """Bytes of its device's memory that this rank may use."""
+    """Bytes of the device's memory that this rank may use."""
     refusal: str | None = None
     """Why the rank cannot run this recipe, or None."""
     on_gpu: bool = False
     network: str = ""
-    """Identifier of its network interfaces; see `network.network_stack`."""
+    """Identifier of the rank's network interfaces; see `network.network_stack`."""
     ranks_per_gpu: int = 1
-    """Number of ranks that compute on its GPU. It may be larger on one host than on another, and all ranks must know it."""
+    """Number of ranks that compute on the rank's GPU. It may differ between hosts, and all ranks must know the largest."""
     digest: str = ""
     """Digest of the values that all ranks must have in common."""
     local_size: int = 1
-    """Number of ranks on its node, according to its environment."""
+    """Number of ranks on the rank's node, according to its environment."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,14 @@ class Peers:
     ranks: Sequence[RankInfo]
     """Information on each rank, by rank."""
     networks: Networks
-    """Interfaces of this host that process groups use: the recipe's, or else the one that reaches the other hosts."""
+    """Interfaces of this host that process groups use: those that the recipe names, or else the one that reaches the
+    other hosts."""
     recipe_networks: Networks = field(default_factory=Networks)
     """Interfaces that the recipe itself names."""
 
     @property
     def nodes(self) -> list[str]:
-        """Return the node of each rank."""
+        """Node of each rank."""
         return [rank_info.node for rank_info in self.ranks]
 
 
@@ -133,7 +134,7 @@ def find_peers(
         values = gather_over_store(store, world, "to compare recipes", dict(common), deadline - time.monotonic())
         _refuse_inconsistency(values, [rank_info["host"] for rank_info in told])
     ranks = [RankInfo(**rank_info) for rank_info in told]
-    _check_local_sizes(ranks)  # first, because ranks that count too many on their host may refuse the recipe for it
+    _check_local_sizes(ranks)  # first, because ranks with a wrong count may refuse the recipe for that reason
     for rank, rank_info in enumerate(ranks):
         if rank_info.refusal:
             raise RecipeError(f"{rank_info.refusal} (rank {rank} on {rank_info.host})")
@@ -157,10 +158,10 @@ def _refuse_inconsistency(values: Sequence[Mapping[str, str]], hosts: Sequence[s
 
 
 def _check_local_sizes(ranks: Sequence[RankInfo]) -> None:
-    """Raise RecipeError if the environment of a rank counts more ranks on its node than there are.
+    """Raise RecipeError if a rank's environment counts more ranks on its node than the node has.
 
-    Without LOCAL_WORLD_SIZE, all ranks count as one node's. Work that the ranks of a node divide among themselves, such as the
-    check of token shards, would then fall in part to ranks on other nodes.
+    Without LOCAL_WORLD_SIZE, all ranks count as ranks of one node. Work that the ranks of a node divide among
+    themselves, such as the check of token shards, would then be left in part to ranks on other nodes.
     """
     on_node = Counter(rank_info.node for rank_info in ranks)
     for rank, rank_info in enumerate(ranks):
@@ -191,7 +192,7 @@ def _check_devices(ranks: Sequence[RankInfo]) -> None:
 def job_prefix(world: World) -> str:
     """Return a prefix of the store's keys that separates this job from others that use the same store.
 
-    The prefix has the Slurm step only if Slurm numbers the ranks, because only then are all ranks in one step.
+    The prefix contains the Slurm step only if Slurm numbers the ranks, because only then are all ranks in one step.
     """
     step = "" if "RANK" in os.environ else slurm_step()
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{step}/{world.size}"
@@ -257,7 +258,7 @@ def check_connectivity(peers: Peers, world: World, replicas: int, shards: int, t
         told = gather_over_store(peers.store, world, "after the preparation of data", mine, timeout_seconds)
         if len(set(peers.nodes)) == 1:
             return None
-        # The store holds JSON, in which an endpoint is a list.
+        # The store holds JSON, which turns an endpoint into a list.
         of_ranks = [{axis: found and Endpoint(*found) for axis, found in by_axis.items()} for by_axis in told]
         patience = min(timeout_seconds, ATTEMPT_SECONDS)
         failures = (
@@ -290,8 +291,8 @@ def _interface_by_axis(networks: Networks) -> dict[str, str | None]:
 
 
 def _listen(interface: str | None, peers: int, stack: ExitStack) -> Endpoint | None:
-    """Listen on the interface until `stack` closes, and return where. Connections complete in the kernel's queue and are never
-    accepted. Return None if the interface has no address or the axis has a single rank."""
+    """Listen on the interface until `stack` closes, and return the endpoint. Connections complete in the kernel's queue
+    and are never accepted. Return None if the interface has no address or the axis has a single rank."""
     address = interface and address_of(interface)
     if not address or peers == 1:
         return None

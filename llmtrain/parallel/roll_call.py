@@ -29,17 +29,17 @@ POLL_SECONDS = 0.2
 """Seconds between two checks for a newer start."""
 AT_START = "at the start"
 START = "llmtrain/start"
-"""Key of the name that rank 0 has given to the present start."""
+"""Store key of the name that rank 0 has given to the current start."""
 
 Answers = dict[int, tuple[str, Any]]
-"""Host and answer of each rank that has come, by rank."""
+"""Host and answer of each present rank, by rank."""
 
 
 def gather_over_store(store: dist.Store, world: World, when: str, mine: Any, timeout_seconds: float) -> list[Any]:
     """Return every rank's `mine`, a JSON value, by rank. A collective of all ranks, through the store of this start.
 
-    `when` names this roll call in the store and in messages. Raises a TrainingError that names the missing ranks, on every
-    present rank, or one on this rank if it loses the store.
+    `when` names this roll call in the store and in messages. If ranks are missing, raises a TrainingError that names
+    them, on every present rank. If this rank loses the store, raises a TrainingError on this rank alone.
     """
     began = time.monotonic()
     with _naming_the_store(world, when):
@@ -57,10 +57,10 @@ def open_roll_call(store: dist.Store, world: World, mine: Any, timeout_seconds: 
     """Return the part of `store` that belongs to this start of the ranks, and every rank's `mine`, a JSON value, by rank. A
     collective of all ranks, through the store. Raises as `gather_over_store` does.
 
-    A launcher that restarts ranks may keep the store with the keys of earlier starts. Nodes do not agree on a number of restarts:
-    each of torchrun's agents counts its own, and one that joins later begins at 0. Rank 0 therefore draws a name for the start,
-    with which all further keys begin. A rank that is faster than rank 0 reads the name of an earlier start. It notices that the
-    answers under this name are not its own, and looks for a newer name.
+    A launcher that restarts ranks may keep the store with the keys of earlier starts. Nodes do not agree on a number of
+    restarts: each of torchrun's agents counts its own, and one that joins later begins at 0. Rank 0 therefore draws a
+    name for the start, with which all further keys begin. A rank that is faster than rank 0 reads the name of an
+    earlier start. It notices that its own answer is not among the answers under this name, and looks for a newer name.
     """
     began, own = time.monotonic(), uuid4().hex
     with _naming_the_store(world, AT_START):
@@ -75,8 +75,8 @@ def open_roll_call(store: dist.Store, world: World, mine: Any, timeout_seconds: 
 
 
 def _join(store: dist.Store, world: World, mine: list[Any], deadline: float) -> tuple[dist.Store, Answers]:
-    """Return the part of the store in whose roll call `mine` is this rank's answer, and all answers. After the deadline,
-    return the answers that are known: those of the last roll call, or of the ranks that wait for rank 0 to open one."""
+    """Find the roll call that has `mine` as this rank's answer. Return its part of the store, and all its answers. After the
+    deadline, return the known answers: those of the last roll call, or of the ranks that wait for rank 0 to open one."""
     waiting, answers = f"{START}/{world.rank}", {}
     _set(store, waiting, None)
     _wait(store, [START], deadline - time.monotonic())
@@ -102,7 +102,7 @@ def _answer(store: dist.Store, world: World, when: str, mine: Any) -> None:
 
 
 def _collect_answers(store: dist.Store, world: World, when: str, timeout_seconds: float) -> Answers:
-    """Wait as rank 0 for the answers of the others, tell them who has come, and return all answers."""
+    """Wait as rank 0 for the answers of the other ranks, tell them which ranks are present, and return all answers."""
     with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, QUIET_SECONDS):
         _wait(store, [_key(when, rank) for rank in range(world.size)], timeout_seconds)
     answers = _present(store, _key(when), world)
@@ -112,7 +112,7 @@ def _collect_answers(store: dist.Store, world: World, when: str, timeout_seconds
 
 
 def _read_answers(store: dist.Store, world: World, when: str) -> Answers:
-    """Return the answers that rank 0 has told; if it has told none, those of the ranks that are present."""
+    """Return the answers that rank 0 has published. If it has published none, return those of the ranks that are present."""
     if not store.check([_key(when, "told")]):
         return _present(store, _key(when), world)
     told = json.loads(store.get(_key(when, "told")))
@@ -120,7 +120,8 @@ def _read_answers(store: dist.Store, world: World, when: str) -> Answers:
 
 
 def _acknowledge(store: dist.Store, world: World, when: str) -> None:
-    """Tell rank 0 that this rank has its answer. Rank 0 may then end, and the store with it, so nothing is read afterwards."""
+    """Tell rank 0 that this rank has read the answers. Rank 0 may then end, and the store with it, so nothing is read
+    afterwards."""
     store.set(_key(when, "heard", world.rank), "")
 
 
@@ -133,7 +134,8 @@ def _in_rank_order(answers: Answers, world: World, when: str, began: float) -> l
 
 
 def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: World, when: str, waited: float) -> str:
-    """Return one line that names the `missing` ranks and, by host, the ranks in `hosts`, after `waited` seconds."""
+    """Return one line that says which ranks were `missing` after `waited` seconds and, by host, which ranks (those in
+    `hosts`) were present."""
     present: dict[str, list[int]] = {}
     for rank, host in sorted(hosts.items()):
         present.setdefault(host, []).append(rank)

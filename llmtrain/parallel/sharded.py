@@ -1,4 +1,5 @@
-"""This rank's part of what FSDP2 has sharded. This module needs torch alone: a user's own loop may have no transformers model."""
+"""This rank's parts of tensors that FSDP2 has sharded. The module imports only torch, because a user's own loop may
+train a model that is not from transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def uses_fsdp1(module: torch.nn.Module) -> bool:
-    """Return whether a part of the module is sharded with FSDP1, whose flat parameters are no DTensors."""
+    """Return whether any part of the module is sharded with FSDP1, whose flat parameters are not DTensors."""
     return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def release_gathered(module: torch.nn.Module) -> None:
-    """Release the parameters that FSDP2 keeps gathered in a module, so that the next forward gathers them anew. Without FSDP2
-    there are none."""
+    """Release the parameters that FSDP2 keeps gathered in a module, so that the next forward gathers them anew. Do
+    nothing without FSDP2."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

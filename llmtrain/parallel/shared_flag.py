@@ -1,4 +1,4 @@
-"""Flag that any rank can raise and all ranks see soon, without waiting for each other: a key in the job's store."""
+"""Flag that any rank can raise and all ranks soon see, without waiting for one another: a key in the job's store."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ POLL_SECONDS = 0.5
 def shared_flag(store: dist.Store | None, name: str, raised_here: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """Provide a function that returns, without waiting, whether this rank knows that a rank has raised the flag.
 
-    `raised_here()` returns whether this rank raises the flag, which then stays raised. A thread calls it every POLL_SECONDS,
-    and polls the store over a connection of its own. Without a store, this process is the only rank.
+    `raised_here()` returns whether this rank raises the flag, which then stays raised. A thread calls it every
+    POLL_SECONDS, and polls the store over its own connection. Without a store, this process is the only rank.
     """
     if store is None:
         yield raised_here

@@ -1,7 +1,7 @@
 """Engine for a replica on one device: nothing is sharded or gathered.
 
-The master weights of a block are one flat tensor, of which the parameters are views. In bf16, the parameters are views of a
-second, rounded tensor, which is refreshed from the masters whenever they change. Each gradient is then added to its master's
+The master weights of a block are one flat tensor, and the parameters are views of it. In bf16, the parameters are views
+of a second, rounded tensor, which is refreshed whenever the masters change. Each gradient is then added to its master's
 gradient as soon as backward has computed it.
 """
 
@@ -69,7 +69,8 @@ class SingleDeviceEngine(TorchEngine):
                 parameter.register_post_accumulate_grad_hook(self._receive_gradient(index, master))
 
     def _receive_gradient(self, index: int, master: torch.Tensor) -> Callable[[nn.Parameter], None]:
-        """Return a hook that adds a parameter's gradient to its master's, if the master is another tensor, and counts it."""
+        """Return a hook that counts a parameter's gradient and, if its master is another tensor, adds the gradient to
+        the master's."""
         is_there = self._when_gradient_is_there(index)
 
         def receive(parameter: nn.Parameter) -> None:

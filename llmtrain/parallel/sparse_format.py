@@ -1,9 +1,9 @@
 """Sparse wire format (SparseLoCo, arXiv 2508.15706): the largest values of each chunk are sent, with their indices.
 
-A chunk has 4096 values, so that an index takes 12 bits. From a shorter last chunk, the same share is sent, rounded up. A value
-takes 2 bits: a sign and one of two magnitudes (levels) of its chunk. The levels are the means of the larger half and of the
-smaller half of the magnitudes that are sent, in fp32. With 64 values, a chunk takes 96 bytes of indices, 16 of values and 8 of
-levels, 0.029 bytes per value of the message.
+A chunk has 4096 values, so an index takes 12 bits. From a shorter last chunk, the same fraction of values is sent,
+rounded up. A sent value takes 2 bits: a sign and one of its chunk's two magnitudes (levels). The levels, in fp32, are
+the means of the larger and of the smaller half of the magnitudes that are sent. With 64 values, a chunk takes 96 bytes
+of indices, 16 of values and 8 of levels, 0.029 bytes per value of the message.
 
 Differs from the paper: chunks are of consecutive values of a rank's part of a block, not of 64 x 64 values of a matrix. The paper
 was not available to us, so we could not compare its levels, or see whether it counts their bytes (without them, 12 bits per index
@@ -23,8 +23,8 @@ LEVEL_BYTES = 4
 class SparseFormat:
     """Encoder and decoder of the `keep` largest magnitudes of each chunk of CHUNK values.
 
-    `values` is "2bit", or "fp32" for unrounded values in the message's dtype. From a chunk with non-finite values, some of these
-    are sent. With "2bit", all larger values of the chunk then become non-finite.
+    `values` is "2bit", or "fp32" for unrounded values in the message's dtype. If a chunk has non-finite values, some of
+    them are sent. With "2bit", at least the larger half of the chunk's sent values then becomes non-finite.
     """
 
     def __init__(self, keep: int, values: str):
@@ -54,8 +54,8 @@ class SparseFormat:
             start, taken = start + chunks * length, taken + size
 
     def _parts(self, numel: int) -> list[tuple[int, int, int]]:
-        """Return (number of chunks, values in each, values sent of each) for the full chunks, and for the shorter last one if
-        there is one."""
+        """Return (number of chunks, values per chunk, values sent per chunk) for the full chunks, and for the last
+        chunk if it is shorter."""
         whole, rest = divmod(numel, CHUNK)
         parts = [(whole, CHUNK, self.keep), (1, rest, -(-self.keep * rest // CHUNK))]
         return [part for part in parts if part[0] * part[1]]

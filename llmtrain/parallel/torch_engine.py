@@ -1,8 +1,8 @@
 """Base of the engines in which torch computes the gradients and a torch optimizer, or one with its interface, uses them.
 
-The loss is divided by a number of tokens that is the same on all ranks of a replica (`Engine.forward_backward`), and gradients
-are *summed* over the shard group. The result is the replica's gradient, with or without other replicas. In a synchronous step, a
-block's gradient is averaged over the replicas as soon as backward has completed it and those of all later blocks.
+The loss is divided by a number of tokens that is the same on all ranks of a replica (`Engine.forward_backward`), and gradients are
+*summed* over the shard group. The result is the replica's gradient, with or without other replicas. In a synchronous step, a
+block's gradient is averaged over the replicas as soon as backward has completed the gradients of this block and of all later ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TorchEngine(Engine):
         self._missing: list[int] = []
         """Number of gradients that the step's last micro-batch has not completed yet, by block."""
         self._averaging: list[PendingCollective] = []
-        """Averages in flight, from the last block to the first. The order is fixed, so that it is the same on all ranks."""
+        """Averages in flight, from the last block to the first. This order is the same on all ranks."""
         self.blocks: list[Block] = []
         self.masters: list[list[torch.Tensor]] = []
         """Tensors of this rank that the optimizer updates, by block, in the order of `Block.shards`."""
@@ -168,8 +168,8 @@ class TorchEngine(Engine):
         ]
 
     def _when_gradient_is_there(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook for the parameters of block `index`, to be called with a parameter when a micro-batch's gradient
-        for it is complete."""
+        """Return a hook for the parameters of block `index`. Autograd calls it with a parameter whose gradient for a
+        micro-batch is complete."""
         weak = weakref.ref(self)  # autograd keeps the hook in C++, where Python can't find a reference cycle to free
 
         def is_there(parameter: torch.Tensor) -> None:

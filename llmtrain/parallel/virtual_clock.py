@@ -1,7 +1,7 @@
 """Virtual clock of replicas in one process.
 
-The replicas take turns on one device, so their real speeds mean nothing. Methods whose results depend on which replica is ahead
-still need speeds. The recipe gives these, and a run is then the same every time.
+The replicas take turns on one device, so their real speeds mean nothing. Methods whose results depend on which replica
+is ahead still need speeds. The recipe gives them, which also makes runs reproducible.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from llmtrain.config import VirtualClockSection
 
 TICKS = 2**20
-"""Ticks per second. Times are whole ticks, rounded up, so that their sums and differences are exact."""
+"""Ticks per second. Times are rounded up to whole ticks, so that their sums and differences are exact."""
 
 
 class VirtualClock:
@@ -31,7 +31,8 @@ class VirtualClock:
         return self.now - self._started_at
 
     def restore(self, now: float) -> None:
-        """Continue at the time of a checkpoint. A period of seconds, whose state may be loaded earlier, sees no jump."""
+        """Continue at the time of a checkpoint. The seconds that the clock returns do not jump, because a period of
+        seconds may have loaded its state earlier."""
         self._started_at += now - self.now
         self.now = now
 
@@ -48,5 +49,5 @@ class VirtualClock:
             self.now += self.seconds_of(self.replica, step)
 
     def wait_until(self, time: float) -> None:
-        """Continue at `time`, unless it has passed."""
+        """Advance to `time`, unless it has passed."""
         self.now = max(self.now, time)

@@ -25,8 +25,8 @@ LOW, HIGH, THRESHOLD = 0.4528 / 0.79788, 1.5104 / 0.79788, 0.9816 / 0.79788
 (Max 1960), in units of its mean magnitude, sqrt(2 / pi) = 0.79788 standard deviations."""
 
 COMPILED_PIECE_VALUES = 2**19
-"""Values per piece in compiled code. This code passes over them only twice, for the scales and for the codes, so a call costs
-more than values that have left the cache."""
+"""Values per piece in compiled code, which passes over them only twice, for the scales and for the codes. A call then
+costs more than reading values that have left the cache."""
 
 Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -153,7 +153,7 @@ def _decode_fp4(groups: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
 
 
 def _encode_2bit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # The sum is in fp64, so that it hardly depends on the order of summation, in which devices differ.
+    # The sum is in fp64, so that it hardly depends on the order of summation, which differs between devices.
     scales = groups.abs().mean(-1, keepdim=True, dtype=torch.float64).to(torch.float32)
     is_high = groups.abs() > THRESHOLD * scales.to(groups.dtype)
     return _packed(_ones(is_high) + 2 * _ones(groups < 0), 2), scales
@@ -178,8 +178,8 @@ def _ones(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes [G, n], from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, the first one its
-    lowest bits."""
+    """Pack codes [G, n], from 0 to 2^bits - 1, into bytes, uint8 [G, n bits / 8]. Neighbors share a byte, the first one
+    in its lowest bits."""
     codes = codes.to(torch.int8)
     if bits == 4 and torch.compiler.is_compiling():  # compiles to one loop over a processor's vectors
         first, second = codes.to(torch.int32).unflatten(1, (-1, 2)).unbind(2)
@@ -232,7 +232,7 @@ def _compiled_groups(function: Compilable) -> Compilable:
 
 
 DIVISION_OPTIONS = ("eager_numerics.division_rounding", "emulate_divison_rounding")
-"""Names of the compiler's option by which it divides as torch does, the newest first. The second one is spelled as in torch."""
+"""Names of the compiler option that makes it divide as torch does, the newest first. The second name is spelled as in torch."""
 
 
 CODES: dict[str, tuple[int, Encoder, Decoder]] = {

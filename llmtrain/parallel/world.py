@@ -18,15 +18,15 @@ from llmtrain.waiting import announced
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 INTERACTIVE_STEP = "4294967290"
-"""Number of the step in which Slurm runs the shell of `salloc`. The shell is one process, however many the job has."""
+"""Number of the step in which Slurm runs the shell of `salloc`. The shell is one process, however many tasks the job has."""
 MAX_PORT = 65_535
 STEP_PORTS = range(15_000, 32_000)
 """Ports on which the ranks of a Slurm step meet, below the ephemeral ports of Linux (32768 to 60999 by default)."""
 PORTS_BETWEEN_STEPS = 1009
-"""Distance between the ports of consecutive steps of a Slurm job. It is large, because the jobs with the next numbers take the
-ports next to this job's."""
+"""Distance between the ports of consecutive steps of a Slurm job. It is large, because jobs with the next numbers use
+the next ports."""
 SCONTROL_SECONDS = 20.0
-"""Seconds in which Slurm's controller must answer."""
+"""Maximum seconds to wait for Slurm's controller."""
 SHARE_GPU = "LLMTRAIN_SHARE_GPU"
 """Environment variable. If it is 1, a node may have more ranks than GPUs, each a replica of its own. This is for trying
 synchronization on one GPU, not for speed."""
@@ -92,8 +92,8 @@ class World:
 
 
 def check_is_alone(advice: str) -> None:
-    """Raise RecipeError, which ends with `advice`, if an unknown launcher started this process as one of several. Otherwise, each
-    of these would train by itself."""
+    """Raise RecipeError, with `advice` in its message, if an unknown launcher started this process as one of several.
+    Otherwise, each process would train by itself."""
     for name in OTHER_SIZES:
         size = os.environ.get(name, "").strip()
         if size not in ("", "0", "1"):
@@ -103,7 +103,7 @@ def check_is_alone(advice: str) -> None:
 
 
 def environment_without_rank() -> dict[str, str]:
-    """Return this process's environment for a process that is no rank, although a rank starts it."""
+    """Return this process's environment without the variables that mark a rank, for a child process that is not a rank."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -117,8 +117,8 @@ def may_share_gpu() -> bool:
 
 
 def ranks_per_device(world: World) -> int:
-    """Return the number of ranks that compute on this rank's device: all ranks of the node on a CPU; one on a GPU, unless ranks
-    share GPUs."""
+    """Return the number of ranks that compute on this rank's device: on a CPU, all ranks of the node; on a GPU, one,
+    unless ranks share GPUs."""
     import torch  # here, because launchers read ranks without it
 
     if not torch.cuda.is_available():
@@ -136,9 +136,8 @@ def node_name() -> str:
 
 
 def master_endpoint() -> tuple[str, str]:
-    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm step and a port derived
-    from the numbers of the job and the step. Raises RecipeError if neither is available, or if the values are not those of an
-    endpoint."""
+    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, or the first host of the Slurm step and a port derived from
+    the numbers of the job and the step. Raises RecipeError if neither is available, or if the values are not a valid endpoint."""
     env = os.environ
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")  # a step need not have the job's first node
@@ -169,7 +168,8 @@ def slurm_step() -> str:
 
 
 def environment_number(name: str, default: int | str, minimum: int = 0, maximum: int | None = None) -> int:
-    """Return an environment variable as an integer in this range. Raises RecipeError if it is anything else."""
+    """Return an environment variable, or `default` if it is not set, as an integer from `minimum` to `maximum`. Raises
+    RecipeError for any other value."""
     text = os.environ.get(name, str(default)).strip()
     number = int(text) if text.isascii() and text.isdigit() else -1
     if number < minimum or (maximum is not None and number > maximum):

@@ -59,12 +59,13 @@ def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[...,
 
 def _checkpoint_policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.overloadpacket.__name__
-    # Attention with dropout is computed again: if its result were kept, the random numbers would not advance in the
+    # Attention with dropout is recomputed: if its result were kept, the random numbers would not advance in the
     # recomputation, and later dropouts of the layer would draw other masks than in the forward pass.
     is_expensive = name in EXPENSIVE or (name.startswith(ATTENTION) and not _has_dropout(args, kwargs))
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _has_dropout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an attention operation has these arguments: its dropout is the only float without a name."""
+    """Return whether an attention operation has dropout, given its arguments. Dropout is the only positional argument
+    that is a float."""
     return any(isinstance(argument, float) and argument > 0 for argument in (*args, kwargs.get("dropout_p")))

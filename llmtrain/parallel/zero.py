@@ -1,9 +1,9 @@
 """DeepSpeed ZeRO engine: stage 1, 2 or 3 over the shard axis.
 
 An `mpu` object limits DeepSpeed's data parallelism to the shard group. The parameters of a block form one or two of the
-optimizer's parameter groups: those with weight decay and those without. A rank's part of the block's fp32 master weights is
-therefore one or two flat tensors, which synchronization changes in place. Between backward and step, this module averages
-gradients over the replicas and clips them. DeepSpeed does the rest.
+optimizer's parameter groups: one with weight decay and one without. A rank's part of the block's fp32 master weights is
+therefore one or two flat tensors, which synchronization changes in place. Between backward and step, this module
+averages gradients over the replicas and clips them. DeepSpeed does the rest.
 
 In bf16, randomly initialized masters have values that are rounded to bf16, because DeepSpeed copies them from the bf16 weights.
 """
@@ -46,7 +46,7 @@ except ImportError as error:
         f"parallel.engine=zero needs DeepSpeed, which can't be imported ({error}); install it with: "
         "pip install -c constraints.txt -e '.[zero]'"
     ) from error
-# DeepSpeed's engine imports this later, and 500 modules with it. Here, it is imported once for all ranks that are forked.
+# DeepSpeed's engine would import this later, and 500 modules with it. Imported here, it is shared by all forked ranks.
 with suppress(ImportError):
     import deepspeed.runtime.zero.muon.muon_optimizer
 
@@ -79,8 +79,8 @@ class ZeroEngine(Engine):
         self._hooks: list[Callable[[int], None]] = []
         self._in_forward = False
         self._masters_changed = False  # True while the compute weights may lag behind changed masters
-        # DeepSpeed requires LOCAL_RANK and uses it as the GPU's index. srun does not set it, and with one GPU per task every
-        # rank has GPU 0.
+        # DeepSpeed requires LOCAL_RANK and uses it as the GPU's index. srun does not set it, and with one GPU per task,
+        # GPU 0 is every rank's GPU.
         number = mesh.world.local_rank if mesh.device.index is None else mesh.device.index
         os.environ["LOCAL_RANK"] = str(number)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -283,8 +283,7 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        """Set the padding of the masters to zero. DeepSpeed leaves it uninitialized, but norms and messages are of
-        complete flat tensors, padding included."""
+        """Set the padding of the masters to zero. DeepSpeed leaves it uninitialized, but norms and messages include it."""
         for block, layout in zip(self.blocks, self._layout, strict=True):
             for group, master in zip(layout, block.shards, strict=True):
                 for padding in group.padding(self.mesh.shard_comms.rank):
@@ -292,13 +291,13 @@ class ZeroEngine(Engine):
             self.parameters_changed(block)
 
     def _gradients(self) -> list[list[torch.Tensor]]:
-        """Return this rank's part of the gradients by optimizer group, as the optimizer's step will read them."""
+        """Return this rank's part of the gradients by optimizer group: the tensors that the optimizer's step will read."""
         if self._is_offloaded:
             return [[master.grad] for masters in self._masters for master in masters]
         return list(self._engine.optimizer.averaged_gradients.values())
 
     def _average_over_replicas(self, groups: list[list[torch.Tensor]]) -> None:
-        """Average gradients over the replicas, with few groups in flight, so that no second copy of all gradients exists."""
+        """Average gradients over the replicas, with few groups in flight, so that the gradients are never copied all at once."""
         comms = self.mesh.replica_comms
 
         def started() -> Iterator[tuple[list[torch.Tensor], PendingCollective]]:
@@ -339,7 +338,7 @@ class ZeroEngine(Engine):
         )
 
     def _dtensors_of(self, group: FlatGroup, part: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return DTensors sharded by rows, by name, of this rank's flat tensor of a group. A collective of the shard group."""
+        """Convert this rank's flat tensor of a group to DTensors by name, sharded by rows. A collective of the shard group."""
         ranks, rank, mesh = self.mesh.shard_comms.size, self.mesh.shard_comms.rank, self.mesh.shard_mesh["shard"]
         named = {}
         for name, whole in group.full_tensors(self._gathered(part)).items():
@@ -351,8 +350,8 @@ class ZeroEngine(Engine):
         return named
 
     def _part(self, group: FlatGroup, named: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
-        """Return this rank's flat tensor of a group, from DTensors. `key` is a format string that turns a
-        parameter's name into a key of `named`."""
+        """Return this rank's flat tensor of a group, given the DTensors in `named`. `key` is a format string that turns
+        a parameter's name into a key of `named`."""
         whole = {name: named[key.format(name)].full_tensor() for name in group.names}
         return group.part(whole, self.mesh.shard_comms.rank)
 

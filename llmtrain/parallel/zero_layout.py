@@ -17,10 +17,10 @@ from llmtrain.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameter group, divided among the ranks of a shard group: one flat tensor of `size` elements per rank.
+    """Parameter group that is divided among the ranks of a shard group, with one flat tensor of `size` elements per rank.
 
-    ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor has its parts end to
-    end. ZeRO-1 and 2 put all parameters end to end and cut the result. Padding fills the last part.
+    ZeRO-3 (`by_parameter`) cuts each parameter into `ranks` equal parts, and a rank's tensor holds the rank's parts end
+    to end. ZeRO-1 and 2 put all parameters end to end and cut the result into equal parts. Padding fills the last parts.
     """
 
     names: list[str]
@@ -102,9 +102,9 @@ BUCKET = 50_000_000
 """Number of gradient values that DeepSpeed reduces together. DeepSpeed allocates buffers for these in advance, and its default is
 ten times larger."""
 PREFETCHED = 50_000_000
-"""Number of parameter values that each layer of DeepSpeed's stage 3 has gathered ahead of its use."""
+"""Number of parameter values that DeepSpeed's stage 3 gathers ahead of their use, at each layer."""
 LIVE = 2 * PREFETCHED
-"""Number of parameter values above which nothing more is gathered ahead; DeepSpeed's default is ten times larger."""
+"""Number of gathered parameter values above which nothing more is gathered ahead; DeepSpeed's default is ten times larger."""
 
 
 def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_while_training: bool) -> dict[str, Any]:
@@ -121,7 +121,8 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_
     if parallel.zero_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     elif parallel.zero_stage < 3:
-        # The engine has clipped already. DeepSpeed would reduce a norm for each parameter group, and then read it.
+        # The engine has clipped already. DeepSpeed would all-reduce the norm of each parameter group, and then make the
+        # host read it.
         zero["compute_grad_norm"] = False
     if parallel.zero_stage == 3:
         # No parameter may stay gathered across a synchronization, because it would keep its old values.
@@ -144,7 +145,7 @@ def deepspeed_config(parallel: ParallelSection, changes_in_forward: bool, sends_
         "bf16": {"enabled": parallel.precision == "bf16", "check_grad_overflow": False},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": accumulates_in},
-        # DeepSpeed's timer would wait for the whole device in every micro-batch, and so for messages between replicas.
+        # DeepSpeed's timer would wait for the whole device in every micro-batch, messages between replicas included.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": zero,
     }

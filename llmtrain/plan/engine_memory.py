@@ -1,6 +1,6 @@
 """Estimate of the memory that an engine needs for parameters, gradients and optimizer state, on one rank.
 
-`memory.estimate` adds what is the same with every engine, and states all formulas.
+`memory.estimate` adds the parts that are the same with every engine, and states all formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EngineMemory:
     gathered: int
     gathered_in_forward: int
     buckets: int = 0
-    """The part of `gathered` that is allocated for gradients: during backward, with ZeRO-3 at all times."""
+    """The part of `gathered` that is allocated for gradients: during backward, or with ZeRO-3 at all times."""
     reduced: int = 0
     """Copies of a bucket of gradients while it is reduced: during backward if there is more than one, otherwise after it."""
     gradients_before_the_last_bucket: int = 0
@@ -101,7 +101,7 @@ def _zero(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Engine
     whole = compute * size.parameters
     gathers = parallel.zero_stage == 3
     optimizer = moment_values(recipe, size, shards) * master
-    # Masters, gradients and, in stage 3, the buffer in which gradients arrive or, before, one of rounded parameters.
+    # Masters, gradients and a buffer: in stage 3, the one in which gradients arrive, in stages 1 and 2, one of compute weights.
     offloaded = 2 * sharded + (sharded if gathers else -(-whole // shards)) + optimizer if parallel.zero_offload else 0
     accumulates = _accumulates(recipe, replicas, shards)
     gradients = sharded + (whole if parallel.zero_stage == 1 and accumulates else 0)

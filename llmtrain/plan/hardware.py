@@ -33,8 +33,8 @@ def hardware_of(
 ) -> Hardware:
     """Return the hardware of `recipe show`'s options. Measures this machine's rate if neither a card nor a rate is given.
 
-    Raises UserError for an unknown card or an infinite rate. Raises RecipeError if a card is given without a rate and the
-    recipe does not compute in bf16, because a card's rate is that in bf16.
+    Raises UserError for an unknown card, or a rate or latency that is not finite. Raises RecipeError if a card is given
+    without a rate and the recipe does not compute in bf16, because a card's rate is its rate in bf16.
     """
     for option, rate in (("--tflops", tflops), ("--mbit", mbit), ("--latency-ms", latency_ms)):
         if rate is not None and not math.isfinite(rate):

@@ -1,8 +1,8 @@
 """Estimate of the memory that one process needs to train a recipe.
 
-It is computed from the model's counts, for the moments of a step at which memory use peaks. It leaves out the device's
-context, the communication library's buffers and allocator fragmentation. It is accurate enough to choose a mesh, but does not
-guarantee that a run fits.
+The estimate is computed from the model's counts, for the moments of a step at which memory use peaks. It leaves out the
+device's context, the communication library's buffers and allocator fragmentation. It is accurate enough to choose a
+mesh, but does not guarantee that a run fits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ attention, whose weights are not included: 1.69 to 1.74 in bf16 and 1.57 to 1.59
 SAVED_PER_COMPILED_LINEAR = {"fused": 0.85, FUSED_FAMILY: 1.0}
 """The same for compiled layers, in which torch.compile computes cheap results again in backward, in any precision.
 
-Counted in the same way. Llama: 0.84 in bf16 and fp32. GPT-Neo: 0.96 in fp32. Layers without fused attention are planned
-as if they were not compiled."""
+Counted in the same way. Llama: 0.84 in bf16 and fp32. GPT-Neo: 0.96 in fp32. For layers without fused attention, the
+estimate is as if they were not compiled."""
 SAVED_PER_ATTENTION_WEIGHT = {"bf16": 6, "fp32": 4, "fp64": 8}
 """Bytes saved per attention weight without fused attention, counted on transformers' GPT-Neo in bf16 and fp32."""
 IN_BACKWARD = 1.25
@@ -65,31 +65,33 @@ class Memory:
     """Negative correction that makes the parts on the GPU sum to its peak, because the parts do not all peak at the
     same time."""
     host: int
-    """Bytes kept in (pinned) CPU memory: offloaded anchors, and with ZeRO's offload masters, moments
-    and a copy of the gradients."""
+    """Bytes kept in (pinned) CPU memory: offloaded anchors and, with ZeRO's offload, masters, moments and copies of
+    gradients and parameters."""
     host_rounding: int
     """Bytes by which torch rounds up the pinned memory of offloaded anchors. Without GPUs, memory is not pinned."""
     host_models: int
-    """Bytes of models kept in CPU memory for messages. On GPUs most of it is pinned, and torch takes up to twice as many."""
+    """Bytes of models kept in CPU memory for messages. With GPUs, most of this memory is pinned, and torch takes up to
+    twice as much."""
     host_checkpoint: int
-    """Bytes of the copy from which a checkpoint is written. On GPUs it is pinned. torch rounds each tensor up to a
-    power of two, so it may really take up to twice as many."""
+    """Bytes of the copy from which a checkpoint is written. With GPUs, this memory is pinned. torch rounds each tensor
+    up to a power of two, so it may take up to twice as much."""
     host_validation: int
-    """Bytes of the copy of a replica's own parameters while other ones are validated. On GPUs it is pinned, block by block."""
+    """Bytes of the copy of a replica's own parameters while other parameters are validated. With GPUs, it is pinned
+    block by block."""
 
     @property
     def device_total(self) -> int:
-        """Return the peak bytes on the GPU."""
+        """Peak bytes on the GPU."""
         return sum(getattr(self, part.name) for part in fields(self)) - self.host_total
 
     @property
     def pinned_total(self) -> int:
-        """Return the bytes of pinned CPU memory that a rank with a GPU takes at all times."""
+        """Bytes of pinned CPU memory that a rank with a GPU takes at all times."""
         return self.host + self.host_rounding
 
     @property
     def host_total(self) -> int:
-        """Return the bytes of CPU memory that a rank with a GPU takes."""
+        """Bytes of CPU memory that a rank with a GPU takes."""
         return self.pinned_total + self.host_models + self.host_checkpoint + self.host_validation
 
     def total(self, on_gpu: bool) -> int:
@@ -98,8 +100,8 @@ class Memory:
 
     @property
     def copies_on_cpu(self) -> int:
-        """Return the bytes that copies for checkpoints and validation add without GPUs. A checkpoint is written while training
-        continues. Validation keeps neither gradients nor activations, whose place its copy takes."""
+        """Bytes that copies for checkpoints and validation add without GPUs. A checkpoint is written while training
+        continues. Validation keeps neither gradients nor activations, so its copy takes their place."""
         return self.host_checkpoint + max(0, self.host_validation - self.gradients - self.activations)
 
 
@@ -114,8 +116,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  in stage 3, c P in stages 1 and 2.
     gradients    w P / M. ZeRO-1 adds c P if it accumulates over micro-batches; otherwise they are in its buckets.
     optimizer    AdamW: 2 w P / M. Muon: w P / M for the matrices of layers, AdamW's for the rest. SGD: 0. With `zero_offload`,
-                 optimizer state, masters and a copy of the gradients in w count as `host`, in stage 3 with another copy
-                 instead of the gradients on the device, in stages 1 and 2 with one of the parameters in c.
+                 optimizer state, masters and a copy of the gradients in w count as `host`. So does a buffer: in stage 3, a
+                 second copy of the gradients, in place of those on the device; in stages 1 and 2, the parameters in c, c P / M.
     anchors      w P / M for the anchor, and as much for outer momentum. A plain average needs no anchor if replicas
                  wait for it and send it unrounded. With `sync.offload` anchors count as `host`. They are pinned block by
                  block, for which torch takes the next power of two: `host_rounding` is the difference.
@@ -132,10 +134,10 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
                  layers x l, plus l / 4 for gradients. With checkpointing it is c t hidden per layer, plus 5 l / 4. With
                  `selective` it is c t (O + 2 hidden) per layer, where O is the outputs of its linear layers, plus
                  5 l / 4. With `document_mask`, masks of c t sequence_length are added: one for each layer that attends
-                 to the whole sequence. For Llama or with checkpointing it is a single one.
-    loss         The larger of the logits of loss_chunk positions, twice in at least fp32 and in bf16 once more, and the
-                 gradients of these logits and of the head in c. In addition, the head's full gradient in at least fp32 and the gradient
-                 of its inputs in c.
+                 to the whole sequence, or a single one for Llama and with checkpointing.
+    loss         The larger of (a) the logits of loss_chunk positions, twice in at least fp32 and in bf16 once more, and
+                 (b) the gradients of these logits and of the head in c. In addition, the head's full gradient in at least
+                 fp32 and the gradient of its inputs in c.
     messages     During a synchronization, shards of the largest block in w: prefetch + 1 in flight and 2 in use. With
                  offloaded anchors, also prefetch + 2 anchors and 2 momenta. Means in flight during local steps (of one
                  fragment or of all blocks) and rounding errors for error feedback add w / M per value, and stay. Rounded
@@ -163,7 +165,7 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
     If n replicas are in one process, each has its own weights, optimizer, anchors and messages. They compute in turns, and a
     turn ends where a replica waits for the others. While one replica computes, each of the others holds at most one of these:
     its gradients (in synchronous steps), the activations of all layers (if blocks synchronize in forward), or the last block's
-    mean in w (after another round). So gradients count n times in the first case, and activations in the second. The loss and
+    mean in w (after other rounds). So gradients count n times in the first case, and activations in the second. The loss and
     the gathered blocks count once.
 
     Compared with the allocators of emulated GPUs and, for compiled layers, of a CPU, the estimate was off by -8 to +8 %
@@ -235,8 +237,8 @@ def estimate(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> Mem
 
 
 def checkpoint_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
-    """Return the bytes of a checkpoint: each replica's masters, optimizer state and rounding errors, and once, since replicas
-    share them, anchors and outer momentum. Messages in flight are left out."""
+    """Return the bytes of a checkpoint: each replica's masters, optimizer state and rounding errors, and one copy of
+    anchors and outer momentum, which replicas share. Messages in flight are left out."""
     master, _ = BYTES[recipe.parallel.precision]
     sync = recipe.sync
     own = size.parameters * (2 if sync.wire.error_feedback else 1) + moment_values(recipe, size)
@@ -254,22 +256,23 @@ def run_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> int:
 
 
 def copies_background_checkpoints(recipe: Recipe) -> bool:
-    """Return whether checkpoints are copied because they are written in the background. Under ZeRO, all are."""
+    """Return whether checkpoints are copied because they are written in the background. Under ZeRO, all checkpoints are
+    copied in any case."""
     return recipe.checkpoint.background and recipe.parallel.engine != "zero"
 
 
 def _checkpoint_copy(recipe: Recipe, others: int, anchors: int) -> int:
-    """Return the bytes in CPU memory of the copy from which a checkpoint is written: of everything in the background or under
-    ZeRO, else of offloaded anchors, which pass through the device."""
+    """Return the bytes in CPU memory of the copy from which a checkpoint is written. In the background or under ZeRO,
+    everything is copied; otherwise only offloaded anchors are, which pass through the device."""
     if recipe.checkpoint.background or recipe.parallel.engine == "zero":
         return others + anchors
     return anchors if recipe.sync.offload else 0
 
 
 def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> bool:
-    """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`). For
-    `auto`, it does if they would otherwise take more than KEPT_BYTES and KEPT_SHARE of the estimate. The result is the same on all ranks,
-    because it depends only on the recipe and the mesh."""
+    """Return whether FSDP2 frees gathered parameters between forward and backward (`parallel.reshard_after_forward`).
+    For `auto`, it does if gathered parameters would take more than both KEPT_BYTES and KEPT_SHARE of the estimate. The
+    result is the same on all ranks, because it depends only on the recipe and the mesh."""
     given = recipe.parallel.reshard_after_forward
     if given != "auto":
         return given
@@ -280,16 +283,16 @@ def reshards(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> boo
 
 
 def _anchor_copies(recipe: Recipe) -> int:
-    """Return how many tensors of the model's size the anchor and the outer optimizer's state are. Runs that average gradients in every step
-    have neither."""
+    """Return the number of tensors of the model's size in the anchor and the outer optimizer's state. Runs that average
+    gradients in every step have neither."""
     sync = recipe.sync
     has_anchor = sync.needs_anchor and not sync.period.averages_gradients
     return 1 + len(sync.outer.state) if has_anchor else 0
 
 
 def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int:
-    """Return the bytes by which the pinned memory of anchors is larger than the anchors. torch pins each block in memory whose
-    size is a power of two."""
+    """Return the bytes by which the pinned memory of anchors exceeds the anchors, because torch rounds the memory of
+    each block up to a power of two."""
     master, _ = BYTES[recipe.parallel.precision]
     blocks = [master * -(-parameters // shards) for parameters in size.block_parameters]
     copies = round(anchors / sum(blocks))
@@ -297,8 +300,8 @@ def _rounding(recipe: Recipe, size: ModelSize, shards: int, anchors: int) -> int
 
 
 def _messages(recipe: Recipe, size: ModelSize, replicas: int, shards: int, has_anchors: bool) -> tuple[int, int, int]:
-    """Return the bytes of messages as (only during a synchronization, also between synchronizations, and there not in a
-    checkpoint)."""
+    """Return three numbers of bytes: of messages during a synchronization only, of messages and errors that stay
+    between synchronizations, and of encoded messages, which stay as well but are not in a checkpoint."""
     master, _ = BYTES[recipe.parallel.precision]
     sync, largest = recipe.sync, -(-max(size.block_parameters) // shards)
     if sync.period.averages_gradients:
@@ -335,7 +338,7 @@ def _kept_by_layer(recipe: Recipe, size: ModelSize) -> int:
 
 
 def _mask(recipe: Recipe, size: ModelSize) -> int:
-    """Return the bytes of a mask that keeps documents apart. It is in compute precision, as fused attention requires."""
+    """Return the bytes of one mask that keeps documents apart. The mask is in compute precision, as fused attention requires."""
     separates = recipe.train.document_mask and recipe.data.packing == "packed" and size.masks > 0
     _, compute = BYTES[recipe.parallel.precision]
     return compute * recipe.train.micro_batch * recipe.train.sequence_length**2 if separates else 0

@@ -26,8 +26,9 @@ def choose_mesh(
     is split into as many replicas as fit in memory. `fits(shards)` returns whether a replica sharded over `shards` ranks
     fits. `check_mesh` has already verified that given numbers divide the number of ranks.
 
-    Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, if one would have a part of a node and
-    other nodes without `parallel.shards`, or if the choice is open and the nodes have different numbers of ranks.
+    Raises RecipeError if a replica would span nodes without `parallel.shard_across_nodes`, if a replica would have a
+    part of one node and also other nodes although `parallel.shards` is not given, or if the choice is open and the
+    nodes have different numbers of ranks.
     """
     shards, reason = given_shards(parallel, len(nodes), on_gpu) or _by_nodes(parallel, nodes, fits)
     if not parallel.shard_across_nodes:
@@ -38,7 +39,7 @@ def choose_mesh(
 
 
 def given_shards(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[int, str] | None:
-    """Return (shards, reason) if the recipe determines the mesh of `world` ranks, or None if it leaves it open."""
+    """Return (shards, reason) if the recipe determines the mesh of `world` ranks; None if the recipe leaves the mesh open."""
     if parallel.in_process:
         return 1, "in one process, in turns"
     replicas, shards, on_cpu = parallel.replicas, parallel.shards, parallel.given_on_cpu
@@ -101,8 +102,8 @@ def _check_nodes(shards: int, nodes: Sequence[str]) -> None:
 
 
 def _check_parts(shards: int, nodes: Sequence[str]) -> None:
-    """Raise RecipeError if a replica, `shards` consecutive ranks, would have a part of a node and other nodes: nodes may be at
-    different sites, and the number of shards was not given."""
+    """Raise RecipeError if a replica, `shards` consecutive ranks, would have a part of one node and also other nodes.
+    The number of shards was not given, and the nodes may be at different sites."""
     for first in range(0, len(nodes), shards):
         within, others = nodes[first : first + shards], [*nodes[:first], *nodes[first + shards :]]
         if len(set(within)) > 1 and (shared := set(within) & set(others)):
@@ -123,8 +124,9 @@ def _divisors(number: int) -> list[int]:
 
 
 MEMORY_HEADROOM = 0.8
-"""Fraction of a device's memory that the estimate for an automatically chosen mesh may take. The rest covers the parts that
-the estimate leaves out, and its error on GPUs, which is unknown because the estimate was compared on CPUs only."""
+"""Maximum fraction of a device's memory that an automatically chosen mesh may take by the estimate. The rest covers the
+parts that the estimate leaves out, and its error on GPUs, which is unknown because the estimate was compared with
+measurements on CPUs only."""
 ASSUMED_VOCABULARY = 32_000
 """Vocabulary size assumed for a tokenizer that is not downloaded yet. Few tokenizers are smaller, so a recipe is hardly ever
 refused because its memory is overestimated."""
@@ -164,7 +166,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
 
 
 def with_reshard_after_forward_decided(recipe: Recipe, vocab_size: int, replicas: int, shards: int) -> ParallelSection:
-    """Return the recipe's `parallel` section. If `reshard_after_forward` is `auto` and has an effect, it is replaced by the
+    """Return the recipe's `parallel` section. If `reshard_after_forward` is `auto` and has an effect, replace it by the
     decision, true or false."""
     parallel = recipe.parallel
     if parallel.engine != "fsdp2" or shards == 1 or parallel.reshard_after_forward != "auto":
@@ -188,8 +190,8 @@ def _state_of(memory: Memory, on_gpu: bool) -> int:
 
 
 def _remedies(recipe: Recipe, ours: bool, several_nodes: bool, on_gpu: bool) -> list[str]:
-    """Return changes that could make the run fit in memory. Recipe keys are among them only if the mesh was chosen here
-    (`ours`), and not given by the recipe."""
+    """Return changes that could make the run fit in memory. They include recipe keys other than `parallel.in_process`
+    only if the mesh was chosen here (`ours`) instead of given by the recipe."""
     changes = ["more devices", "larger ones", "a smaller model"]
     if recipe.parallel.in_process:
         changes = ["fewer replicas", "parallel.in_process=false with more devices", "a smaller model"]

@@ -20,12 +20,12 @@ from llmtrain.recipe_check import check
 from llmtrain.sync.methods import METHODS
 
 TYPICAL_MESH = (4, 1)
-"""Numbers of replicas and shards where the recipe leaves them open."""
+"""Numbers of replicas and shards that are assumed where the recipe leaves them open."""
 
 
 @dataclass(frozen=True)
 class MethodTimes:
-    """Estimates for each method that a recipe allows, and the reasons for which it does not allow the others."""
+    """Estimates for the methods that a recipe allows, and the reasons why it does not allow the others."""
 
     mesh: tuple[int, int]
     estimates: dict[str, tuple[SyncSection, TimeEstimate]]
@@ -35,7 +35,7 @@ class MethodTimes:
 def method_times(recipe: Recipe, with_method: Callable[[str], Recipe], hardware: Hardware) -> MethodTimes:
     """Estimate the times of `recipe` with each method. `with_method` returns the recipe with the preset of another method.
 
-    Raises UserError if the recipe has one replica, or all of its replicas in one process, so that nothing waits for a network.
+    Raises UserError if the recipe has one replica or trains all replicas in one process, because nothing then waits for a network.
     """
     mesh = _mesh(recipe, hardware.on_gpu)
     found = MethodTimes(mesh, {}, {})
@@ -75,7 +75,7 @@ def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: 
 
 
 def _mesh(recipe: Recipe, on_gpu: bool) -> tuple[int, int]:
-    """Return the recipe's mesh, with TYPICAL_MESH for what it leaves open."""
+    """Return the recipe's mesh, with numbers from TYPICAL_MESH where it leaves them open."""
     parallel = recipe.parallel
     if parallel.in_process:
         raise UserError("parallel.in_process=true trains all replicas in one process, so none waits for a network")

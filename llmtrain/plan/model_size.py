@@ -30,7 +30,7 @@ class ModelSize:
     parameters: int
     """Trainable parameters; shared ones count once."""
     embedding_parameters: int
-    """Parameters of lookup tables, a tied head included."""
+    """Parameters of lookup tables, including a tied head."""
     block_parameters: tuple[int, ...]
     """Parameters per block, in forward order; see `model.blocks_of`."""
     layer_matrices: tuple[tuple[int, int], ...]
@@ -66,7 +66,8 @@ def size_of(recipe: Recipe, vocab_size: int | None = None) -> ModelSize:
 
 
 _sizes: dict[tuple[str, int, int], ModelSize] = {}
-"""Sizes by config, loss chunk and sequence length: a command asks for the same one several times, and building takes 0.1 s."""
+"""Sizes by config, loss chunk and sequence length, kept because a command asks for the same size several times and
+building a model takes 0.1 s."""
 
 
 def _count(config: PretrainedConfig, loss_chunk: int, sequence_length: int) -> ModelSize:
@@ -112,8 +113,8 @@ def _vocabulary(recipe: Recipe) -> int | None:
 
 
 def _masks(config: PretrainedConfig, attention: str, sequence_length: int) -> int:
-    """Return `ModelSize.masks`. GPT-Neo's local layers do not count, because they have a mask for their window in any case,
-    unless the window is as long as the sequence."""
+    """Return `ModelSize.masks`. GPT-Neo's local layers do not count, because they need a mask for their window in any
+    case, unless the window is at least as long as the sequence."""
     if config.model_type in CAUSAL_FAMILIES:
         return 1
     if attention == FUSED_FAMILY:

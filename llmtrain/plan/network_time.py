@@ -1,4 +1,4 @@
-"""Time per round for which replicas wait for the network, by a method's choices and the link between replicas.
+"""Estimate of the time per round for which replicas wait for the network, from a method's choices and the link between replicas.
 
 A local step takes `step_seconds` regardless of the network, and a round has `every` local steps. All replicas are equally fast,
 and the arithmetic of a synchronization takes no time, so the exposed time is only the network's. Utilization is compute /
@@ -8,9 +8,9 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
                         waits until it has heard that the receiver is ready. gloo sends a hop in two halves, so that the round
                         trip of one half passes while the other one is sent, and cuts hops at 2 MiB. Two messages are sent at
                         once on each connection, the others after them
-    rounded message     its bytes to all others, then the rounded sums in the same way; with the largest values alone, once. The
-                        first exchange takes the latency twice, because a receiver says that it is ready when the exchange
-                        starts, the second one once. Any number of messages is sent at once
+    rounded message     its bytes to all others, then the rounded sums in the same way; the largest values alone need only the
+                        first of these exchanges. It takes the latency twice, because receivers say that they are ready when it
+                        starts; the second exchange takes it once. Any number of messages is sent at once
     blocking            all messages, and N-1 hops without bytes in which the replicas agree on the round
     layer-wise          as for blocking, minus the forward passes of the blocks before the one that waits
     every step          all messages, minus the backward passes of the blocks that come after the one that waits. A pause before
@@ -23,7 +23,7 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
     averaged moments    all messages of the moments that are due, unrounded, at the end of a round; Muon's matrices count as if
                         they had second moments
 
-TCP starts slowly after a pause (`NetworkLink.restart_seconds`), which is added to the first message after one.
+TCP starts slowly after a pause. `NetworkLink.restart_seconds` is added to the first message after a pause.
 
 If the reduction weights replicas, an overlapped or delayed message is sent one step later, when the weights are known, which
 leaves d - 1 steps to hide it. The second exchange of a rounded message starts halfway through these steps. In rounds of
@@ -52,21 +52,21 @@ from llmtrain.parallel.sparse_format import SparseFormat
 from llmtrain.parallel.wire_format import WireFormat
 
 PREDICTION_ERROR = 4.0
-"""Points of utilization, rounded up, by which measurements have differed from these predictions at most: 36 in
-benchmarks/results/network and the 8 in docs/network.md."""
+"""Largest difference between these predictions and measurements, in points of utilization, rounded up: 36 measurements in
+benchmarks/results/network and 8 in docs/network.md."""
 FORWARD_SHARE = 1 / 3
 """Fraction of a step's time that its forward pass takes, without recomputation."""
 VALUE_BYTES = 4
 """Bytes of an unrounded value, unless it is in fp64."""
 STREAMS = 2
-"""Number of all-reduces that gloo carries out at once on one connection. Others wait until one of its two threads is free."""
+"""Number of all-reduces that gloo carries out at once on one connection. Others wait until one of gloo's two threads is free."""
 INITIAL_WINDOW = 14_480
 """Bytes that TCP sends in the first round trip after a long pause: ten segments."""
 WAKE_ROUND_TRIPS = 1.5
-"""Round trips until the threads of a wait-avoiding group begin: half of one until a waiting thread hears of the key that wakes it,
-and one in which it reads the key."""
+"""Round trips until the threads of a wait-avoiding group begin: half a round trip until a waiting thread hears of the key that
+wakes it, and one to read the key."""
 TIMED_ROUNDS = 100
-"""Rounds of seconds that are followed at most, until one is as long as the one before."""
+"""Maximum number of rounds that `timed_round` follows, until a round has as many steps as the one before."""
 TIMEOUT_SECONDS = 0.2
 """Minimum difference between TCP's retransmission timeout and a steady round trip (Linux)."""
 
@@ -80,13 +80,13 @@ class NetworkLink:
     latency_seconds: float = 0.0
     """One-way latency."""
     slow_start: bool = True
-    """True if TCP's window is halved per retransmission timeout of a pause, as Linux does by default."""
+    """True if TCP's window is halved for each retransmission timeout within a pause, as by default on Linux."""
     connections: int = 1
-    """Connections to each peer, for all-reduces at once."""
+    """Number of connections to each peer, for all-reduces that are in flight at once."""
 
     @property
     def round_trip(self) -> float:
-        """Return the seconds from one replica to another and back."""
+        """Seconds from one replica to another and back."""
         return 2 * self.latency_seconds
 
     def transfer_seconds(self, sent: float) -> float:
@@ -111,23 +111,23 @@ class Exchange:
     sent: float
     hops: float
     peers: int = 1
-    """Ranks to which a rank sends at once."""
+    """Number of ranks to which a rank sends at once."""
     is_ring: bool = True
     """True for gloo's all-reduce, in which a hop's second half is sent while the first one is on its way. False for messages to all
     others at once."""
     receivers_ready: bool = False
     """True if the receivers of messages to all others are ready when they are sent. Otherwise, the sender first waits for their
-    word, which takes the latency."""
+    signal, which takes the latency."""
     parts: int = 1
     """Number of equal parts on different connections, each with `hops` hops."""
 
     @property
     def in_flight(self) -> float:
-        """Return the bytes that are on their way to one peer at once on each connection."""
+        """Bytes that are on their way to one peer at a time, per connection."""
         return self.sent / self.parts / max(self.hops, 1) / self.peers
 
     def streams(self, link: NetworkLink) -> float:
-        """Return the number of parts of such exchanges that run at once."""
+        """Return the number of parts of exchanges of this kind that run at once."""
         return STREAMS * link.connections if self.is_ring else math.inf
 
     def seconds(self, link: NetworkLink) -> float:
@@ -151,7 +151,7 @@ class BlockMessage:
 
     @property
     def sent(self) -> float:
-        """Return the bytes that each rank sends."""
+        """Bytes that each rank sends."""
         return self.first.sent + (self.second.sent if self.second is not None else 0.0)
 
 
@@ -163,8 +163,8 @@ def block_message(
     connections: int = 1,
     value_bytes: int = VALUE_BYTES,
 ) -> BlockMessage:
-    """Return the exchanges for a block of `values` values per rank. They are sent as they are, with `value_bytes` bytes each, if
-    not `rounded`. `connections` are those of the link."""
+    """Return the exchanges for a block of `values` values per rank. If not `rounded`, values are sent as they are, with
+    `value_bytes` bytes each. `connections` is the link's number."""
     others = replicas - 1
     if wire.kind == "fp32" or not rounded:
         chunk = value_bytes * values / replicas
@@ -181,8 +181,8 @@ def block_message(
 
 
 def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started: int | None = None) -> float:
-    """Return the seconds that exchanges of one kind take if `started` of them, by default all, are started at once, and each of the
-    others when one is done. All of them together take at least the time of their bytes."""
+    """Return the seconds that exchanges of one kind take if `started` of them, by default all, start at once, and each of the
+    others when an earlier one is done. Together they take at least the transfer time of their bytes."""
     if not exchanges:
         return 0.0
     first = exchanges[0]
@@ -194,22 +194,22 @@ def concurrent_seconds(exchanges: Sequence[Exchange], link: NetworkLink, started
 
 
 def _least_seconds(sent: float, first: Exchange, link: NetworkLink) -> float:
-    """Return the seconds until the last of `sent` bytes has arrived if a rank sends all the time, from the `first` exchange on. In a
-    ring, only a part of them is sent after the others' have arrived."""
+    """Return the seconds until the last of `sent` bytes has arrived if a rank sends without a pause, from the `first` exchange
+    on. No delay is added for a ring, where a rank sends only a part of its bytes after others' bytes have arrived."""
     return link.transfer_seconds(sent) + (0.0 if first.is_ring else first.delay(link))
 
 
 def slow_start_seconds(
     exchanges: Sequence[Exchange], link: NetworkLink, pause: float, started: int | None = None
 ) -> float:
-    """Return the seconds that TCP's slow start adds to exchanges of which `started`, by default all, are started at once after a
-    pause in seconds."""
+    """Return the seconds that TCP's slow start adds to exchanges, `started` of which (by default all) start at once after `pause`
+    seconds."""
     at_once = exchanges[: STREAMS if exchanges and exchanges[0].is_ring else started]  # on each connection
     return link.restart_seconds(sum(exchange.in_flight for exchange in at_once), pause) if at_once else 0.0
 
 
 def sequence_seconds(messages: Sequence[BlockMessage], link: NetworkLink, in_flight: int = PREFETCH + 1) -> float:
-    """Return the seconds of messages whose blocks are finished one after another, while `in_flight` of them are on their way."""
+    """Return the seconds that messages take if their blocks are finished one after another, with `in_flight` on their way."""
     second = _second(messages)
     if not second:
         return concurrent_seconds(_first(messages), link, in_flight)
@@ -235,7 +235,7 @@ class RoundTime:
 
     @property
     def utilization(self) -> float:
-        """Return the share of the time that is not spent waiting for the network."""
+        """Fraction of the time that is not spent waiting for the network."""
         return self.compute / (self.compute + self.exposed)
 
 
@@ -248,8 +248,8 @@ def gradient_time(
     backward_share: float = 1 - FORWARD_SHARE,
     value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
-    """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the share of a step in
-    which gradients are sent, 0 if the engine sends them afterwards, PREFETCH + 1 blocks at once."""
+    """Return the times of a step that averages gradients, as `round_time` does. `backward_share` is the fraction of a step in
+    which gradients are sent; 0 if the engine sends them afterwards, PREFETCH + 1 blocks at once."""
     connections, is_rounded = link.connections, wire.gradients
     messages = [
         block_message(values, replicas, wire, is_rounded, connections, value_bytes) for values in reversed(block_values)
@@ -280,8 +280,8 @@ def round_time(
     value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
     """Return the times of a round of `every` steps after the warm-up. `block_values` has the number of values per rank of each
-    block. `forward_share` is the share of a step in which blocks are synchronized layer by layer, or 0 if the engine gathers
-    all blocks first."""
+    block. `forward_share` is the fraction of a step in which blocks are synchronized layer by layer; 0 if the engine gathers all
+    blocks first."""
     if replicas == 1:
         return RoundTime(every * step_seconds, 0.0, 0.0)
     if sync.period.averages_gradients:
@@ -342,7 +342,7 @@ def timed_round(
     value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
     """Return the times of a round of seconds, as `round_time` does. Replicas exchange step counts every `sync.period.every`
-    seconds, of which the wait for the last round's messages is a part, until they have taken `sync.period.min_steps` steps."""
+    seconds, including the wait for the last round's messages, until they have taken `sync.period.min_steps` steps together."""
     period, found, steps = sync.period, RoundTime(0.0, 0.0, 0.0), 0
     in_later_ones = max(1, math.ceil(period.every / step_seconds))
     for _ in range(TIMED_ROUNDS):
@@ -365,8 +365,8 @@ def _second(messages: Sequence[BlockMessage]) -> list[Exchange]:
 def _group_exposed(
     messages: Sequence[BlockMessage], members: int, replicas: int, step_seconds: float, link: NetworkLink
 ) -> float:
-    """Return the exposed seconds of a wait-avoiding average within a group. Groups change from step to step and have a connection
-    each, which is idle until its turn comes again."""
+    """Return the exposed seconds of a wait-avoiding average within a group. Groups change from step to step. Each group has its
+    own connection, which is idle until the group's turn comes again."""
     one = replace(link, connections=1)
     first, second = _first(messages), _second(messages)
     exposed = WAKE_ROUND_TRIPS * link.round_trip + concurrent_seconds(first, one) + concurrent_seconds(second, one)

@@ -1,5 +1,5 @@
-"""All warnings about the values of a recipe: of values that have less effect than they seem to have, and of values that make the
-run worse. Training is possible with each."""
+"""All warnings about the values of a recipe: values that have less effect than they seem to have, and values that make
+the run worse. Training is possible with all of them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from llmtrain.step_counts import local_steps, round_count
 from llmtrain.sync.methods import is_for_one_replica
 
 SEVERAL = 3
-"""Minimum length of a run, as a multiple of what its running average covers. At this length, the parameters from which the
-average began still have 5 % of its weight."""
+"""Minimum length of a run, as a multiple of the length that its running average covers. At this length, the initial
+parameters still have 5 % of the average's weight."""
 TESTED_ROUNDS = 30
-"""Rounds up to which the warning of early momentum was tested: in 26 rounds of 30 steps (one seed), DiLoCo with an outer learning
-rate of 0.7 and momentum 0.8 ended 6 % higher than with a warm-up of the momentum over four rounds, and in 7 rounds DiLoCo and EDiT
-with their presets 11 and 13 % (benchmarks/results/study); in 13 rounds of 20, EDiT 3 %. With Muon, 7 rounds show no difference."""
+"""Maximum number of rounds for the warning about early momentum. Tests had at most 26: in 26 rounds of 30 steps (one
+seed), DiLoCo with an outer learning rate of 0.7 and momentum 0.8 ended 6 % higher than with a warm-up of the momentum
+over four rounds, and in 7 rounds DiLoCo and EDiT with their presets 11 and 13 % (benchmarks/results/study); in 13
+rounds of 20, EDiT 3 %. With Muon, 7 rounds show no difference."""
 LARGE, LARGE_LR = 0.8, 0.7
-"""Smallest momentum and learning rate with which the warning was tested. With a learning rate of 0.4, the warm-up changed less than
-0.02."""
+"""Smallest outer momentum and learning rate with which the warning was tested. With a learning rate of 0.4, the warm-up
+changed the loss by less than 0.02."""
 FEWEST_WITH_RULE = 13
 """Smallest number of rounds with which `sync.outer: auto` ended lower in tests."""
 TESTED_WARMUP = 4
@@ -58,8 +59,8 @@ def recipe_warnings(
 ) -> list[str]:
     """Return a line for each value that has less effect than it seems to have, and for each that makes the run worse.
 
-    `texts` holds the texts that are prepared, by name; the run's own has the name "". Warnings that depend on a mesh or text that is
-    not given are left out.
+    `texts` holds the prepared texts by name; the run's own text has the name "". Warnings that depend on a mesh or a
+    text that is not given are left out.
     """
     seconds = seconds_of_step(recipe, texts, mesh) if recipe.sync.period.is_timed else None
     return [
@@ -77,8 +78,8 @@ def recipe_warnings(
 def seconds_of_step(
     recipe: Recipe, texts: Mapping[str, TokenDataset] = NO_TEXTS, mesh: MeshSize | None = None
 ) -> float | None:
-    """Return the estimated duration of a step by the virtual clock or on this machine; None if the run is for other machines. Without a
-    clock, the estimate times matrix products."""
+    """Return the estimated seconds of a step, by the virtual clock or on this machine; None if the run is for other
+    machines. Without a clock, this function measures matrix products."""
     if (clock := recipe.parallel.virtual_clock) is not None:
         mean_delay = clock.random_delay / len(clock.step_seconds)
         return len(clock.step_seconds) / sum(1 / (seconds + mean_delay) for seconds in clock.step_seconds)
@@ -91,7 +92,7 @@ def seconds_of_step(
 
 
 def _period(recipe: Recipe, mesh: MeshSize | None, seconds: float | None) -> Iterator[str]:
-    """Yield a line if the run has one round. `seconds` is the duration of a step, if known."""
+    """Yield a line if the run has only one round. `seconds` is the duration of a step, if known."""
     period, local = recipe.sync.period, local_steps(recipe)
     once = "replicas synchronize once, after the last step"
     if period.is_timed:
@@ -138,7 +139,7 @@ def _validation(recipe: Recipe, texts: Mapping[str, TokenDataset]) -> Iterator[s
 
 
 def _trained_on(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each validation text that is also trained on, because it is a part of a training text."""
+    """Yield a line for each validation text that is a part of a training text, so that it is trained on."""
     texts = recipe.data.texts()
     held_out = [(f"eval.sets.{name}", None, text) for name, text in recipe.eval.sets.items()]
     for name, section in texts.items():
@@ -158,7 +159,7 @@ def _trained_on(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_in(text: str, folder: str | None) -> bool:
-    """Return whether a file or folder is another one or in it, or one of the token files that are named together."""
+    """Return whether `text`, a file or folder, is `folder` or inside it, or one of the token files that `folder` names together."""
     here = local_path(text)
     if here is None or folder is None:
         return False
@@ -178,8 +179,8 @@ def _recordings(recipe: Recipe) -> Iterator[str]:
 
 
 def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
-    """Yield a line, with a better value, if the outer momentum is there from the first round of a short run. `seconds` is the duration
-    of a step, if known, by which rounds of seconds are counted."""
+    """Yield a line, with a better value, if a short run has its outer momentum from the first round on. `seconds` is
+    the duration of a step, if known, and serves to count rounds of seconds."""
     period, outer = recipe.sync.period, recipe.sync.outer
     if not isinstance(outer, NesterovSection | MomentumSection):
         return
@@ -198,7 +199,8 @@ def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
 
 
 def _ranks(recipe: Recipe, mesh: MeshSize | None) -> Iterator[str]:
-    """Yield a line if replicas that would average are one, and one if a rank that would be profiled does not exist."""
+    """Yield a line if the method averages replicas but there is only one, and a line if a rank that should be profiled
+    does not exist."""
     if mesh is None:
         return
     if mesh.replicas == 1 and not (is_for_one_replica(recipe.sync.method) or recipe.sync.period.averages_gradients):

@@ -28,8 +28,8 @@ MESHES = ((1, 1), (1, 8), (8, 1), (8, 8))
 
 
 def show_plan(recipe: Recipe, console: Console, hardware: Hardware) -> None:
-    """Print the resolved recipe, then its model's size, traffic, memory, and time on this hardware.
-    Needs no data, GPU or network.
+    """Print the resolved recipe, then its model's size, its traffic and memory, and its time on this hardware. Needs no
+    data, GPU or network.
 
     Raises UserError for a recipe that cannot be trained, or whose vocabulary size is not known without a download.
     """
@@ -40,14 +40,14 @@ def show_plan(recipe: Recipe, console: Console, hardware: Hardware) -> None:
     console.print(_figures(recipe, size, replicas=meshes[-1][0]))
     console.print()
     console.print(_memory(recipe, size, meshes, hardware))
-    # A rate that is measured on this CPU says nothing about meshes with more ranks than the CPU would run.
+    # A rate measured on this CPU says nothing about meshes with more ranks than this CPU would run.
     is_open = hardware.is_this_cpu and len(meshes) > 1
     console.print(_pace(recipe, size, meshes[:1] if is_open else meshes, hardware))
     console.print(footnote(hardware), soft_wrap=True)
 
 
 def footnote(hardware: Hardware) -> str:
-    """Return what the estimates assume, and how exact they are."""
+    """Return lines that say what the estimates assume and how exact they are."""
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
@@ -115,7 +115,7 @@ def _fits(needed: float, card: GpuCard) -> str:
 
 
 def _stay_gathered(recipe: Recipe, size: ModelSize, replicas: int, shards: int) -> str:
-    """Return whether parameters stay gathered between forward and backward."""
+    """Return whether parameters stay gathered between forward and backward, as a cell of the table."""
     return "" if shards == 1 else "no" if reshards(recipe, size, replicas, shards) else "yes"
 
 
@@ -163,13 +163,13 @@ def _by_mesh(meshes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _titled(title: str, table: Table) -> Group:
-    """Return a table below a title. As the table's own title, rich would wrap it to the width of the table."""
+    """Return a table below a title. rich would wrap a table's own title to the width of the table."""
     return Group(Text(title, style="italic"), table)
 
 
 def _accumulation(recipe: Recipe, replicas: int, shards: int) -> str:
-    """Return the number of micro-batches per rank and step, by replica if replicas have shares of their own, or "uneven" if the global
-    batch can't be divided so."""
+    """Return the number of micro-batches per rank and step, one number per replica if replicas have their own shares,
+    or "uneven" if the global batch can't be divided that way."""
     train = recipe.train
     shares = train.batch_shares if len(train.batch_shares) == replicas else ()
     if train.global_batch % batch_unit(train.micro_batch, replicas * shards, shares):

@@ -1,4 +1,4 @@
-"""Estimates of the bytes that a run sends between replicas, and of its duration and its waits for the network."""
+"""Estimates of a run's traffic between replicas, of its duration, and of its waits for the network."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from llmtrain.process_limits import usable_cores
 from llmtrain.step_counts import local_steps, round_count, warmup_steps
 
 TRAINING_EFFICIENCY = 0.5
-"""Fraction of a machine's rate in large matrix products that training reaches. `benchmarks/throughput.py` measured 0.42
-with 6 M and 0.55 with 33 M parameters, on two cores in fp32. GPUs were not measured."""
+"""Ratio of the rate that training reaches to the rate of large matrix products on the same machine. `benchmarks/throughput.py`
+measured 0.42 with 6 M parameters and 0.55 with 33 M, on two cores in fp32. GPUs were not measured."""
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices whose product is timed, by device type."""
+"""Rows and columns of the square matrices whose product is timed, by device type."""
 TURNS = 5
 
 
 def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSection) -> float:
     """Return the bytes that all ranks of one replica together send to average the model over N replicas.
 
-    They are about 2 (N-1)/N x bytes per value x parameters. The bytes of a rounded value include its share of a scale, and each
-    block is padded. The wire format fp32 stands for master precision. With `topk`, the largest values are sent to each of the
-    N-1 other replicas.
+    This is about 2 (N-1)/N x bytes per value x parameters. A rounded value counts with its share of a scale, and each block is
+    padded. The wire format fp32 sends values in master precision. With `topk`, a replica sends its largest values to each of
+    the N-1 other replicas.
     """
     master, _ = BYTES[recipe.parallel.precision]
     return sum(block_message(values, replicas, wire, value_bytes=master).sent for values in size.block_parameters)
@@ -42,7 +42,7 @@ def per_average(recipe: Recipe, size: ModelSize, replicas: int, wire: WireSectio
 
 def moment_bytes(recipe: Recipe, size: ModelSize, replicas: int) -> float:
     """Return the bytes that one replica sends per round, on average, to average its optimizer's moments in master precision.
-    Muon has no second moments for the matrices of layers."""
+    Muon keeps no second moments of the layers' matrices."""
     moments = recipe.sync.moments
     if moments is None:
         return 0.0
@@ -78,11 +78,11 @@ class Rounds:
     bytes: float
     """Bytes per round."""
     bytes_in_group: float = 0.0
-    """Bytes of the group average in one step; 0 without groups."""
+    """Bytes that one replica sends per step for the group average; 0 without groups."""
 
 
 def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
-    """Return the rounds of a recipe whose period is a number of local steps, and neither `every_step` nor `seconds`."""
+    """Return the rounds of a recipe whose period is a number of local steps, not `every_step` or `seconds`."""
     sync, warmup, number = recipe.sync, warmup_steps(recipe), round_count(recipe)
     every = local_steps(recipe) / number
     per_round = per_average(recipe, size, replicas, sync.wire) + moment_bytes(recipe, size, replicas)
@@ -94,7 +94,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
 
 
 def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
-    """Return one or two lines of text that give the bytes that a replica sends per round and per step."""
+    """Return one or two lines of text with the bytes that a replica sends per round and per step."""
     if replicas == 1:
         return "none between replicas: there is one"
     sync = recipe.sync
@@ -123,8 +123,8 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
 
 
 def pull_share(recipe: Recipe) -> float:
-    """Return the expected fraction of a run's steps that are pulls, which compute no gradient: `sync.pull.probability` of the
-    local ones."""
+    """Return the expected fraction of a run's steps that are pulls, which compute no gradient. Each local step is a pull with
+    probability `sync.pull.probability`."""
     pull = recipe.sync.pull
     return 0.0 if pull is None else pull.probability * local_steps(recipe) / recipe.train.total_steps
 
@@ -140,7 +140,7 @@ class HardwareRates:
     latency_ms: float = 0.0
     """One-way latency between two replicas."""
     slow_start: bool = True
-    """True if TCP starts slowly after every pause."""
+    """True if TCP returns to slow start after every pause."""
 
 
 @dataclass(frozen=True)
@@ -158,21 +158,22 @@ class TimeEstimate:
 
     @property
     def computing(self) -> float:
-        """Return the fraction of the time that is not spent waiting for the network."""
+        """Fraction of the time that is not spent waiting for the network."""
         return self.step / (self.step + self.waiting)
 
 
 def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, rates: HardwareRates) -> TimeEstimate:
     """Estimate the times on a `replicas` x `shards` mesh.
 
-    A step computes as much as 3 forward passes, which is 6 operations per parameter and token plus attention (see
-    `model.flops_per_token`), or as 4 with full activation checkpointing. Muon's iterations are added; the ranks of a replica
-    divide the matrices among themselves. A message takes its bytes divided by `mbit`. `network_time` says how long a rank
-    waits for messages, and what hides them. Waits within a replica, slow hosts, validation and checkpoints are left out.
-    Pulls, which PALSGD makes in random local steps, take no time, nor do optimizer steps that ZeRO offloads to the CPU. Attention
-    is counted without its causal mask, so steps on long sequences are shorter than estimated. Replicas in one process compute one
-    after another on one device, and do not wait for a network. With `train.batch_shares`, ranks are taken to be as fast as their
-    shares, so `rates` are those of the mean rank.
+    A step costs as much as 3 forward passes, or 4 with full activation checkpointing. Three passes are 6 operations per parameter
+    and token plus attention (see `model.flops_per_token`). Muon's iterations are added; the ranks of a replica divide the matrices
+    among themselves. A message takes its bytes divided by `mbit`. `network_time` models how long a rank waits for messages, and
+    which computation hides them.
+
+    The estimate leaves out waits within a replica, slow hosts, validation, checkpoints, PALSGD's pulls, and optimizer steps that
+    ZeRO offloads to the CPU. It counts attention without its causal mask, so steps on long sequences are shorter than estimated.
+    Replicas in one process compute one after another on one device, and wait for no network. With `train.batch_shares`, the speeds
+    of ranks are assumed to be proportional to their shares, and `rates` are those of the mean rank.
     """
     train, sync, steps = recipe.train, recipe.sync, recipe.train.total_steps
     again = 4 / 3 if recipe.parallel.activation_checkpointing is True else 1.0
@@ -218,7 +219,7 @@ def estimate_time(recipe: Recipe, size: ModelSize, replicas: int, shards: int, r
 
 
 def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
-    """Return the operations in which a replica orthogonalizes its matrices, per step."""
+    """Return the operations per step with which a replica orthogonalizes its matrices."""
     iterations = recipe.optim.muon.iterations
     return size.layers * sum(orthogonalization_flops(*shape, iterations) for shape in size.layer_matrices)
 
@@ -226,9 +227,9 @@ def _muon_flops(recipe: Recipe, size: ModelSize) -> int:
 def rate_here(recipe: Recipe, local_ranks: int | None = None) -> float:
     """Return the operations per second that a rank on this machine should achieve in training.
 
-    Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. On a CPU, the rate is divided among
-    the ranks on this machine, because they share its cores. They are `local_ranks`, by default all ranks that the recipe
-    names. On a GPU, it is divided among those of them that share the GPU.
+    Times matrix products on the device and multiplies their rate by TRAINING_EFFICIENCY. The rate is divided among the ranks that
+    share the CPU's cores or the GPU. `local_ranks` is the number of ranks on this machine. By default, all ranks of the recipe
+    share a CPU, and a rank has a GPU to itself.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = MATMUL_SIZE[device]

@@ -1,4 +1,4 @@
-"""Warnings about keys of a recipe that its other keys make unused."""
+"""Warnings about keys of a recipe that have no effect because of its other keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.sync.methods import inner_preset
 
 
 def unused_keys(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each key that has another value than its default, and no effect."""
+    """Yield a line for each key that differs from its default but has no effect."""
     sync, optim, schedule, parallel = recipe.sync, recipe.optim, recipe.schedule, recipe.parallel
     averages, only = sync.period.averages_gradients, f"schedule.kind is {schedule.kind}, and only"
     is_empty = sync.moments is not None and sync.moments.first is None and sync.moments.second is None
@@ -90,8 +90,8 @@ def unused_keys(recipe: Recipe) -> Iterator[str]:
 
 
 def is_given(recipe: Recipe, key: str) -> bool:
-    """Return whether a key has another value than its default. Whether a file names the key says nothing, because the recipe.yaml
-    of a run names all keys."""
+    """Return whether the value of a key differs from its default. Looking for the key in the recipe's file would not do, because a
+    run's recipe.yaml names all keys."""
     path, _, name = key.rpartition(".")
     default = type(value_of(recipe, path)).model_fields[name].get_default(call_default_factory=True)
     return value_of(recipe, key) != default

@@ -1,5 +1,4 @@
-"""Synchronization of replicas: periods, reductions, outer steps and schedules. This package works on tensors and process groups
-alone.
+"""Synchronization of replicas: periods, reductions, outer steps and schedules. This package needs only tensors and process groups.
 
 `LocalUpdates` adds synchronization to your own training loop (docs/library.md).
 """
@@ -15,7 +14,7 @@ __all__ = ["LocalUpdates"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LocalUpdates`, and torch with it, at its first use, because recipes are read without torch."""
+    """Import `LocalUpdates`, and with it torch, at first use, because recipes are read without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from llmtrain.sync.own_loop.local_updates import LocalUpdates

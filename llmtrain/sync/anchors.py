@@ -1,4 +1,4 @@
-"""Anchors and the outer optimizer's state: flat tensors, one each per block, on the device or offloaded to the CPU."""
+"""Anchors and the outer optimizer's state: flat tensors, one of each per block, on the device or offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from llmtrain.pieces import pieces
 from llmtrain.sync.offload import StreamedCopy, StreamOffload
 
 ANCHOR = "anchor"
-"""Name of the anchors among what is kept, and in checkpoints."""
+"""Name of the anchors in `Anchors.kept` and in checkpoints."""
 BlockTensors = list[torch.Tensor | None]
-"""A flat tensor per block; None for a block that has none."""
+"""One flat tensor per block; None for a block without one."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by bytes per element, to read the bits of a float tensor."""
 
 
 class Anchors:
-    """Anchors (the parameters that the last synchronization gave) and the outer optimizer's state, sharded like the parameters.
+    """Anchors (the results of the last synchronization) and the outer optimizer's state, sharded like the parameters.
 
     With `offload`, they are kept in pinned CPU memory. `load` then returns copies on the device, which stay
     there until `release`; `prefetch` starts these copies earlier. `write_back` copies changed values back to the CPU.
     """
 
     def __init__(self, blocks: list[Block], state: Sequence[str] = (), offload: StreamOffload | None = None):
-        """`state` has the names of the optimizer's tensors per block (`OuterSection.state`)."""
+        """Create anchors that are not set. `state` has the names of the outer optimizer's tensors (`OuterSection.state`)."""
         self.blocks = blocks
         self.kept: dict[str, list[torch.Tensor]] = {ANCHOR: [], **{name: [] for name in state}}
-        """The anchors, then the optimizer's state, each by block."""
+        """Tensors by name, one per block: the anchors, then the outer optimizer's state."""
         self._offload = offload
         self._device_copies: dict[tuple[str, int], StreamedCopy] = {}  # by name and block
 
     @property
     def anchor(self) -> list[torch.Tensor]:
-        """Return the anchors by block, where they are kept."""
+        """Anchors by block, in the memory in which they are kept."""
         return self.kept[ANCHOR]
 
     def snapshot(self) -> None:
-        """Make the current parameters the anchor and set the optimizer's state to zero."""
+        """Make the current parameters the anchor and set the outer optimizer's state to zero."""
         self._reset()
         for name, kept in self.kept.items():  # the anchor first: the state takes its shapes
             flats = map(flatten, self.blocks) if name == ANCHOR else map(torch.zeros_like, self.anchor)
@@ -51,7 +51,8 @@ class Anchors:
         return bool(self.anchor)
 
     def prefetch(self, index: int, with_state: bool = False) -> None:
-        """Start copying a block's anchor (and the optimizer's state) to the device. Without offload, do nothing."""
+        """Start copying a block's anchor to the device, and with `with_state` also the outer optimizer's state. Without offload, do
+        nothing."""
         if self._offload is None:
             return
         for name in self.kept if with_state else (ANCHOR,):
@@ -65,8 +66,8 @@ class Anchors:
                 fetched.release()
 
     def iter_prefetched(self, indices: Sequence[int], with_state: bool = False) -> Iterator[int]:
-        """Yield the block indices in order. While the caller works on a block, the anchor (and state) of the next one
-        is copied to the device. A block is released when the caller asks for the next one."""
+        """Yield the block indices in order. While the caller works on a block, the anchor (and state) of the next block
+        is copied to the device. A block is released when the caller asks for the next index."""
         for place, index in enumerate(indices):
             for near in indices[place : place + 2]:
                 self.prefetch(near, with_state)
@@ -74,17 +75,17 @@ class Anchors:
             self.release(index)
 
     def load(self, index: int) -> list[torch.Tensor]:
-        """Return a block's anchor, followed by the optimizer's state, on the device of its parameters."""
+        """Return a block's anchor, followed by the outer optimizer's state, on the device of the block's parameters."""
         self.prefetch(index, with_state=True)
         return [self._on_device(name, index) for name in self.kept]
 
     def load_anchor(self, index: int) -> torch.Tensor:
-        """Return a block's anchor on the device of its parameters."""
+        """Return a block's anchor on the device of the block's parameters."""
         self.prefetch(index)
         return self._on_device(ANCHOR, index)
 
     def write_back(self, index: int, changed: Sequence[torch.Tensor]) -> None:
-        """Start copying the tensors that `load` returned, and the outer step has changed, back to the CPU. Without offload,
+        """Start copying `changed` back to the CPU: the tensors that `load` returned and the outer step has changed. Without offload,
         do nothing, because `load` returned the originals."""
         if self._offload is not None:
             for kept, tensor in zip(self.kept.values(), changed, strict=True):
@@ -150,13 +151,13 @@ def unflatten_into(flat: torch.Tensor, block: Block) -> None:
 
 
 def parameter_parts(block: Block) -> list[torch.Tensor]:
-    """Return the tensors that hold the block's parameters, not copies: one flat tensor if there is one, else the shards."""
+    """Return the tensors that hold the block's parameters, without copying: `block.flat` if the block has one, else the shards."""
     return block.shards if block.flat is None else [block.flat]
 
 
 def parts_of(shards: Sequence[torch.Tensor], *flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield (part of a shard, same part of each flat tensor), in order. Parts are views, short enough for a processor's cache.
-    A shard that is not contiguous is one part in its own shape. A flat tensor has the values of all shards, end to end."""
+    """Yield (part of a shard, same part of each flat tensor), in order. A flat tensor holds the values of all shards, end to end.
+    Parts are views, short enough for a processor's cache. A shard that is not contiguous is one part, in the shard's shape."""
     parts = [flat.split([shard.numel() for shard in shards]) for flat in flats]
     for shard, *of_shard in zip(shards, *parts, strict=True):
         if shard.is_contiguous():

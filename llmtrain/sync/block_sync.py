@@ -45,26 +45,26 @@ class PendingReduction:
 
 
 class BlockSquares:
-    """Squared norms of this rank's part of one block, float64 scalars. An outer step computes them as it goes, while their
-    operands are still in the processor's cache."""
+    """Squared norms of this rank's part of one block, float64 scalars. An outer step computes them part by part, while the
+    operands are in the processor's cache."""
 
     def __init__(self) -> None:
         self._distances: list[torch.Tensor] = []
         self._means: list[torch.Tensor] = []
 
     def add(self, pseudo_gradient: torch.Tensor, mean: torch.Tensor) -> None:
-        """Measure a part of the block. `pseudo_gradient` is overwritten."""
+        """Add one part of the block to the norms. `pseudo_gradient` is overwritten."""
         self._distances.append(_square(pseudo_gradient.sub_(mean)))
         self._means.append(_square(mean))
 
     @property
     def distance(self) -> torch.Tensor:
-        """Return the squared distance of the pseudo-gradient from the mean."""
+        """Squared distance of the pseudo-gradient from the mean."""
         return _sum(self._distances)
 
     @property
     def mean(self) -> torch.Tensor:
-        """Return the squared norm of the mean, before it is clipped."""
+        """Squared norm of the mean before clipping."""
         return _sum(self._means)
 
 
@@ -88,7 +88,7 @@ class BlockSync:
         self.replica, self.replica_comms, self.shard_comms = replica, replica_comms, shard_comms
         self.outer, self.anchors, self.wire, self.feedback_decay = outer, anchors, wire, feedback_decay
         self.rounding_errors: list[torch.Tensor] = []
-        """By block: the rounding error to add to this rank's next message. Empty without error feedback."""
+        """Rounding errors to add to this rank's next message, by block. Empty without error feedback."""
         self.rounds_done = 0
         """Completed rounds. The outer learning rate and momentum of the next round depend on it."""
         self.stats = SyncStats(replica_comms.training_device)
@@ -97,17 +97,17 @@ class BlockSync:
 
     @property
     def blocks(self) -> range:
-        """Return the indices of all blocks, in forward order."""
+        """Indices of all blocks, in forward order."""
         return range(len(self.replica.blocks))
 
     def complete_round(self) -> None:
-        """Count a round. Schedules call it when the last block or fragment of the round is synchronized."""
+        """Count a round. Schedules call this when the last block or fragment of the round is synchronized."""
         self.rounds_done += 1
         self.stats.count = self.rounds_done
 
     def ensure_anchor(self) -> None:
         """Take the first anchor and allocate the error-feedback buffers, if the method keeps them and they do not exist yet.
-        The first call is a collective of all ranks. If replicas differ, all continue with the parameters of replica 0."""
+        If replicas differ, let all continue with the parameters of replica 0. The first call is a collective of all ranks."""
         if self.anchors is not None and not self.anchors.is_set:
             self.anchors.snapshot()
             if self._anchors_differ():
@@ -135,14 +135,14 @@ class BlockSync:
             self.write_parameters(index, self.replica_comms.all_reduce(flat, "copying the first replica"))
 
     def wait_for_device(self) -> None:
-        """Wait for the work on the replica's current CUDA stream, so that a host clock read next includes it. Do nothing for a
-        single replica, which compares its times with no other and need not wait."""
+        """Wait for the work on the replica's current CUDA stream, so that a host clock that is read afterwards includes it. Do
+        nothing for a single replica, whose times are not compared with others."""
         device = self.replica_comms.training_device
         if device.type == "cuda" and self.replica_comms.size > 1:
             torch.cuda.current_stream(device).synchronize()
 
     def payload(self, index: int, weight: float = 1.0) -> torch.Tensor:
-        """Return what this replica sends for a block, times `weight`, as a new flat tensor: its pseudo-gradient, or its
+        """Return what this replica sends for a block, as a new flat tensor: `weight` times its pseudo-gradient, or times its
         parameters if no anchor is kept."""
         block = self.replica.blocks[index]
         if self.anchors is None:
@@ -156,8 +156,8 @@ class BlockSync:
     def squared_norm(self, index: int, payload: torch.Tensor | None = None) -> torch.Tensor:
         """Return the squared norm of this rank's part of a block's pseudo-gradient, a float64 scalar. The pseudo-gradient is
         `payload`, if given, and otherwise computed from the present parameters. Requires anchors."""
-        # Sum shard by shard: torch's engines agree on shards, but not on flat tensors. The weights of replicas follow
-        # from these norms, so another order of summation would change them.
+        # Sum shard by shard. torch's engines have the same shards, but not the same flat tensors, and another order of summation
+        # would change the replicas' weights, which follow from these norms.
         shards = self.replica.blocks[index].shards
         if payload is not None:
             return _sum(_square(part) for _, part in parts_of(shards, payload))
@@ -167,15 +167,15 @@ class BlockSync:
 
     def squared_spread(self, index: int, mean: torch.Tensor) -> torch.Tensor:
         """Return the squared distance of this rank's part of a block from the replicas' mean, a float64 scalar. For methods
-        without anchors; the others measure it in `outer_step`."""
+        without anchors; methods with anchors measure it in `outer_step`."""
         parts = parts_of(parameter_parts(self.replica.blocks[index]), mean)
         return _sum(_square(parameters - mean_part) for parameters, mean_part in parts)
 
     def start_reduce(
         self, index: int, weight: float | None = None, payload: torch.Tensor | None = None
     ) -> PendingReduction:
-        """Start the weighted sum of the replicas' payloads for a block, by default their mean. `weight` is this replica's.
-        `payload`, if given, is a payload taken earlier, which is sent instead of the present one and overwritten."""
+        """Start the weighted sum of the replicas' payloads for a block, by default their mean. `weight` is this replica's weight.
+        `payload`, if given, is an earlier payload that is sent instead of the present one, and overwritten."""
         weight = 1 / self.replica_comms.size if weight is None else weight
         message = self.payload(index, weight) if payload is None else payload.mul_(weight)
         # A replica of weight 0 sends zeros. 0 x its pseudo-gradient would not do, because it may contain NaN.
@@ -189,8 +189,8 @@ class BlockSync:
         return PendingReduction(pending, self.rounding_errors[index] if self.rounding_errors else None)
 
     def completed_reduction(self, index: int, mean: torch.Tensor) -> PendingReduction:
-        """Return a complete reduction of a block, whose `wait` returns a copy of `mean`. For means loaded from a
-        checkpoint, which the outer step overwrites."""
+        """Return a completed reduction of a block, with a copy of `mean` as its result. For means loaded from a checkpoint, because
+        the outer step overwrites its mean."""
         device = self.replica.blocks[index].shards[0].device
         return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device, copy=True)))
 
@@ -206,8 +206,8 @@ class BlockSync:
         """Take a block's outer step with `mean` x `factor`, and set the block's parameters from its result.
 
         `mean`, the reduced pseudo-gradient of these local steps, is overwritten. The parameters become alpha x their
-        own values + (1 - alpha) x the point from which the outer optimizer continues, which is the next anchor unless
-        `Outer.start` says otherwise. `squares` measures the block before the step.
+        present values + (1 - alpha) x the point from which the outer optimizer continues, which is the next anchor unless
+        `Outer.start` says otherwise. `squares`, if given, measures the block before the step.
         """
         block = self.replica.blocks[index]
         anchor, *state = self.anchors.load(index)
@@ -232,15 +232,16 @@ class BlockSync:
         self.replica.parameters_changed(block)
 
     def reset_to_anchor(self, blocks: Sequence[int] | None = None) -> None:
-        """Set the parameters of these blocks (default: all) back to those after the last synchronization. Requires anchors."""
+        """Set the parameters of these blocks (default: all) to the result of the last synchronization: the anchor, unless
+        `Outer.start` says otherwise. Requires anchors."""
         with_state = not self.outer.starts_at_anchor
         for index in self.anchors.iter_prefetched(self.blocks if blocks is None else blocks, with_state):
             anchor, *state = self.anchors.load(index) if with_state else [self.anchors.load_anchor(index)]
             self.write_parameters(index, self.outer.start(anchor, state))
 
     def end_at_anchor(self) -> None:
-        """Set the parameters to the anchors at the end of a run, and the outer optimizer's state to zero. Do nothing if replicas
-        continue from the anchors anyway. A longer run continues from this state."""
+        """Set the parameters to the anchors and the outer optimizer's state to zero, at the end of a run. If the run is extended, it
+        continues from this state. Do nothing if replicas always continue from the anchors."""
         if self.outer.starts_at_anchor or self.anchors is None or not self.anchors.is_set:
             return
         for index in self.anchors.iter_prefetched(self.blocks, with_state=True):
@@ -249,9 +250,9 @@ class BlockSync:
             self.write_parameters(index, anchor)
 
     def sync_blocks(self, blocks: Sequence[int], local_steps: LocalSteps) -> None:
-        """Synchronize these blocks one after another, with equal weights. Afterwards replicas are equal in them. Requires
-        anchors. Schedules use it where their own order does not apply: at the end of a run, and for averages over all replicas
-        between averages of groups."""
+        """Synchronize these blocks one after another, with equal weights. Afterwards, all replicas have the same parameters in them.
+        Requires anchors. Schedules use this where their own order does not apply: at the end of a run, and for the averages over all
+        replicas between averages of groups."""
         means = results_in_order((index, self.start_reduce(index)) for index in blocks)
         for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, with_state=True), means, strict=True):
             self.outer_step(index, mean, local_steps)
@@ -261,7 +262,7 @@ def _square(part: torch.Tensor) -> torch.Tensor:
     """Return the sum of the squares of a part's values, in at least fp32."""
     flat = part.reshape(-1)
     if flat.element_size() < 4:
-        flat = flat.float()  # the squared norm may exceed the range of fp16, and bf16 has three digits
+        flat = flat.float()  # the squared norm may exceed the range of fp16, and bf16 has only three digits
     return torch.dot(flat, flat)
 
 

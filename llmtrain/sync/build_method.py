@@ -1,4 +1,4 @@
-"""Construction of a method from the choices in a recipe's `sync` section, and the lists of their implementations."""
+"""Construction of a method from a recipe's `sync` section, with tables of the classes that implement each choice."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ REDUCTIONS: dict[type[ReductionSection], Callable[[Any, ReductionParts], Reducti
     MedianNormSection: lambda section, parts: MedianNorm(),
     EditPenaltySection: lambda section, parts: EditPenalty(section, **vars(parts)),
 }
-"""Constructors of reductions, by the class of `sync.reduction`. That of the plain mean returns None, because the mean needs no
-agreement."""
+"""Constructors of reductions, by the class of `sync.reduction`. For the plain mean, the constructor returns None, because the mean
+needs no agreement on weights."""
 SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedule]] = {
     BlockingSection: BlockingSchedule,
     LayerwiseSection: LayerwiseSchedule,
@@ -85,8 +85,8 @@ SCHEDULES: dict[type[SyncScheduleSection], Callable[[Any, ScheduleParts], Schedu
 
 
 def build_wire(wire: WireSection, compiled: bool = False) -> AnyFormat | None:
-    """Return the format in which messages are sent; None for fp32, in which they are sent as they are. `compiled` encodes and
-    decodes with compiled code."""
+    """Return the format in which messages are sent; None for fp32, which sends them unchanged. With `compiled`, messages are encoded
+    and decoded by compiled code."""
     if wire.kind == "topk":
         return SparseFormat(wire.keep, wire.values)
     return None if wire.kind == "fp32" else WireFormat(wire.kind, compiled)
@@ -109,8 +109,8 @@ def build_method(
 ) -> Method:
     """Build a method. A collective of all ranks.
 
-    `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `lr_schedule` has the
-    run's learning rates. `compiled` rounds messages with compiled code. `store` is the job's key-value store, which the
+    `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `lr_schedule` gives the
+    run's learning rates. With `compiled`, messages are rounded by compiled code. `store` is the job's key-value store, which the
     wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `stop_seen()` is true on a rank.
     `offload_of` returns the anchor offload for a device, or None.
     """
@@ -122,7 +122,7 @@ def build_method(
     block_sync = BlockSync(replica, replica_comms, shard_comms, outer, anchors, wire, feedback)
     warmup = warmup_of(sync, lr_schedule)
     if isinstance(sync.period, EverySecondsSection):
-        # Ranks exchange the time in every step, and read it on the host. Over NCCL, that would wait for all queued GPU work.
+        # Ranks exchange the time in every step and read it on the host. Over NCCL, this would wait for all queued GPU work.
         on_cpu = shard_comms.device.type == "cpu"
         clock_comms = shard_comms if on_cpu else shard_group(replica_comms, shard_comms, timeout_seconds)
         total_steps = lr_schedule.total_steps

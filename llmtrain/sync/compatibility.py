@@ -37,11 +37,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "wire": get_args(WireSection.model_fields["kind"].annotation),
     "error_feedback": ("off", "on"),
 }
-"""All kinds of each choice: the keys of `sync`, each with the values that its `kind` may have."""
+"""All kinds of each choice, by the key of `sync` (error feedback: of `sync.wire`)."""
 
 
 OPTIONAL = {"pull": PullSection, "moments": MomentsSection}
-"""Choices that are a section, or `null` for none."""
+"""Sections of the choices that may be `null`."""
 
 
 def kinds_of(sync: SyncSection) -> dict[str, str]:
@@ -56,7 +56,7 @@ def kinds_of(sync: SyncSection) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule by which a kind of one choice excludes kinds of other choices."""
+    """Rule that one kind of a choice excludes certain kinds of other choices."""
 
     choice: str
     kind: str
@@ -66,7 +66,7 @@ class Rule:
     """Reason, which completes the error message."""
 
     def excluded(self, kinds: Mapping[str, str]) -> str | None:
-        """Return the choice whose kind in `kinds` is excluded, or None. `kinds` may cover only some of the choices."""
+        """Return the first choice whose kind in `kinds` is excluded, or None. `kinds` may cover only some of the choices."""
         if kinds.get(self.choice) != self.kind:
             return None
         return next((other for other, those in self.excludes.items() if kinds.get(other) in those), None)
@@ -74,7 +74,7 @@ class Rule:
 
 ROUNDED = tuple(kind for kind in CHOICES["wire"] if kind != "fp32")
 WEIGHTED = tuple(kind for kind in CHOICES["reduction"] if kind != MeanSection.model_fields["kind"].default)
-"""Kinds of reductions with weights, on which the replicas agree before they send: all but the mean."""
+"""Kinds of reductions with weights, on which replicas agree before they send: all kinds except the mean."""
 NOT_BLOCKING = tuple(kind for kind in CHOICES["schedule"] if kind != "blocking")
 RULES = (
     Rule(
@@ -163,7 +163,7 @@ RULES = (
 
 
 def find_conflict(sync: SyncSection) -> str | None:
-    """Return one line with the reason why these choices cannot be combined and with alternatives; None if they can."""
+    """Return one line that says why these choices cannot be combined and gives alternatives; None if they can be combined."""
     kinds = kinds_of(sync)
     if sync.wire.gradients and sync.wire.kind in ("fp32", "2bit", "topk"):
         why = "rounds nothing" if sync.wire.kind == "fp32" else "would lose what it does not send of gradients"
@@ -186,7 +186,7 @@ def find_conflict(sync: SyncSection) -> str | None:
 
 
 def conflict_between(first: str, kind: str, second: str, other: str) -> Rule | None:
-    """Return the rule that forbids a pair of kinds, or None."""
+    """Return the rule that forbids combining `kind` of the choice `first` with the kind `other` of `second`, or None."""
     return next((rule for rule in RULES if rule.excluded({first: kind, second: other}) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Number, learning rates and tokens of local steps, from which schedules, outer optimizers and reductions compute."""
+"""Number, learning rates and tokens of local steps: inputs of schedules, outer optimizers and reductions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Number, learning rates and tokens of some local steps, mostly those of a round: this rank's, or the replicas' mean."""
+    """Number, learning rates and tokens of some local steps, usually those of a round, of this rank or as a mean over replicas."""
 
     steps: float = 0
     last_lr: float = 0.0
     """Learning rate of the last step whose rate was not 0."""
     lr_sum: float = 0.0
     tokens: float = 0
-    """Tokens that this rank has trained on, or, in rows that replicas have exchanged, those of a complete replica. 0 unless the
-    reduction depends on tokens."""
+    """Tokens that this rank has trained on or, in rows that replicas have exchanged, the tokens of all ranks of a replica. 0 unless
+    the reduction depends on tokens."""
 
     def add_step(self, lr: float, tokens: float = 0) -> LocalSteps:
         """Return the statistics with one more step."""
@@ -25,7 +25,7 @@ class LocalSteps:
 
     def scale(self, normalize: str) -> float:
         """Return the unit g of pseudo-gradients: 1 ("none"), the last learning rate ("lr") or the sum of learning rates
-        ("lr_sum"). A learning rate is 0 if there was no step."""
+        ("lr_sum"). Without a step, both rates are 0."""
         return {"none": 1.0, "lr": self.last_lr, "lr_sum": self.lr_sum}[normalize]
 
     def state(self) -> dict[str, float]:
@@ -43,9 +43,9 @@ def mean_local_steps(of_replicas: Sequence[LocalSteps]) -> LocalSteps:
 
 
 def merge_tokens(states: Sequence[Any], shards: int) -> Any:
-    """Return one state for the ranks of a replica on another number of `shards`, given the states of its old ranks.
+    """Return the state of each rank of a replica with a new number of `shards`, given the states of the replica's old ranks.
 
-    The states are nested dicts and lists that are equal except for the numbers named `tokens`. Each of these is replaced by
+    The states are nested dicts and lists that are equal except for the numbers named `tokens`. Each of these numbers is replaced by
     an equal part of the old ranks' sum.
     """
     first, *_ = states

@@ -1,4 +1,4 @@
-"""Messages in flight: pseudo-gradients of some blocks, taken at one step, whose mean is applied at a later step."""
+"""Messages in flight: pseudo-gradients of some blocks, taken after one step, whose mean is applied after a later step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmtrain.sync.weighing import Weighing
 
 
 class Message:
-    """Pseudo-gradients of some blocks on their way to the plain mean over the replicas. They are sent when they are taken.
+    """Pseudo-gradients of some blocks, sent when they are taken, and their plain mean over the replicas.
 
     The schedule calls `take` or `load`, then `advance` after every step, then `apply`. Every call may start or wait
-    for collectives, so all ranks make the same calls in the same order.
+    for collectives, so all ranks must make the same calls in the same order.
     """
 
     SENT_AFTER = 0
@@ -28,9 +28,9 @@ class Message:
         self.local_steps = local_steps
         """Local steps that led to the pseudo-gradients."""
         self.restarted_blocks: frozenset[int] = frozenset()
-        """Blocks that this replica sets to the next anchor without mixing in its own parameters, because it was excluded."""
+        """Blocks from which this replica was excluded. It sets them to the next anchor without mixing in its own parameters."""
         self.target_norms: Mapping[int, float] = {}
-        """Norms to which the reduction rescales or clips means, by block. Other means are used as they arrive."""
+        """Norms to which the reduction rescales or clips the means, by block. The means of other blocks are used as they arrive."""
         self._pending: dict[int, PendingReduction] = {}
 
     def take(self) -> None:
@@ -39,14 +39,14 @@ class Message:
             self._pending[index] = self.block_sync.start_reduce(index)
 
     def advance(self, age: int, due: int) -> None:
-        """Carry out the work that is due at the end of a step, `age` steps after `take`, for a message that is applied `due`
-        steps after `take`: start the second phase, if the format has two, halfway between sending and applying."""
+        """Carry out the work that is due at the end of a step, `age` steps after `take`. The message is applied `due` steps after
+        `take`. If the format has two phases, the second one starts halfway between sending and applying."""
         halfway = (self.SENT_AFTER + due) // 2
         if age == halfway and age > self.SENT_AFTER:
             self._start_second_phase()
 
     def send(self) -> None:
-        """Start the reductions, unless they have been started. Here `take` has done so."""
+        """Start the reductions unless they have been started. In this class, `take` has started them."""
 
     def complete(self) -> None:
         """Wait until the means have arrived and the rounding errors of this message are known."""
@@ -56,7 +56,7 @@ class Message:
 
     def apply(self, alpha: float = 0.0, gap: float = 1.0) -> None:
         """Wait for the means, take the outer step with the means divided by `gap`, and set the parameters to alpha x this
-        replica's own + (1 - alpha) x the next anchor. Set blocks without a mean to the anchor."""
+        replica's parameters + (1 - alpha) x the next anchor. Set blocks without a mean to the anchor."""
         block_sync, squares = self.block_sync, []
         self.complete()
         for index in block_sync.anchors.iter_prefetched(self.blocks, with_state=True):
@@ -71,7 +71,7 @@ class Message:
         self._record_weights()
 
     def wait(self) -> None:
-        """Wait for what has been sent, without changing anything."""
+        """Wait for the collectives that have been started, without changing anything."""
         self.means()
 
     def means(self) -> dict[int, torch.Tensor]:
@@ -89,7 +89,7 @@ class Message:
         restarted_blocks: Sequence[int] = (),
         target_norms: Mapping[int, float] | None = None,
     ) -> None:
-        """Restore the message from the `means()`, `unsent()`, `restarted_blocks` and `target_norms` that a checkpoint has stored."""
+        """Restore the message from the `means()`, `unsent()`, `restarted_blocks` and `target_norms` in a checkpoint."""
         self.restarted_blocks, self.target_norms = frozenset(restarted_blocks), target_norms or {}
         for index in self.blocks:
             if means[index] is not None:
@@ -109,10 +109,10 @@ class Message:
 
 
 class WeightedMessage(Message):
-    """Message whose mean is weighted, with weights that follow from all replicas' norms, tokens or steps.
+    """Message with a weighted mean, whose weights follow from all replicas' norms, tokens or steps.
 
-    `take` keeps the pseudo-gradients and starts the weighing. One step later, every replica reads the weights from it and
-    sends. A replica that is excluded from a block sends zeros, and continues from the anchor alone when the mean is applied,
+    `take` keeps the pseudo-gradients and starts the weighing. One step later, every replica reads the weights from the weighing
+    and sends. A replica that is excluded from a block sends zeros, and continues from the anchor alone when the mean is applied,
     because its own parameters may be NaN. A block from which all replicas are excluded is not sent.
     """
 
@@ -172,7 +172,7 @@ class WeightedMessage(Message):
         for index in self.blocks:
             if unsent[index] is not None:
                 device = self.block_sync.replica.blocks[index].shards[0].device
-                self._unsent[index] = unsent[index].to(device, copy=True)  # it is overwritten when it is sent
+                self._unsent[index] = unsent[index].to(device, copy=True)  # sending overwrites it
         if self._unsent:
             self._start_weighing()
 

@@ -1,4 +1,4 @@
-"""Synchronization method: a period, a schedule and optional parts, behind the few calls that the trainer makes."""
+"""Synchronization method: a period, a schedule and optional parts, behind a small interface to the trainer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from llmtrain.sync.sync_stats import SYNC_STATS_RULES, SyncStats
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of one step of a replica, which the method makes and the trainer follows."""
+    """The method's plan for one step of a replica, which the trainer follows."""
 
     lr: float
     """Inner learning rate."""
     phase: Literal["synchronous", "local"] = "local"
-    """Kind of step: a synchronous one averages gradients over replicas; in a local one, each replica trains alone. The
+    """Kind of step. In a synchronous step, gradients are averaged over the replicas; in a local step, each replica trains alone. The
     period decides, and `Method.begin_step` sets the engine's `average_gradients` accordingly."""
     computes_gradient: bool = True
-    """True if the step computes a gradient; False if the method has already moved the parameters instead (PALSGD's pull)."""
+    """True if the step computes a gradient; False if the method has moved the parameters instead (PALSGD's pull)."""
     takes_batch: bool = True
     """True if the step consumes a batch. A step without a gradient may leave its batch to the next step."""
 
@@ -55,7 +55,7 @@ class Method:
             replica.register_block_hook(schedule.before_block)
 
     def begin_step(self, step: int, lr: float) -> StepPlan:
-        """Prepare step `step` (of this replica, from 1), whose scheduled learning rate is `lr`, and return its plan."""
+        """Prepare this replica's step number `step` (from 1), whose scheduled learning rate is `lr`, and return its plan."""
         is_synchronous = self.period.is_synchronous(step)
         self._lr, self._phase = lr, "synchronous" if is_synchronous else "local"
         self.replica.average_gradients = is_synchronous
@@ -82,8 +82,8 @@ class Method:
         """Complete step `step` after its optimizer step or pull, and synchronize if the period and the schedule say so.
         `tokens` is the number of tokens in this rank's gradient, which may be a scalar on the device."""
         if self._phase == "local":
-            # Tokens that no reduction uses are not counted: resharding may require equal statistics of all replicas, and
-            # their tokens may differ.
+            # Count tokens only for a reduction that uses them. Resharding may require that all replicas have equal statistics,
+            # and their tokens may differ.
             tokens = float(tokens) if self._counts_tokens else 0
             ends_round = self.period.ends_round(step)  # in rounds of seconds, a collective
             self.schedule.end_step(step, self._lr, ends_round, tokens)
@@ -91,21 +91,21 @@ class Method:
                 self.moments.end_round()
 
     def agreed_step(self, step: int) -> int | None:
-        """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get a
-        number at the same times, and always the same number."""
+        """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get numbers at
+        the same times, and the same numbers."""
         return self.period.agreed_step(step)
 
     def wait_for_messages(self) -> None:
-        """Wait for the messages in flight. They are used at the same steps as without this call."""
+        """Wait for the messages in flight, without changing the steps at which they are used."""
         self.schedule.wait_for_messages()
 
     def finish(self) -> None:
-        """Complete what is in flight and a last, shorter round. Afterwards all replicas are equal."""
+        """Complete the synchronizations in flight and a last, shorter round. Afterwards, all replicas are equal."""
         self.schedule.finish()
         self.block_sync.end_at_anchor()
 
     def end_threads(self) -> None:
-        """End background work after a step that all ranks have completed, and wait for it. A thread that still waits for the job's
+        """End background work and wait for it, after a step that all ranks have completed. A thread that still waited for the job's
         store would abort the process if the store answered, or went away, during the interpreter's shutdown."""
         self.schedule.end_threads()
 
@@ -115,11 +115,11 @@ class Method:
 
     @property
     def is_synchronized(self) -> bool:
-        """Return whether all replicas hold the same parameters and nothing is in flight."""
+        """True if all replicas hold the same parameters and nothing is in flight."""
         return self.schedule.is_synchronized
 
     def validated_blocks(self) -> Sequence[torch.Tensor] | None:
-        """Return the parameters that the run validates and exports, by block; None if they are the replicas' mean."""
+        """Return the parameters that the run validates and exports, by block; None if the run uses the replicas' mean."""
         anchors = self.block_sync.anchors
         if self.block_sync.outer.starts_at_anchor or anchors is None or not anchors.is_set:
             return None
@@ -127,7 +127,7 @@ class Method:
 
     @property
     def stats(self) -> SyncStats:
-        """Return the counters so far."""
+        """Counters so far, and results of the last round."""
         return self.block_sync.stats
 
     def take_warnings(self) -> list[str]:
@@ -142,7 +142,8 @@ class Method:
         return anchors.fingerprint() if anchors is not None and anchors.is_set else 0
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """Return state that is equal on all replicas, by block. A list is empty if the method keeps no such state."""
+        """Return the state that is equal on all replicas: lists of tensors by block. A list is empty if the method keeps no such
+        state."""
         anchors = self.block_sync.anchors
         return {
             **(anchors.state_dict() if anchors else {ANCHOR: []}),
@@ -154,22 +155,22 @@ class Method:
         return {"error": self.block_sync.rounding_errors, **self.schedule.per_replica_state()}
 
     def total_steps_changed(self) -> None:
-        """Adapt the state just loaded to a number of total steps that differs from the checkpoint's."""
+        """Adapt state that has just been loaded to a number of total steps that differs from the checkpoint's."""
         self.period.total_steps_changed(self.is_synchronized)
 
     def keep_warmup(self, step: int) -> None:
-        """Let the first round begin after global step `step` or later, if the state just loaded, of that step, was in the
-        synchronous warm-up. Once local steps have begun, the run does not return to a synchronous warm-up: equal gradients cannot
-        make replicas equal again once their moments differ."""
+        """Begin the first round after global step `step` at the earliest, if the state just loaded, of that step, is in the
+        synchronous warm-up. Once local steps have begun, a run does not return to the warm-up, because equal gradients do not make
+        replicas equal whose moments differ."""
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the method's remaining state, as plain values."""
-        # A run whose local steps have begun keeps its warm-up: a longer one in the recipe would return to synchronous steps.
+        # Once local steps have begun, store the warm-up: a longer one in a changed recipe would return to synchronous steps.
         begun = {"warmup": self.period.warmup} if self._phase == "local" else {}
         return {
-            # Checkpoints have the number of rounds among the statistics.
+            # Checkpoints store the number of rounds among the statistics.
             "report": {**self.block_sync.stats.state_dict(), "count": self.block_sync.rounds_done},
             "period": {**self.period.state_dict(), **begun},
             "schedule": self.schedule.state_dict(),
@@ -204,8 +205,8 @@ class Method:
         }
 
     def _reshard_schedule(self, change: MeshChange, values: list) -> Any:
-        """Return the schedule's state on another mesh: first one state per old replica, with its ranks' tokens merged, then one
-        state for all new replicas if their number has changed."""
+        """Return the schedule's state on another mesh. The states of a replica's ranks are merged first, and if the number of replicas
+        has changed, the states of the old replicas next."""
         starts = range(0, len(values), change.old_shards)
         states = [merge_tokens(values[start : start + change.old_shards], change.shards) for start in starts]
         return self.schedule.resharded(states) if change.replicas_changed else states[0]

@@ -6,14 +6,14 @@ import torch
 
 
 class StreamOffload:
-    """Offload from a GPU to pinned memory. Copies run on a side stream, in the order requested."""
+    """Offload from a GPU to pinned memory. Copies run on a side stream, in the order in which they are requested."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor in host memory, once it is complete."""
+        """Copy a tensor to host memory, wait for the copy, and return it."""
         host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # `cpu().pin_memory()` copies twice
         return host_copy.copy_(tensor)
 
@@ -28,7 +28,7 @@ class StreamOffload:
             host_copy.copy_(changed, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Wait for all copies. The caller does so before the host reads offloaded tensors."""
+        """Wait for all copies. Callers do this before the host reads offloaded tensors."""
         self._stream.synchronize()
 
 
@@ -37,7 +37,7 @@ class StreamedCopy:
 
     `release` takes the place of `record_stream`. It makes the side stream wait for the current stream, so the allocator can
     give the memory to the side stream's next copy at once. With `record_stream`, the allocator would wait until the device
-    is done with the memory. The host runs many blocks ahead of the device, so all of their copies would exist together.
+    is done with the memory. Because the host runs many blocks ahead of the device, all of their copies would then exist at once.
     """
 
     def __init__(self, host_copy: torch.Tensor, device: torch.device, side: torch.cuda.Stream):
@@ -52,10 +52,10 @@ class StreamedCopy:
         return self._copy
 
     def release(self) -> None:
-        """Free the memory for reuse after the work queued on the current stream. No later work may use the copy."""
+        """Free the memory for reuse after the work that is queued on the current stream. No later work may use the copy."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
 
 def host_offload(device: torch.device) -> StreamOffload | None:
-    """Return the offload for a device's tensors; None for a CPU, because they are in host memory already."""
+    """Return the offload for a device's tensors; None for a CPU, whose tensors are in host memory already."""
     return StreamOffload(device) if device.type == "cuda" else None

@@ -13,21 +13,21 @@ from llmtrain.sync.local_steps import LocalSteps
 
 
 class Outer(ABC):
-    """An outer optimizer. Its state is any number of flat tensors per block, shaped like the anchor (`OuterSection.state`). They are
-    0 at first."""
+    """An outer optimizer. Its state consists of any number of flat tensors per block, which have the shape of the anchor and are
+    initially 0 (`OuterSection.state`)."""
 
     normalize = "none"
-    """Unit of pseudo-gradients in the momentum; see `LocalSteps.scale`."""
+    """Unit in which pseudo-gradients are added to the momentum; see `LocalSteps.scale`."""
     lr = 1.0
     momentum = 0.0
     rounds: OuterLrSection | None = None
     """Changes of learning rate and momentum over the rounds; None if there are none."""
     starts_at_anchor = True
-    """True if replicas continue from the anchor. If False, they continue from the point that `start` returns, while the run
-    validates, exports and ends with the anchor."""
+    """True if replicas continue from the anchor. If False, they continue from the point that `start` returns, but the run validates,
+    exports and ends with the anchor."""
 
     def in_round(self, number: int) -> Outer:
-        """Return the optimizer with the learning rate and momentum of a round, counted from 0."""
+        """Return the optimizer with the learning rate and momentum of round `number`, counted from 0."""
         if self.rounds is None:
             return self
         now, rounds = copy(self), self.rounds
@@ -43,8 +43,8 @@ class Outer(ABC):
     def step(
         self, anchor: torch.Tensor, mean: torch.Tensor, state: Sequence[torch.Tensor], local_steps: LocalSteps
     ) -> None:
-        """Update `anchor` and `state` in place. `mean` is D; `local_steps` describes the local steps that led to it. The
-        tensors may be any part of a block, because the step is elementwise."""
+        """Update `anchor` and `state` in place. `mean` is D, and `local_steps` describes the local steps that led to it. The
+        step is elementwise, so the tensors may be any part of a block."""
 
     def start(self, anchor: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the parameters from which replicas continue after a step. Elementwise, like `step`."""
@@ -65,8 +65,8 @@ class Sgd(Outer):
 
 class Nesterov(Outer):
     """Nesterov momentum: b <- mu b + D / g; anchor <- anchor - lr (D + mu g b). g is 1 or, if normalized, the round's last
-    learning rate or the sum of its learning rates; where that is 0, b stays and anchor <- anchor - lr D. The first
-    displacement is (1 + mu) lr D."""
+    learning rate or the sum of its learning rates. If g is 0, b does not change and anchor <- anchor - lr D. The first step moves the
+    anchor by (1 + mu) lr D."""
 
     def __init__(self, lr: float, momentum: float, normalize: str = "none", rounds: OuterRoundsSection | None = None):
         self.lr, self.momentum, self.normalize, self.rounds = lr, momentum, normalize, rounds
@@ -84,8 +84,8 @@ class Nesterov(Outer):
 
 
 class Momentum(Outer):
-    """Heavy-ball momentum: b <- mu b + D / g, with elements clamped to +-clip; anchor <- anchor - lr g b. SlowMo
-    (arXiv 1910.00643) has g = the learning rate. CO2 (arXiv 2401.16265) has g = 1 and a clip."""
+    """Heavy-ball momentum: b <- mu b + D / g, with elements clamped to [-clip, clip]; anchor <- anchor - lr g b. In SlowMo
+    (arXiv 1910.00643), g is the learning rate. In CO2 (arXiv 2401.16265), g is 1, and there is a clip."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Momentum(Outer):
     ) -> None:
         (momentum,) = state
         if (unit := local_steps.scale(self.normalize)) == 0:
-            # All local steps had learning rate 0. Of the step lr (mu g b + D), lr D is left.
+            # All local steps had learning rate 0, so only lr D remains of the step lr (mu g b + D).
             anchor.add_(mean, alpha=-self.lr)
             return
         _accumulate(momentum, mean, self.momentum, unit)
@@ -115,7 +115,7 @@ class PrimalAverage(Outer):
     """Generalized primal averaging (arXiv 2512.17131): the anchor x follows a fast point z as a moving average.
 
     The momentum tensor holds m = z - x. Replicas continue from y = x + (1 - share) m, and their local steps take them to
-    theta. A step moves z by theta - y and then x toward z. With D = x - theta, the new z minus the old x is
+    theta. An outer step moves z by theta - y, and then x toward z. With D = x - theta, the new z minus the old x is
     b = z + (theta - y) - x = share m - D, so x <- x + (1 - decay) b and m <- decay b.
     """
 
@@ -143,5 +143,5 @@ def _warmup_fraction(number: int, warmup: int) -> float:
 
 
 def _accumulate(momentum: torch.Tensor, mean: torch.Tensor, decay: float, unit: float) -> None:
-    """Set b <- mu b + D / g, where g is `unit`. If g is 1, a single operation does it."""
+    """Set b <- mu b + D / g, where mu is `decay` and g is `unit`. If g is 1, this takes a single operation."""
     torch.add(mean if unit == 1 else mean / unit, momentum, alpha=decay, out=momentum)

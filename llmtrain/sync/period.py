@@ -17,12 +17,12 @@ from llmtrain.reshard import require_equal
 class Period(ABC):
     """A division of the run into synchronous steps and rounds of local steps.
 
-    All ranks decide alike without communicating, because all replicas take the same number of steps and the step number
-    alone decides. `TimedPeriod` is the exception. A `step` is the replica's own, from 1.
+    All ranks come to the same decisions without communicating, because all replicas take the same number of steps and decisions
+    depend on the step number alone. `TimedPeriod` is the exception. A `step` is the replica's own, from 1.
     """
 
     stop_agreed = False
-    """True if all ranks know that a stop was requested, because of which the last round ended early."""
+    """True if all ranks know that a stop was requested, which ended the last round early."""
 
     def __init__(self, section: PeriodSection, warmup: int = 0):
         """Create a period with `warmup` synchronous steps before the first round."""
@@ -33,11 +33,11 @@ class Period(ABC):
         """Return whether the gradients of this step are averaged over the replicas."""
 
     def begin_local_step(self, step: int) -> None:
-        """Begin a local step. The first one begins the first round."""
+        """Begin a local step. The first local step begins the first round."""
 
     @abstractmethod
     def ends_round(self, step: int) -> bool:
-        """Return whether this step is the last of a round, after which replicas synchronize."""
+        """Return whether this step is the last step of a round, after which replicas synchronize."""
 
     @abstractmethod
     def round_length(self, step: int) -> int:
@@ -49,7 +49,7 @@ class Period(ABC):
         """Return the position of this local step in its round, from 1; 0 in a synchronous phase."""
 
     def round_number(self, step: int) -> int | None:
-        """Return the number of the round that contains `step`, from 1; 0 in a synchronous phase. None if rounds can only be
+        """Return the number of the round that contains `step`, from 1; 0 in a synchronous phase; None if rounds can only be
         counted when they end."""
         return 0
 
@@ -62,15 +62,15 @@ class Period(ABC):
         self.warmup = steps
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which no training happens, such as a validation. All replicas enter it after the same global step."""
+        """Return a context manager for a pause in training, such as a validation. All replicas enter it after the same global step."""
         return nullcontext()
 
     def total_steps_changed(self, is_synchronized: bool) -> None:
-        """Adapt loaded state to the run's total steps, which differ from the checkpoint's. `is_synchronized` says that no
+        """Adapt loaded state to a number of total steps that differs from the checkpoint's. `is_synchronized` says that no
         replica has taken a local step since the last synchronization."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the period's state, which is empty if the step number alone decides."""
+        """Return the period's state, which is empty if decisions depend on the step number alone."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class EveryStep(Period):
 
 
 class FixedPeriod(Period):
-    """A period of `warmup` synchronous steps, then rounds of `section.every` local steps."""
+    """A period with `warmup` synchronous steps, then rounds of `section.every` local steps."""
 
     def is_synchronous(self, step: int) -> bool:
         return step <= self.warmup
@@ -119,8 +119,9 @@ class FixedPeriod(Period):
 
 class QsrPeriod(Period):
     """The quadratic synchronization rule (arXiv 2310.14423): rounds of max(base, floor((alpha / lr)^power)) local steps. lr is
-    the learning rate of the round's first step, or the peak while the rate warms up. The last round is shortened so that the run
-    ends synchronized. If a user's own loop continues beyond the learning rate's total steps, rounds have `base` steps."""
+    the learning rate of the round's first step, or the peak during the learning rate's warm-up. The last round is shortened so that
+    the run ends synchronized. If a user's own loop continues beyond the total steps of the schedule, later rounds have `base`
+    steps."""
 
     def __init__(self, section: QsrSection, warmup: int, lr_schedule: LRSchedule):
         super().__init__(section, warmup)

@@ -11,8 +11,8 @@ from llmtrain.sync.block_sync import BlockSync
 
 
 class Pull:
-    """Random pulls toward the anchor. Whether a replica pulls is drawn from the seed, its number and the step, so draws are
-    independent between replicas, equal on the ranks of a replica, and the same after a restart."""
+    """Random pulls toward the anchor. Whether a replica pulls is drawn from the seed, the replica's number and the step. Draws are
+    therefore independent between replicas, equal on the ranks of a replica, and the same after a restart."""
 
     def __init__(self, section: PullSection, block_sync: BlockSync, seed: int):
         self.section, self.block_sync, self.seed = section, block_sync, seed
@@ -23,8 +23,8 @@ class Pull:
         return random.Random(name).random() < self.section.probability
 
     def gradient_lr(self, lr: float) -> float:
-        """Return lr / (1 - p), the learning rate of a step that does compute a gradient. Only 1 - p of the steps do, so the
-        expected movement per step is that of lr."""
+        """Return lr / (1 - p), the learning rate of a step that computes a gradient. A fraction 1 - p of the steps compute one, so
+        the expected movement per step is that of steps at lr."""
         return lr / (1 - self.section.probability)
 
     def pull_to_anchor(self, lr: float) -> None:

@@ -16,11 +16,11 @@ from llmtrain.trace import span
 
 @dataclass
 class SyncStats:
-    """Counters since the start of the run, and results of the last round. Sums of squares stay on the device until
-    read, so that training does not wait for them."""
+    """Counters since the start of the run, and results of the last round. Sums of squares stay on the device until they
+    are read, so that training does not wait for them."""
 
     device: InitVar[torch.device | None] = None
-    """The device that trains. Exposed seconds and waiting seconds are measured on it, other times by the host's clock."""
+    """Training device. Exposed seconds and waiting seconds are measured on it, other times by the host's clock."""
     count: int = resharded(0, by=first)
     """Completed rounds: `BlockSync.rounds_done`, for the log."""
     anomalies: int = resharded(0, by=first)
@@ -70,7 +70,7 @@ class SyncStats:
     def state_dict(self) -> dict[str, Any]:
         """Return the values by name, as plain numbers."""
         squares = {"mean_squared": float(self.mean_squared), "spread_squared": float(self.spread_squared)}
-        # Converting the squares has waited for the device, so the times of all earlier sections are known now.
+        # Converting the squares waits for the device, so the times of all earlier sections are known from here on.
         seconds = {"exposed_seconds": self.exposed_seconds, "wait_seconds": self.wait_seconds}
         return asdict(self) | squares | seconds
 

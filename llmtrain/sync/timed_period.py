@@ -21,15 +21,15 @@ Clock = Callable[[], float]
 class TimedPeriod(Period):
     """A period of `warmup` synchronous steps, then rounds of `section.every` seconds on each replica's own clock.
 
-    The first rank of a replica reads the clock for all its ranks. A replica whose time is up waits for the others, each of
-    which has at most the rest of its present step to complete. Then all replicas exchange their step counts. The round ends
-    there if they have taken `section.min_steps` steps together, and otherwise continues to the next exchange.
+    The first rank of a replica reads the clock for all its ranks. A replica whose time is up waits until the others
+    have completed their current step. Then all replicas exchange their step counts. If they have taken
+    `section.min_steps` steps together, the round ends. Otherwise it continues to the next exchange.
 
-    The next exchange comes earlier than `section.every` if, at the present pace, the run would complete its steps before it.
-    Whatever the pace becomes, no replica takes more than its share of the run's remaining steps before it waits for the others.
-    The share follows from its steps since the last exchange, rounded up, so the run ends at most one step per replica beyond
-    `total_steps`. Replicas also exchange their counts at once when `stop_seen()` is true on a rank, that is, when that
-    rank knows that a stop was requested.
+    The next exchange comes earlier than `section.every` if, at the current pace, the run would complete its steps
+    before then. Even if the pace changes, no replica takes more than its share of the run's remaining steps before it
+    waits for the others. The share is proportional to its steps between the last two exchanges, and rounded up. The run
+    therefore ends at most one step per replica beyond `total_steps`. A replica also proceeds to the exchange at once
+    when `stop_seen()` is true on its first rank, that is, when this rank knows that a stop was requested.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TimedPeriod(Period):
         self.stop_seen = stop_seen
         # Time of the last exchange, on this rank's clock, shifted by time that is not training.
         self._exchanged_at: float | None = None
-        # Seconds since the last exchange in a loaded state, until the first step: what comes before it is not training.
+        # Seconds since the last exchange in a loaded state, until the first step: time before it is not training.
         self._resumed_after: float | None = None
         self._paused_at: float | None = None
         self._interval = section.every
@@ -92,8 +92,8 @@ class TimedPeriod(Period):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the enclosed seconds out of the round. Otherwise, after a validation longer than `section.every`, a round would
-        have one step."""
+        """Exclude the time of the enclosed code from the round. Otherwise, after a validation longer than
+        `section.every`, a round would have one step."""
         self._paused_at = self.clock()
         yield
         if self._exchanged_at is not None:
@@ -124,8 +124,8 @@ class TimedPeriod(Period):
             setattr(self, f"_{name}", state[name])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state with which every replica resumes if their number has changed. All start at the old replicas' mean
-        step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
+        """Return the state with which every replica resumes if the number of replicas has changed. All start at the old
+        replicas' mean step, rounded down. The sum of all replicas' steps since the last synchronization is kept."""
         first = states[0]
         if first["elapsed"] is None:
             return require_equal(states)
@@ -143,7 +143,7 @@ class TimedPeriod(Period):
     def _read_clock(self) -> tuple[float, bool]:
         """Return the seconds since the last exchange and whether a stop was requested, both as the replica's first rank knows
         them. A collective of the shard group."""
-        # On the CPU: reading them from a GPU would wait in every step for all that it still has to compute.
+        # On the CPU: reading the values from a GPU would wait, in every step, for all work that is queued on it.
         mine = torch.tensor([self.clock() - self._exchanged_at, self.stop_seen()], dtype=torch.float64)
         elapsed, stop = self.shard_comms.all_gather(mine, "reading the replica's clock")[0]
         return float(elapsed), bool(stop)

@@ -1,4 +1,4 @@
-"""Weighing: replicas agree on their weights in the means of some blocks, before they send these blocks.
+"""Weighing: replicas agree on their weights in the means of some blocks before they send these blocks.
 
 Every replica contributes one row of numbers: its seconds, its local steps and the norms of its pseudo-gradients. All ranks
 compute the weights of all replicas from the same rows.
@@ -36,12 +36,12 @@ class Agreement:
     rolled_back: frozenset[int]
     """Blocks in which all replicas are anomalous. They have no mean, and their parameters return to the anchor."""
     target_norms: Mapping[int, float] = field(default_factory=dict)
-    """Norm, by block, that the mean must have or must not exceed. The means of blocks without one are used as they arrive."""
+    """Norm, by block, that the mean must have or must not exceed. The mean of a block without a norm is used as it arrives."""
 
 
 class Weighing:
-    """All-gather of the replicas' local steps and, if the reduction needs them, of norms, from which weights follow. Without a
-    reduction, all replicas have the same weight; they still take the mean of their local steps."""
+    """All-gather of the replicas' local steps and, if the reduction needs them, of norms. The weights follow from
+    these. Without a reduction, all replicas have the same weight, and only the mean of their local steps is taken."""
 
     def __init__(self, block_sync: BlockSync, reduction: Reduction | None):
         assert block_sync.anchors is not None or reduction is None, "pseudo-gradients are weighed: needs an anchor"
@@ -56,9 +56,9 @@ class Weighing:
         self, local_steps: LocalSteps, squares: Sequence[torch.Tensor], computed_seconds: float = 0.0
     ) -> PendingCollective:
         """Start gathering every replica's row. `local_steps` are this rank's. `squares` has the squared norm of this
-        rank's part of each block's pseudo-gradient, and is empty without `uses_norms`. `computed_seconds` is the time that this
-        replica took to compute. The result has shape [replicas, 1 + len(ROUND_VALUES) + blocks], float64. A collective of the shard
-        group and of the replica group."""
+        rank's part of each block's pseudo-gradient, and is empty unless `uses_norms`. `computed_seconds` is the time
+        that this replica took to compute. The result has shape [replicas, 1 + len(ROUND_VALUES) + blocks], float64. A
+        collective of the shard group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
         row = torch.tensor([computed_seconds, *local_steps.state().values()], dtype=torch.float64)
         target = replica_comms.device

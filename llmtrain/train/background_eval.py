@@ -55,8 +55,8 @@ class BackgroundEval:
     """Background evaluations of one run. Does nothing if `section` is None, that is, without `eval.suite`
     and on every rank except the main rank.
 
-    Use it as a context manager. If the run is complete, the exit waits for the evaluation of its last checkpoint. After a
-    stop or an error, the exit terminates the running evaluation.
+    A context manager. If the run is complete, its exit waits for the evaluation of the last checkpoint. After a stop or
+    an error, its exit terminates the running evaluation.
     """
 
     def __init__(
@@ -70,14 +70,15 @@ class BackgroundEval:
         self.section, self.run, self.console, self.stop = section, directory.path, console, stop
         self.total_steps, self.checkpoint_every = recipe.train.total_steps, recipe.checkpoint.every
         self.newest = max(complete_checkpoints(directory.checkpoints), default=0)
-        """Step of the newest checkpoint. A run that goes back to an earlier checkpoint, because this one is damaged, sets it
-        again."""
+        """Step of the newest checkpoint. Corrected by a run that continues from an earlier checkpoint because the
+        newest one is damaged."""
         self.start = start_in_background
         self.worker = LatestStepWorker(self._evaluate, "evaluates checkpoints")
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._is_over = False
-        """True once no evaluation may start. An evaluation that ends later was terminated, and is not reported as a failure."""
+        """True once no evaluation may start. An evaluation that ends afterwards was terminated, and is not reported as
+        failed."""
 
     def after_checkpoint(self, step: int) -> None:
         """Queue the checkpoint of `step`, which is complete on disk, if an evaluation is due. Returns immediately."""

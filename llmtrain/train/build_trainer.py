@@ -1,4 +1,4 @@
-"""Construction of the trainer: a rank's model, engine, method, loader and the rest, from a run that is open."""
+"""Construction of a rank's trainer from an open run: its model, engine, method, loader and other parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from llmtrain.train.validation import Validator
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Open run, as one rank holds it."""
+    """Everything that one rank opens for a run before it builds the trainer."""
 
     recipe: Recipe
     directory: RunDirectory
@@ -74,17 +74,17 @@ class OpenRun:
 
     @property
     def prepared(self) -> TokenDataset:
-        """Return the first of the training texts."""
+        """Return the first training text."""
         return next(iter(self.texts.values()))
 
     def explain_out_of_memory(self) -> AbstractContextManager[None]:
-        """Report what fills the memory if the enclosed code runs out of it."""
+        """Report what occupies the memory if the enclosed code runs out of memory."""
         return explain_out_of_memory(self.mesh.world.rank, self.mesh.device, self.directory.out_of_memory)
 
 
 def build_trainer(run: OpenRun, weights: InitialWeights | None) -> Trainer:
-    """Build this rank's model, engine, method and loader, print what they are, and return them in a Trainer. The model starts from
-    `weights`, or from random ones. A collective of all ranks."""
+    """Build this rank's model, engine, method and loader, print their description, and return them in a Trainer. The
+    model starts from `weights`, or from random ones if None. A collective of all ranks."""
     recipe, mesh, prepared = run.recipe, run.mesh, run.prepared
     texts = open_texts(recipe, mesh, run.texts, prepare_sets(recipe, prepared, show_progress=False), run.train_text)
     scan = texts.scan()
@@ -132,8 +132,9 @@ def build_trainer(run: OpenRun, weights: InitialWeights | None) -> Trainer:
 
 
 def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
-    """Let a step's virtual time pass just before the forward pass of its last block: a synchronization has then done its part of
-    the forward pass, and no gradients have been sent. A step without a gradient takes no time."""
+    """Advance the virtual clock by a step's duration just before the forward pass of its last block. By then, a
+    synchronization has done its work in the forward pass, and no gradients have been sent. A step that computes no
+    gradient takes no time."""
     last = len(trainer.engine.blocks) - 1
 
     def before_block(index: int) -> None:
@@ -144,7 +145,7 @@ def _run_clock(trainer: Trainer, clock: VirtualClock) -> None:
 
 
 def _configure_process(recipe: Recipe, mesh: Mesh) -> None:
-    """Set what is global to the process: whether it keeps freed memory, deterministic kernels, and torch's seed."""
+    """Configure what is global to the process: reuse of freed memory, deterministic kernels, and torch's seed."""
     if mesh.device.type == "cpu":
         keep_freed_memory()
     if recipe.train.deterministic:
@@ -153,12 +154,12 @@ def _configure_process(recipe: Recipe, mesh: Mesh) -> None:
 
 
 def _build_model(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> LanguageModel:
-    """Return the model, whose parameters have no memory yet, and choose attention kernels that can compute it."""
+    """Return the model, whose parameters have no memory yet, and exclude attention kernels that are unsuitable for it."""
     is_packed = recipe.data.packing == "packed"
     separator = prepared.eos_id if recipe.train.document_mask and is_packed else None
     config = model_config(recipe.model, prepared.vocab_size)
     has_masks = separator is not None or config.model_type not in CAUSAL_FAMILIES
-    if has_masks or not is_packed:  # then micro-batches have many shapes
+    if has_masks or not is_packed:  # unless packed, micro-batches have many shapes
         avoid_cudnn_attention(mesh.device)
     return build(config, recipe.parallel.loss_chunk, separator)
 
@@ -169,7 +170,7 @@ def _build_engine(
     """Return the engine that trains `model`, from `weights` or random ones."""
     compiled = recipe.parallel.compile
     read = None if weights is None else weights.read
-    if read is None and recipe.model.from_weights is not None:  # a continued run; the model may have no initial values
+    if read is None and recipe.model.from_weights is not None:  # a continued run; initial values may be unknown
         read = placeholders(model)
     parts = EngineParts(
         model=model,
@@ -206,7 +207,7 @@ def _start_lines(
 
 
 def _start_warnings(recipe: Recipe, mesh: Mesh, texts: RunTexts) -> Iterator[str]:
-    """Yield the warnings about a run that are known before its first step."""
+    """Yield the warnings that are known before the run's first step."""
     yield from recipe_warnings(recipe, texts.all_texts, MeshSize(mesh.world.size, mesh.replicas, mesh.world.local_size))
     if mesh.unencrypted and not recipe.parallel.allow_unencrypted:
         yield f"{mesh.unencrypted}; {ADVICE}"

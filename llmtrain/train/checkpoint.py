@@ -1,5 +1,5 @@
-"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` writes and checks the files,
-`checkpoint_reader` reads tensors from them.
+"""Checkpoints: the complete state of a run, and how it is saved and restored. `checkpoint_files` writes and checks the
+files, and `checkpoint_reader` reads tensors from them.
 
 Per-replica tensors (weights, optimizer moments, rounding errors) are stored under `replica<r>.`. Shared tensors
 (anchor, outer momentum, means in flight) are stored once. A checkpoint can be loaded on another mesh; see `reshard`.
@@ -40,7 +40,7 @@ from llmtrain.turns import own_time
 from llmtrain.waiting import announced
 
 LAST_SECONDS = 60.0
-"""Maximum seconds that a run which ends by an error waits for a checkpoint that is being written."""
+"""Maximum seconds for which a run that ends with an error waits until the checkpoint in progress is written."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Checkpointer:
         self.seconds = 0.0
         """Seconds for which checkpoints have blocked training."""
         self.followers: list[BackgroundEval | Mirror] = []
-        """Readers of complete checkpoints. A checkpoint that one of them has yet to read is not deleted."""
+        """Readers of complete checkpoints. A checkpoint is not deleted while one of them still has to read it."""
         self._holder = holder_text(directory.parent)  # this process, if it has locked the run directory
         self._writing: CheckpointWriter | None = None
         self._losses: dict[int, CheckpointLoss | None] = {}  # read once from each checkpoint
@@ -87,9 +87,9 @@ class Checkpointer:
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """Start writing the state after global step `step`. A collective of all ranks.
 
-        Returns once the state has been copied to memory that training does not modify. If `checkpoint.background` is off,
-        returns when the checkpoint is complete. `progress` returns this rank's plain values. It is called after messages in
-        flight have arrived, so that their bytes are counted.
+        Returns once the state has been copied to memory that training does not modify or, if `checkpoint.background` is
+        off, once the checkpoint is complete. `progress` returns this rank's plain values. It is called after messages
+        in flight have arrived, so that their bytes are counted.
 
         Raises TrainingError if the previous checkpoint, or this one if `checkpoint.background` is off, could
         not be written.
@@ -97,7 +97,7 @@ class Checkpointer:
         self.wait()
         started = own_time()
         shared, own = self.method.shared_state(), self.method.per_replica_state()
-        # Where an engine returns copies, they must not all be on the device at once.
+        # If the engine returns copies, they must not all be on the device at once.
         is_staged = self.section.background or (self.engine.returns_copies and self.mesh.device.type == "cuda")
         keep = _stage_to_cpu if is_staged else as_is
         prefix = f"replica{self.mesh.replica_comms.rank}"
@@ -121,7 +121,7 @@ class Checkpointer:
             state["from_weights"] = self.from_weights
         final, comms = self.directory / step_name(step), self.mesh.checkpoint_group
         mine = {"method": self.method.state_dict(), **progress()}
-        # With two sites, the first one has the disk (launch/two_sites.md), so what both have need not cross the link.
+        # With two sites, the disk is at the first (launch/two_sites.md): what both have need not cross the link.
         spans_hosts = self.mesh.world.local_size < self.mesh.world.size
         prune = partial(self._prune, step)
         self._writing = CheckpointWriter(final, tensors, state, mine, comms, prune, spans_hosts, self._holder)
@@ -140,8 +140,8 @@ class Checkpointer:
         self.poll()
 
     def finish_writing(self) -> None:
-        """Wait up to LAST_SECONDS for a checkpoint that is being written when an error ends the run, because its state is from
-        before the error. Raises nothing."""
+        """Wait up to LAST_SECONDS for the checkpoint in progress when an error ends the run: its state is from before
+        the error. Raises nothing."""
         if self._writing is not None:
             with suppress(TrainingError):
                 self._writing.wait(min(LAST_SECONDS, self.timeout_seconds))
@@ -164,10 +164,10 @@ class Checkpointer:
     def load(self, path: Path, rules: Rules, seed: int) -> LoadedCheckpoint:
         """Restore the state in `path`, written on any mesh. A collective of all ranks.
 
-        `rules` determine how the plain values stored by `save` are resharded. A rank whose position the old mesh did not have
-        derives the state of its random number generators from `seed`. Raises CheckpointError, on every rank, if the checkpoint is
-        damaged or can't be continued on this mesh. Raises RecipeError if it belongs to another recipe, or has more steps than the
-        recipe.
+        `rules` determine how the plain values stored by `save` are resharded. A rank whose position the old mesh did
+        not have derives the state of its random number generators from `seed`. Raises CheckpointError, on every rank,
+        if the checkpoint is damaged or can't be continued on this mesh. Raises RecipeError, on every rank, if it
+        belongs to another recipe, or can't be continued with the recipe's length or global batch.
         """
         state, length = raise_on_all(self.mesh, lambda: self._open(path))
         size = self.mesh.replicas, self.mesh.shard_comms.size
@@ -265,8 +265,8 @@ class Checkpointer:
 def _fill(
     stored: CheckpointReader, tensors: dict[str, torch.Tensor], change: MeshChange | None, factor: float = 1.0
 ) -> None:
-    """Fill `tensors` in place. They are tensors that replicas share or, with `change`, this replica's own. If the number of
-    replicas has changed, its own become `factor` x the mean of the old replicas'. Not a collective."""
+    """Fill `tensors` in place: shared tensors or, with `change`, this replica's own. If the number of replicas has
+    changed, its own tensors become `factor` x the mean over the old replicas. Not a collective."""
     if change is None:
         stored.read(tensors)
     elif not change.replicas_changed:
@@ -277,8 +277,8 @@ def _fill(
 
 
 def _stage_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in CPU memory. A copy from a GPU is only started; torch makes it in pinned memory, which it uses
-    again for the next checkpoint."""
+    """Return a copy in CPU memory. A copy from a GPU is only started. It goes to pinned memory, which torch reuses for
+    the next checkpoint."""
     return tensor.detach().to("cpu", copy=True, non_blocking=True)
 
 

@@ -3,7 +3,8 @@
     checkpoints/step-00001000/   torch.distributed.checkpoint files, and state.json with their sizes and digests
     checkpoints/latest           name of the newest checkpoint, written last
 
-A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which keeps up with disks.
+A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is fast enough
+for disks.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ CHECKSUM_KEY = "sha256"
 DAMAGED = ".damaged"
 """Suffix of a damaged checkpoint's folder once a run has continued from an older checkpoint."""
 TRANSIENT = {*NO_ANSWER, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM} - {errno.EIO}
-"""Numbers of transient errors, which do not mean that a file is damaged: those of network file systems and mounts that are gone,
-and those of a lack of memory or file handles."""
+"""Numbers of transient errors, which do not mean that a file is damaged: errors of network file systems and missing
+mounts, and a lack of memory or file handles."""
 RETRY_PAUSES = (1.0, 3.0, 6.0)
-"""Seconds before a file that had an I/O error is read again. While its server is replaced, a network file system reports such
-errors for seconds; a broken disk reports them for good."""
+"""Pauses in seconds before a read that failed with an I/O error is repeated. A network file system reports such errors
+for some seconds while its server is replaced; a broken disk reports them permanently."""
 Digest = tuple[int, str]
 """Size in bytes and 128-bit XXH3 in hex."""
 TENSOR_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
-"""Names that torch gives to files of tensors. The group is the rank that wrote the file."""
+"""Names that torch gives to files of tensors. The group matches the rank that wrote the file."""
 
 # Torch warns of calls without a process group (`no_dist`), which are intended here.
 warnings.filterwarnings("ignore", ".*the intent is to (save|load) in a single process", UserWarning)
@@ -142,8 +143,8 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
     """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of
     all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
 
-    Raises CheckpointError, on every rank, if all checkpoints are damaged or one is of a newer version. A run never starts from
-    scratch again unless the user deletes them. Raises TrainingError, on every rank, if one can't be read because of a
+    Raises CheckpointError, on every rank, if all checkpoints are damaged or one is of a newer version: only a user who
+    deletes them restarts the run from scratch. Raises TrainingError, on every rank, if one can't be read because of a
     transient error.
     """
     names = mesh.broadcast_from_main(lambda: [path.name for path in checkpoint_folders(directory)])
@@ -185,9 +186,9 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 
 
 def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
-    """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in memory
-    although the disk is at another site. Files that ranks wrote which do not exist now are divided among the ranks. The main
-    rank also reads the files that are not of tensors, such as the metadata."""
+    """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in
+    memory even if the disk is at another site. Files of ranks that no longer exist are divided among the ranks. The
+    main rank also reads the files without tensors, such as the metadata."""
     written_by = {name: int(found[1]) if (found := TENSOR_FILE.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, writer in written_by.items() if writer % ranks == rank)
 
@@ -227,9 +228,9 @@ class CheckpointWriter:
     writer is done.
 
     `tensors` must not change until then. `state` is the content of state.json except for `files` and `ranks`; each rank
-    contributes its `progress` to `ranks`. `on_complete` is called on the main rank once the checkpoint is complete and all ranks
-    know it, because they would otherwise wait for slow work. Ranks share the work of writing what several of them have; with
-    `shared_by_first`, the first of these ranks writes it. With a `holder` (`holder_text`), the checkpoint fails if another
+    contributes its `progress` to `ranks`. The main rank calls `on_complete` after all ranks have learned that the
+    checkpoint is complete, so that they do not wait for this call. A tensor that several ranks have is written by one
+    of them, with `shared_by_first` by the first. With a `holder` (`holder_text`), the checkpoint fails if another
     process has locked the run directory by now, and nothing is deleted.
     """
 
@@ -252,13 +253,12 @@ class CheckpointWriter:
         self.seconds = 0.0
         """Seconds that writing took, set when the writer is done."""
         self.error: str | None = None
-        """Reason for which writing failed, in one line; None if it has not failed."""
+        """Reason why writing failed, in one line; None if it has not failed."""
         # A daemon, because a hanging disk must not keep the process alive after the run has given up on it.
         self._thread = threading.Thread(target=with_current_device(self._run), name=f"writes {final.name}", daemon=True)
 
     def start(self, in_thread: bool) -> None:
-        """Start writing in the background. If not `in_thread`, write before returning, and raise TrainingError if that
-        fails."""
+        """Start writing in the background. If not `in_thread`, write at once, and raise TrainingError if that fails."""
         if in_thread:
             self._thread.start()
         else:
@@ -270,8 +270,7 @@ class CheckpointWriter:
         return not self._thread.is_alive()
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until the checkpoint is written. Raises TrainingError if writing fails or takes longer than
-        `timeout_seconds`."""
+        """Wait until the checkpoint is written. Raises TrainingError if that fails or takes more than `timeout_seconds`."""
         if self._thread.ident is not None:
             join(self._thread, timeout_seconds)
         if not self.is_done:
@@ -386,7 +385,8 @@ class CheckpointWriter:
 
 
 def _catch_error(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or its error in one line, to send to other ranks. `raise_on_all` needs a Mesh; a writer has Comms."""
+    """Return the result of `work`, or its error in one line to send to other ranks. A writer lacks the Mesh for
+    `raise_on_all`."""
     try:
         return work()
     except (CheckpointException, Exception) as error:

@@ -23,7 +23,7 @@ from llmtrain.parallel.sharded import local
 from llmtrain.train.checkpoint_files import raise_if_transient
 
 PART = 1 << 22
-"""Number of elements that are added per operation. It limits memory, because torch makes an fp64 copy of what it adds."""
+"""Number of elements that are added per operation. It limits the memory for torch's fp64 copy of the added elements."""
 METADATA_FILE = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
 CLASSES = {
@@ -119,8 +119,8 @@ class FullTensorReader(CheckpointReader):
 
 
 def mean_of(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of tensors, requested one at a time, in fp64. Rounded once, the mean of equal tensors is bit-identical to
-    each of them."""
+    """Return the mean of tensors in fp64. The tensors are requested one at a time. Rounded once, the mean of equal
+    tensors is bit-identical to each of them."""
     total, count = next(tensors).double().contiguous(), 1
     for tensor in tensors:
         for sum_of_part, part in zip(total.view(-1).split(PART), tensor.reshape(-1).split(PART), strict=True):
@@ -130,7 +130,7 @@ def mean_of(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Torch's reader, except that it loads the metadata once instead of at each call, with the restricted `read_metadata`."""
+    """Torch's reader, changed to load the metadata only once, and with the restricted `read_metadata`."""
 
     def __init__(self, path: Path):
         super().__init__(path)

@@ -40,15 +40,15 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the total memory in bytes: the GPU's, or for a CPU what this process may use."""
+    """Return the total memory in bytes: of the GPU or, for a CPU, the memory that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return usable_memory()
 
 
 def memory_of_rank(world: World) -> float:
-    """Return the bytes of memory that this rank may use: its share of its GPU's, or of the host's. Raises RecipeError if there
-    are fewer GPUs than ranks, unless ranks may share GPUs."""
+    """Return the bytes of memory that this rank may use: its share of its GPU's or the host's memory. Raises
+    RecipeError if there are fewer GPUs than ranks, unless ranks may share GPUs."""
     return memory_bytes(local_device(world)) / ranks_per_device(world)
 
 
@@ -64,8 +64,8 @@ def enable_determinism(device: torch.device) -> None:
 def avoid_cudnn_attention(device: torch.device) -> None:
     """Exclude cuDNN, torch's first choice on Hopper, from the kernels that torch may choose for attention.
 
-    With a mask, cuDNN's backward pass may return NaN in torch 2.11 to 2.13 (pytorch issue 196678), and cuDNN prepares itself anew
-    for every new shape of its inputs.
+    With a mask, cuDNN's backward pass may return NaN in torch 2.11 to 2.13 (pytorch issue 196678), and cuDNN repeats
+    its setup for every new shape of its inputs.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -74,8 +74,8 @@ def avoid_cudnn_attention(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next allocation, unless the environment configures it (MALLOC_...).
 
-    Otherwise every large tensor on a CPU gets new pages from the kernel, and gives them back when it is freed. The first
-    write to such a page took longer than most operations on the tensor.
+    Otherwise every large tensor on a CPU gets new pages from the kernel, and gives them back when it is freed. In
+    measurements, the first write to these pages took longer than most operations on the tensor.
     """
     if (libc := _configurable_libc()) is not None:
         libc.mallopt(M_MMAP_MAX, 0)
@@ -94,8 +94,8 @@ def share_freed_memory() -> None:
 
 
 def _configurable_libc() -> ctypes.CDLL | None:
-    """Return glibc, whose `mallopt` sets parameters of malloc. None without glibc, or if the environment sets them
-    (MALLOC_...)."""
+    """Return glibc, whose `mallopt` sets parameters of malloc; None without glibc, or if the environment sets the
+    parameters (MALLOC_...)."""
     libc = ctypes.CDLL(None)
     is_configured = any(name.startswith("MALLOC_") for name in os.environ)
     return libc if hasattr(libc, "mallopt") and not is_configured else None
@@ -125,11 +125,11 @@ def reserved_memory_bytes(device: torch.device) -> int:
 
 @contextmanager
 def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
-    """Collect garbage after every step that is a multiple of `steps` within this context, instead of when Python would.
-    None keeps Python's own collections. Yields the function to call after each step.
+    """Collect garbage, within this context, after every step that is a multiple of `steps`, instead of when Python
+    would. With None, leave collections to Python. Yields the function to call after each step.
 
-    Python collects after a number of allocations, which ranks reach at different steps, so all ranks would wait for each rank's
-    pause.
+    Python collects after a certain number of allocations. Ranks reach it at different steps, so all ranks would wait
+    for each rank's pause.
     """
     if steps is None or not gc.isenabled():
         yield lambda step: None
@@ -150,8 +150,8 @@ def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
 def profile_steps(
     section: ProfileSection | None, rank: int, folder: Path, note: Callable[[str], None]
 ) -> Iterator[AfterStep]:
-    """Record the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank. Yields the
-    function to call after each step.
+    """Profile the steps of `section` with torch.profiler, and write them to `folder` as a Chrome trace of this rank.
+    Yields the function to call after each step.
 
     The step before the first one warms up the profiler. A run that resumes within these steps warms up again and records
     the remaining ones. A trace that cannot be written is reported through `note`, and training continues.

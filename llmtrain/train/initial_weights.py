@@ -1,6 +1,6 @@
 """Weights that a new run starts from (`model.from_weights`): compared with the recipe's model, and verified on every node.
 
-A run that continues from its own checkpoint does not read them, but keeps the record of the weights that it started from.
+A run that continues from its own checkpoint does not read these weights, but keeps a record of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from llmtrain.train.stored_weights import StoredWeights, validated_weights
 OTHER = f"name another one in {KEY}"
 REMEDY = f"copy it again, or {OTHER}"
 DERIVED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-"""Suffixes of the names of masks and frequencies, which old files store although they follow from the config."""
+"""Name suffixes of masks and frequencies, which old files store although they follow from the config."""
 
 
 class InitialWeights:
@@ -50,7 +50,7 @@ class InitialWeights:
         unexpected or of another shape."""
         self.pretrained = pretrained
         self.recorded: dict[str, Any] = {"path": pretrained.name, "step": pretrained.step}
-        """Path and step of the weights, which the run records; `verify` adds their digest."""
+        """Path and step of the weights, for the run's record; `verify` adds their digest."""
         self._written: dict[str, Digest] | None = None  # digests when written; None if llmtrain has not written them
         self._reader: StoredWeights | SafetensorsReader
         self._replicas = 1
@@ -139,7 +139,7 @@ def _export_digests(folder: Path) -> dict[str, Digest] | None:
 
 
 def _match(model: LanguageModel, stored: dict[str, torch.Size], name: str) -> dict[str, list[str]]:
-    """Return, by the model's name for each weight, the names under which it is stored. A tied embedding may have two. Raises
+    """Return each weight's stored names, by the model's name for it. A tied embedding may have two stored names. Raises
     ModelError if weights are missing, unexpected or of another shape."""
     prefix = f"{model.causal_lm.base_model_prefix}."
     found: dict[int, list[str]] = {}
@@ -172,11 +172,12 @@ def _first_of(names: list[str]) -> str:
 def check_initial_weights(
     recipe: Recipe, prepared: TokenDataset | None = None, download: bool = False
 ) -> InitialWeights | None:
-    """Return the weights that the recipe's run would start from, after checking their headers; None if there are none to check.
+    """Return the weights that the recipe's run would start from, after checking their headers; None if there is nothing
+    to check.
 
-    There are none if the run starts from random weights, if it continues from a checkpoint of its own, or if the weights
-    are on the hub, not on this machine, and `download` is false. Raises UserError if the weights do not fit the recipe's
-    model or tokenizer.
+    There is nothing to check if the run starts from random weights or continues from its own checkpoint, or if the
+    weights are only on the hub and `download` is false. Raises UserError if the weights do not fit the recipe's model
+    or tokenizer.
     """
     name, directory = recipe.model.from_weights, RunDirectory(recipe)
     if name is None or checkpoint_folders(directory.checkpoints):
@@ -191,7 +192,7 @@ def check_initial_weights(
 
 
 def open_initial_weights(recipe: Recipe, mesh: Mesh, prepared: TokenDataset) -> InitialWeights | None:
-    """Return the weights that the run starts from, verified and if necessary downloaded; None for random ones. A
+    """Return the weights that the run starts from, verified and if necessary downloaded; None for random weights. A
     collective of all ranks.
 
     Raises UserError, on every rank, if they do not exist, are damaged, differ between nodes, or do not fit.

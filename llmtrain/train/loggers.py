@@ -1,4 +1,4 @@
-"""Destinations of log lines: the console and metrics.jsonl always, TensorBoard and Weights & Biases if the recipe
+"""Destinations of log lines: always the console and metrics.jsonl; TensorBoard and Weights & Biases if the recipe
 enables them. A new destination subclasses `Logger`."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llmtrain.train.run_dir import RunDirectory
 
 
 class Logger:
-    """Destination of log lines and samples on the main rank. By default, its methods ignore them. Methods raise OSError if
-    writing fails."""
+    """Destination of log lines and samples on the main rank. By default, its methods do nothing. Methods raise OSError
+    if writing fails."""
 
     def log(self, step: int, tokens: int, seconds: float, tags: dict[str, float]) -> None:
         """Record one line: the global step, training tokens of all replicas, training seconds and values by tag."""
@@ -34,7 +34,7 @@ class Logger:
         """Record a text that the model has generated after `step`."""
 
     def close(self, failed: bool = False) -> None:
-        """Flush and close. `failed`: training has ended with an error."""
+        """Flush and close. `failed` says that training has ended with an error."""
 
     def wait(self) -> None:
         """Wait, for a limited time, until everything is closed. Raises nothing."""
@@ -48,7 +48,7 @@ class JsonlLogger(Logger):
         # A run without a checkpoint starts again, including the validation before the first step, so no line is kept.
         kept = [line for line in read_lines(path) if line["step"] <= resumed_step] if resumed_step else []
         self.last_step = max((line["step"] for line in kept), default=0)
-        """Step of the last line that was kept; 0 if none was."""
+        """Step of the last line kept; 0 if no line was kept."""
         atomic_write(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -96,8 +96,8 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._by_step = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else 0)
-        # TensorBoard's x axis is always the step, so this writer gives tokens as steps. It has a folder of its own, because a
-        # purge drops everything in a folder from a step on.
+        # TensorBoard's x axis is always the step, so this writer passes tokens as steps. It has its own folder, because
+        # a purge drops all entries of a folder from some step on.
         purge = resumed_tokens + 1 if resumed_step else 0
         self._by_tokens = SummaryWriter(str(folder / "over_tokens"), purge_step=purge)
         self._by_step.add_text("recipe", _as_markdown(resolved_yaml(recipe)), resumed_step)
@@ -118,7 +118,7 @@ class TensorBoardLogger(Logger):
 
 
 def _as_markdown(text: str) -> str:
-    """Return Markdown that shows a text verbatim, whatever is in it."""
+    """Return Markdown that shows any text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
@@ -129,9 +129,10 @@ def open_loggers(
     resumed_tokens: int,
     note: Callable[[str], None],
 ) -> Sequence[Logger]:
-    """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`. `note` receives a
-    line if metrics.jsonl has lost the line of the checkpoint, or if there are exports or evaluations of later steps, which are
-    set aside. Raises OSError."""
+    """Open the loggers of a run that continues after `resumed_step` (0 for a new run), with `resumed_tokens`. `note`
+    receives a line if metrics.jsonl has lost the line of the checkpoint, or if exports or evaluations of later steps
+    exist, which are set aside. Raises OSError if a file can't be written. Raises RecipeError or TrainingError if
+    Weights & Biases can't be used."""
     jsonl = JsonlLogger(directory.metrics, resumed_step)
     if jsonl.last_step < resumed_step:
         lost = f"steps {jsonl.last_step + 1} to {resumed_step}"
@@ -150,7 +151,7 @@ def open_loggers(
 
 
 LOCAL_LINE_SECONDS = 15.0
-"""Seconds without output after which the first replica reports its own step, in rounds of seconds."""
+"""Seconds without output after which, in rounds of seconds, the first replica reports its own step."""
 
 
 SAMPLE_CHARACTERS = 100
@@ -183,7 +184,7 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-        """Show a bar for the enclosed code, if the output is a terminal and the code takes long. Yields a function that
+        """Show a bar for the enclosed code if the output is a terminal and the code takes long. Yields a function that
         advances the bar by one of `total`."""
         if not self._is_shown_live:
             yield lambda: None
@@ -196,11 +197,11 @@ class Console:
 
     def advance(self, step: int, is_alone: bool = False) -> None:
         """Move the progress bar to `step`. The first call prints the seconds since the command was started. `is_alone`
-        says that only this replica knows the step, as within a round of seconds. Without a bar, a line then reports the
-        step from time to time."""
+        says that other replicas may be at other steps, as within a round of seconds. Without a bar, a line then reports
+        this replica's step from time to time."""
         if not self._has_begun:
             self._has_begun = True
-            self._first, self._started = step, time.monotonic()  # the first step, and what came before, take longer
+            self._first, self._started = step, time.monotonic()  # the time up to the first step is not typical
             self.print(f"first step {seconds_since_command():.1f} s after the command was started")
         if self._bars is not None:
             self._bars.update(self._task, completed=step)
@@ -272,8 +273,8 @@ class Console:
 
 
 def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connections: int = 1) -> str:
-    """Return the console's line about the mesh. `reason` is the one that `plan_mesh` gives for its shape; `connections` is the
-    number of connections from a rank to each peer in another replica."""
+    """Return the console's line about the mesh. `reason` is `plan_mesh`'s reason for the mesh's shape. `connections` is
+    the number of connections from a rank to each peer in another replica."""
     several = f" · {connections} connections to each replica" if connections > 1 else ""
     return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason}){several}"
 

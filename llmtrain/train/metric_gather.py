@@ -1,8 +1,9 @@
 """Numbers that every rank measures between two log lines, gathered without a barrier and reduced to tags.
 
-`Metrics.log` names the numbers, and `MetricReducer.tags` their reductions and tags. The gather runs in the background and is read
-once it is complete, at the latest before the next log line. A replica therefore waits at a log line only for a replica that is a
-whole log interval behind it; on GPUs, an interval less one step, because a line is gathered one step after it is opened.
+`Metrics.log` names the numbers, and `MetricReducer.tags` defines their reductions and tags. The gather runs in the
+background. Its result is read when it is complete, at the latest before the next log line. A replica therefore waits at
+a log line only for a replica that is a whole log interval behind it. On GPUs, this is an interval less one step,
+because a line is gathered one step after it is opened.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SKIPS_IN_A_ROW = 10
 
 @dataclass
 class IntervalMetrics:
-    """This rank's sums since its last log line, by the names under which they are gathered. Sums of the device's results stay on
-    the device until they are gathered, so that training does not wait for them."""
+    """This rank's sums since its last log line, under the names by which they are gathered. Sums of device results stay
+    on the device until they are gathered, so that training does not wait for them."""
 
     loss_sum: Number = 0.0
     grad_norm_sum: Number = 0.0
@@ -49,8 +50,8 @@ class IntervalMetrics:
     def add_gradient(
         self, tokens: int, padding: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: Number
     ) -> Number:
-        """Add a gradient of `tokens` tokens, with their summed `loss`. If its step was skipped (`skipped` is 1, otherwise 0), add
-        nothing. Return the number of tokens that the optimizer's step has used."""
+        """Add a gradient of `tokens` tokens, with their summed `loss`. If the step was skipped (`skipped` is 1,
+        otherwise 0), add nothing. Return the number of tokens that the optimizer step has used."""
         if isinstance(skipped, torch.Tensor):
             loss, grad_norm = (torch.where(skipped.bool(), 0.0, number) for number in (loss, grad_norm))
         used = 1 - skipped
@@ -63,7 +64,7 @@ class IntervalMetrics:
 
 
 class DeviceNumbers:
-    """Numbers of one moment, on their way to the host. On a GPU the host continues while they are computed and copied."""
+    """Snapshot of numbers on its way to the host. On a GPU, the host continues while the numbers are computed and copied."""
 
     def __init__(self, numbers: Mapping[str, Number]):
         """Start copying the scalars among `numbers` that are on a GPU."""
@@ -85,7 +86,7 @@ class DeviceNumbers:
         return self._event is None or self._event.query()
 
     def read(self) -> dict[str, float]:
-        """Return the numbers as the host's, once the device has computed them."""
+        """Wait until the device has computed the numbers, and return them as plain numbers."""
         if self._event is None:
             return self._known
         self._event.synchronize()
@@ -94,8 +95,8 @@ class DeviceNumbers:
 
 @dataclass
 class LogLine:
-    """Log line: this rank's numbers, some of which a GPU may still be computing, and later the `columns` of all ranks, with
-    reductions over ranks."""
+    """Log line: this rank's numbers, some of which a GPU may still be computing, then the `columns` of all ranks, and
+    their reductions over ranks."""
 
     step: int
     seconds: float
@@ -110,7 +111,7 @@ class LogLine:
     """Each number's values by rank, float64. Empty until they are gathered."""
 
     def row(self, waiting: Mapping[str, float]) -> dict[str, float]:
-        """Return this rank's numbers with the waiting times, once the device has computed them."""
+        """Wait until the device has computed this rank's numbers, and return them with the waiting times."""
         row = {**self.numbers.read(), **waiting}
         return row | {"step_seconds": row["step_seconds"] + self.more_step_seconds}
 
@@ -158,8 +159,8 @@ class AsyncMetricGather:
             self._pending[-1].wait()
 
     def collect(self, only_if_done: bool = False) -> LogLine | None:
-        """Return the line in flight, with all ranks' numbers, and forget it; None if no line is in flight. Waits for the slowest
-        rank's numbers, or with `only_if_done` returns None instead of waiting."""
+        """Return the line in flight, with all ranks' numbers, and forget it; None if no line is in flight. Waits for
+        the slowest rank's numbers. With `only_if_done`, returns None instead of waiting."""
         if self._pending is None or (only_if_done and not self._pending[-1].is_done):
             return None
         line, names, pending = self._pending

@@ -1,4 +1,4 @@
-"""Metrics of a run: timed and summed on each rank, and gathered without a barrier for the `RunLog`."""
+"""Metrics of a run: measured and summed on each rank, and gathered without a barrier for the `RunLog`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ METRICS_RULES: Rules = {
 """Resharding rules for `Metrics.state_dict`."""
 
 CLEAR_RISE, CLEAR_RISE_OF_WEIGHTS = 0.01, 0.1
-"""Relative rise of the validation loss above which a run diverges. With trained weights, the loss first rises a little, because
-the learning rate is higher than at the end of their training."""
+"""Relative rise of the validation loss above which a run counts as diverging. A run that starts from trained weights
+first raises their loss a little, because its learning rate is higher than at the end of their training."""
 
 
 def rise_of_loss(first: float, last: float, is_continued: bool) -> str | None:
@@ -97,8 +97,9 @@ class Metrics:
 
     @contextmanager
     def training_time(self) -> Iterator[None]:
-        """Count the enclosed code as training time, which excludes validation, checkpoints and log lines. Replicas of one
-        process take turns, so the run's training time is this replica's times the number of replicas."""
+        """Count the enclosed code as training time, which excludes validation, checkpoints and log lines. Replicas of
+        one process take turns, so the run's training time is this replica's time multiplied by the number of
+        replicas."""
         started = own_time()
         yield
         own, all_ranks = own_time() - started, self.mesh.all_ranks
@@ -121,9 +122,9 @@ class Metrics:
         grad_norm: torch.Tensor,
         skipped: Number,
     ) -> Number:
-        """Count one gradient: its tokens on this rank, their summed `loss` and the replica's gradient norm. If the step was
-        skipped (`skipped` is 1, otherwise 0), count its tokens only. Return the number of tokens that the optimizer's step has
-        used, 0 if it was skipped."""
+        """Count one gradient: its tokens on this rank, their summed `loss` and the replica's gradient norm. If the step
+        was skipped (`skipped` is 1, otherwise 0), count its tokens only. Return the number of tokens that the optimizer
+        step has used, 0 if it was skipped."""
         tokens = count_tokens(micro_batches)
         state.count_gradient(tokens, skipped)
         padding = count_positions(micro_batches) - tokens
@@ -187,8 +188,8 @@ class Metrics:
         """Wait for the pending log line and act on it. All ranks do so at the same step and with the same numbers. No
         replica is therefore ever more than two log lines ahead of another.
 
-        Raises TrainingError, on every rank, for a loss or gradient that is not finite, too many skipped steps, anchors
-        that differ and failed writes, and DataError for damaged data.
+        Raises TrainingError, on every rank, for a loss or gradient that is not finite, too many skipped steps,
+        differing anchors or failed writes, and DataError for damaged data.
         """
         self._submit()
         with self.training_time(), self.method.stats.time_exposed(), self.method.stats.time_waiting():
@@ -215,8 +216,8 @@ class Metrics:
                 self.count_tokens(state)
 
     def poll(self) -> None:
-        """After a step, start gathering the line that the previous step opened. Then print and log the pending line if it is ready,
-        without waiting. Decisions that all ranks must share are left to `wait`."""
+        """Start gathering the line that the previous step opened. Then print and log the pending line if it is ready,
+        without waiting. Called after each step. Decisions that all ranks must share are left to `wait`."""
         self._submit()
         if self.mesh.is_main and self._displayed is None:
             self._displayed = self._display(self._gather.collect(only_if_done=True))
@@ -278,8 +279,8 @@ class Metrics:
             self.mesh.clock.restore(state["virtual_seconds"])
 
     def _submit(self) -> None:
-        """Start gathering the open line, if there is one, once the device has computed its numbers. If the device was still busy
-        with the line's steps, their time is counted up to now."""
+        """Wait until the device has computed the numbers of the open line, if any, and start gathering them. If the
+        device was still busy with the line's steps, count their time up to now."""
         line, self._open_line = self._open_line, None
         if line is None:
             return
@@ -296,14 +297,14 @@ class Metrics:
         self._gather.submit(line, waiting)
 
     def _round_number(self, state: TrainState) -> int:
-        """Return the number of the present round, from 1; 0 in a synchronous phase."""
+        """Return the number of the current round, from 1; 0 in a synchronous phase."""
         number = self.method.period.round_number(state.step)
         # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
         return self.method.stats.count + (not state.is_done) if number is None else number
 
     def _round_step(self, state: TrainState) -> int:
-        """Return how many local steps the present round has taken. With rounds of seconds, a line is logged just after an
-        exchange, when the next round has no steps yet, so the steps before that exchange are returned."""
+        """Return the number of local steps in the current round. With rounds of seconds, a line is logged just after an
+        exchange, when no step follows yet, so return the number of steps before the exchange."""
         period = self.method.period
         return period.step_in_round(state.step) or period.round_length(state.step)
 
@@ -317,7 +318,7 @@ class Metrics:
         return self.method.fingerprint()
 
     def _display(self, line: LogLine | None) -> LogLine | None:
-        """Log and print the tags of a line, if there is one, and warnings about what it counts. Return the line."""
+        """Log and print the tags of a line, if any, and warn of new loss spikes and skipped steps. Return the line."""
         if line is None:
             return None
         spikes, skipped = self.reducer.spikes, self.last_line.get("health/skipped_steps", 0)

@@ -1,5 +1,5 @@
-"""Mirror of a run's checkpoints at another location (`checkpoint.mirror`). They are copied there in the background, and fetched
-if the run's own disk is lost.
+"""Mirror of a run's checkpoints at another location (`checkpoint.mirror`). Checkpoints are copied to it in the
+background, and fetched from it if the run's own disk is lost.
 
 Training never waits for a copy, except for the last one at the end of the run. One copy is in flight at a time.
 Of the checkpoints completed during a copy, only the newest is copied next. A failed copy prints one console
@@ -37,7 +37,7 @@ STOPPED_SECONDS = 30.0
 LOCAL = (None, "file", "local")
 """Protocols of the local file system, where folders must be created."""
 UNUSABLE = (ImportError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
-"""Errors of a URL, or of missing rights to it, which do not pass by themselves."""
+"""Errors of a wrong URL or of missing permissions, which do not pass by themselves."""
 
 
 class RemoteRun:
@@ -91,8 +91,8 @@ class RemoteRun:
             return None
 
     def download(self, step: int, here: Path) -> dict[str, Digest] | str:
-        """Copy a checkpoint into the empty folder `here`. Returns its files with their digests as listed in state.json,
-        which the caller must compare, or a description of the damage if state.json or a file is missing or unreadable."""
+        """Copy a checkpoint into the empty folder `here`. Returns its files with the digests in state.json, which the
+        caller must compare, or a description of the damage if state.json is unreadable or a file is missing."""
         there = self._path_of(step)
         self._files.get_file(f"{there}/{STATE_FILE}", str(here / STATE_FILE))
         try:
@@ -133,7 +133,7 @@ class RemoteRun:
             self._remove(step)
 
     def check_is_apart(self, folder: Path) -> None:
-        """Raise RecipeError if the mirror is the run's own `folder`, in which a copy would first delete the checkpoint."""
+        """Raise RecipeError if the mirror is the run's own `folder`, where copying a checkpoint would first delete it."""
         from fsspec.implementations.local import LocalFileSystem
 
         if isinstance(self._files, LocalFileSystem) and os.path.realpath(self._root) == os.path.realpath(folder):
@@ -205,9 +205,9 @@ class Mirror:
         self._last_complete: int | None = None
         """Step of the newest checkpoint that is in the mirror together with the best one up to it."""
         self._there_at_start: int | None = None
-        """Step of a checkpoint that the mirror had at the start, and that is therefore not copied again."""
+        """Step of the newest checkpoint that the mirror had at the start, which is therefore not copied again."""
         self._candidates: set[int] = set()
-        """Steps of the checkpoints among which the best is being found; then the step of the best, while it is copied."""
+        """Steps of the checkpoints from which the best is being selected; then the step of the best, while it is copied."""
 
     # ---- at the start, on all ranks
 
@@ -223,8 +223,8 @@ class Mirror:
             self._on_main(mesh, lambda: self._remote.write_recipe(self.recipe))
 
     def fetch(self, mesh: Mesh, newer_than: int) -> Path | None:
-        """Fetch the newest valid checkpoint after step `newer_than` (-1: any) into the run directory, together
-        with the metrics. Returns its local path, or None if there is none.
+        """Fetch the newest valid checkpoint after step `newer_than` (-1: any) into the run directory, together with the
+        metrics. Returns the checkpoint's local path, or None if the mirror has none.
 
         Raises CheckpointError, on every rank, if `newer_than` is -1 and all checkpoints in the mirror are
         damaged. Raises RecipeError, on every rank, if the mirror can't be read.
@@ -278,8 +278,8 @@ class Mirror:
         return self.worker.pending_steps() | self._candidates
 
     def finish(self, mesh: Mesh, is_stopped: bool = False) -> str | None:
-        """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`, and for a stopped run at most STOPPED_SECONDS.
-        Returns, on every rank, the reason for which it is missing, or None."""
+        """Wait for the copy of the last checkpoint, at most `run.timeout_seconds`, and for a stopped run at most
+        STOPPED_SECONDS. Returns, on every rank, None, or the reason why the copy is missing."""
         if self.url is None:
             return None
         limit = min(STOPPED_SECONDS, self.timeout_seconds / 2) if is_stopped else self.timeout_seconds
@@ -318,10 +318,10 @@ class Mirror:
         self.note(f"copied to {self._remote.url_of(step)} (in {time.monotonic() - began:.1f} s)")
 
     def _copy_best(self, newest: int) -> None:
-        """Copy the best checkpoint up to step `newest`, unless the mirror has it or a better one. The mirror lacks it if it was
-        completed during another copy and then replaced by a newer one in the queue."""
+        """Copy the best checkpoint up to step `newest`, unless the mirror has it or a better one. The mirror lacks it
+        if it was completed during another copy and then replaced in the queue by a newer one."""
         try:
-            # Before losses are read, because the best of them must not be deleted until it is copied.
+            # Set before losses are read, because the best checkpoint must not be deleted until it is copied.
             self._candidates = {step for step in complete_checkpoints(self.directory.checkpoints) if step <= newest}
             here = {
                 step: loss
@@ -350,9 +350,9 @@ class Mirror:
     # ---- on the main rank
 
     def _on_main(self, mesh: Mesh, work: Callable[[], Any]) -> Any:
-        """Run `work` on the main rank and return its result on every rank. `work` may take any time, as long as fetched bytes
-        keep arriving. Errors of the file system are raised on every rank, as RecipeError if it can't be used and as TrainingError
-        if it can't be reached, perhaps only for now."""
+        """Run `work` on the main rank and return its result on every rank. `work` may take any time, as long as fetched
+        bytes keep arriving. Errors of the mirror's file system are raised on every rank: as RecipeError if it can't be
+        used, and as TrainingError for any other, perhaps temporary, reason."""
 
         def attempt() -> Any:
             try:

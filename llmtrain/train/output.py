@@ -1,7 +1,7 @@
-"""Output of a process whose reader may go away, such as a terminal whose ssh session ends, or `tee`.
+"""Output of a process whose reader may disappear, such as a terminal whose ssh session ends, or `tee`.
 
-Every write then fails, as it does while the disk of a log file is full. The run should nevertheless end with a checkpoint or,
-under nohup, continue.
+From then on, every write fails, as it does while the disk of a log file is full. The run should nevertheless end with a
+checkpoint or, under nohup, continue.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from typing import Any, TextIO
 
 READER_IS_GONE = {errno.EIO, errno.EPIPE}
-"""Numbers of errors after which the output has no reader any more. Other errors, such as a full disk, may pass."""
+"""Numbers of errors that mean that the reader is gone for good. Other errors, such as a full disk, may be temporary."""
 
 
 class _LastingStream:
-    """Text stream that raises no OSError: text that can't be written is lost. Once its reader is gone, its file descriptor is
-    that of /dev/null."""
+    """Text stream that raises no OSError: text that can't be written is lost. Once the reader is gone, the stream
+    writes to /dev/null."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -46,7 +46,7 @@ class _LastingStream:
 
 
 def outlive_readers() -> None:
-    """Make this process ignore errors in writing its output: those of a terminal or a pipe that is gone, or of a full disk."""
+    """Make this process ignore errors in writing its output, caused by a lost terminal or pipe, or by a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _LastingStream):

@@ -22,8 +22,8 @@ from llmtrain.errors import DataError
 def prepare_texts(
     recipe: Recipe, show_progress: bool, to_begin: bool = False, replicas: Iterable[int] | None = None
 ) -> dict[str, TokenDataset]:
-    """Prepare those token shards of a recipe, including `eval.sets`, that do not exist yet. Return the training texts by name: ""
-    for `data.source`, and the names of a list in its order.
+    """Prepare the token shards of a recipe, including `eval.sets`, that do not exist yet. Return the training texts by
+    name. The name of `data.source` is "". The texts of a list keep its names and order.
 
     With `to_begin`, a text that can be tokenized during training is prepared for the first step only. From `data.per_replica`,
     only the texts of the given `replicas` are prepared; None means all. A mixture's tokenizer is trained on its first text.
@@ -57,8 +57,8 @@ def prepare_texts(
 
 
 def _check_one_tokenizer(name: str, texts: Sequence[TokenDataset]) -> None:
-    """Raise DataError if texts were tokenized with different versions of a hub tokenizer. The name of a text's folder has a
-    digest of a local tokenizer's files, but only the name of a hub tokenizer."""
+    """Raise DataError if texts were tokenized with different versions of a hub tokenizer. The folder names of texts do
+    not distinguish these: they contain a digest of a local tokenizer's files, but only the name of a hub tokenizer."""
     if tokenizer_files(name) or trained_size(name) is not None:
         return
     first = tokenizer_digest(texts[0])
@@ -93,7 +93,7 @@ def prepare_sets(recipe: Recipe, prepared: TokenDataset, show_progress: bool) ->
 
 
 def describe_kept_texts(data: DataSection) -> str:
-    """Return text for the user that says what an interrupted preparation has written of each text."""
+    """Return a message for the user about what an interrupted preparation has kept of each text."""
     prepared: list[TokenDataset] = []
     kept = []
     for section in data.texts().values():

@@ -15,7 +15,7 @@ DELAY_SECONDS = 2.0
 
 
 class CountColumn(ProgressColumn):
-    """Column with the completed part of a task, such as `12/300`, or with its seconds if its length is unknown."""
+    """Column with the completed part of a task, such as `12/300`, or with its elapsed seconds if its length is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.elapsed or 0:.0f} s" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
@@ -26,7 +26,7 @@ class DelayedProgress(Progress):
 
     def __init__(self, console: RichConsole):
         columns = (TextColumn("{task.description}"), BarColumn(), CountColumn(), TimeRemainingColumn())
-        # Long enough for slow steps: with only one step in this period, there is no estimate.
+        # Long enough for slow steps: an estimate needs more than one step in this period.
         super().__init__(*columns, console=console, transient=True, speed_estimate_period=1800)
 
     def get_renderables(self) -> Iterable[RenderableType]:

@@ -20,8 +20,8 @@ POLL_SECONDS = 2.0
 
 
 def raise_on_all(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Call `work` on each rank and return its result. If it raises a UserError or TrainingError on any rank, raise the first
-    one, in rank order, on every rank. A collective of all ranks."""
+    """Call `work` on each rank and return its result. If it raises a UserError or TrainingError on any rank, raise the
+    error of the first such rank on every rank. A collective of all ranks."""
     mine: UserError | TrainingError | None = None
     try:
         result = work()
@@ -50,12 +50,12 @@ class IoErrors:
 
     @property
     def found(self) -> UserError | TrainingError | None:
-        """Return this rank's error, with which the next `check` fails; None if there is none."""
+        """Return this rank's error, which the next `check` raises; None if there is none."""
         return self._scan.problem or self._text_problem() or self._unwritten
 
     def write(self, path: Path, work: Callable[[], T]) -> T | None:
-        """Return the result of `work`, which writes to `path`. On an OSError, a UserError or a TrainingError, record it and return
-        None."""
+        """Return the result of `work`, which writes to `path`. If it raises an OSError, UserError or TrainingError,
+        record the error and return None."""
         try:
             return work()
         except (UserError, TrainingError) as error:
@@ -68,7 +68,8 @@ class IoErrors:
 
     def check(self) -> None:
         """Raise an error on every rank if any rank has one: DataError for damaged token shards and text that can't be
-        tokenized, TrainingError for failed writes, or what `write` has recorded. A collective of all ranks."""
+        tokenized, TrainingError for a failed write, or another error that `write` has recorded. A collective of all
+        ranks."""
         raise_on_all(self._mesh, self._raise)
 
     def _raise(self) -> None:

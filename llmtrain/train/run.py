@@ -86,9 +86,9 @@ def _ranks_of(recipe: Recipe, world: World) -> Ranks:
 def _run_rank(recipe: Recipe, ranks: Ranks, world: World, alter: Callable[[Trainer], None]) -> int:
     """Train as the rank `world`, which is this process or, with `parallel.in_process`, this thread. Return the exit code.
 
-    The start may be refused at any point before `_train`: for damaged weights, a checkpoint of another recipe or another text.
-    Until then, the run is not changed. Its directory is only locked, given the tokenizer, and refilled from the mirror with what
-    it has lost.
+    Any call before `_train` may refuse to start, for example because of damaged weights, or of a checkpoint of another
+    recipe or text. Until then, the run does not change. Its directory is only locked and cleared of partial
+    checkpoints, and receives the tokenizer and, from the mirror, checkpoints that it has lost.
     """
     with _open(recipe, ranks, world) as run:
         if (message := run.mesh.broadcast_from_main(lambda: _message_if_finished(run.directory))) is not None:
@@ -171,9 +171,10 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> Mapping[str, Toke
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
-    """Provide `StopRequest.seen`. With rounds of seconds, log lines are too rare for agreeing on a stop, so it uses the job's
-    store. Otherwise, ranks agree at log lines. With a virtual clock they do so, too, because a continued run would differ from an
-    uninterrupted one if a signal cut a round short."""
+    """Provide the function for `StopRequest.seen`. With rounds of seconds, log lines are too rare for agreeing on a
+    stop, so the function asks the job's store. Otherwise ranks agree at log lines, and the function returns False. With
+    a virtual clock, ranks also agree at log lines: if a signal cut a round short, a continued run would differ from an
+    uninterrupted one."""
     if not recipe.sync.period.is_timed or mesh.clock is not None:
         return nullcontext(lambda: False)
     return shared_flag(mesh.store, "stop", lambda: stop.requested)
@@ -193,8 +194,8 @@ def _lock(directory: RunDirectory, prepared: TokenDataset) -> None:
 
 
 def _newest_checkpoint(run: OpenRun) -> Path | None:
-    """Return the newest valid checkpoint of the run directory and the mirror, fetched from the mirror if necessary. If there is
-    none, return None, or raise RecipeError if the run was complete. A collective of all ranks."""
+    """Return the newest valid checkpoint of the run directory and the mirror, fetched from the mirror if necessary. If
+    neither has one, return None, or raise RecipeError if the run was complete. A collective of all ranks."""
     here, problem = None, None
     try:
         here = latest_valid(run.directory.checkpoints, run.mesh, run.console.print)
@@ -262,7 +263,8 @@ def _claim(run: OpenRun, checkpoint: Path | None) -> None:
 
 @contextmanager
 def _traced(run: OpenRun, step: int) -> Iterator[None]:
-    """Record what `log.trace` asks for, in a run that is at `step`. A timeline that can't be written costs a line, not the run."""
+    """Record the timeline that `log.trace` asks for, in a run that is at `step`. If it can't be written, print a line
+    and go on."""
     section = run.recipe.log.trace
     with ExitStack() as opened:
         if section is not None:
@@ -288,8 +290,8 @@ def _finish_mirror(run: OpenRun, ended: str) -> None:
 
 @contextmanager
 def _handle_errors(run: OpenRun, trainer: Trainer, in_summary: bool = False) -> Iterator[None]:
-    """Clean up if the enclosed code fails: end the trainer's messages and checkpoints and, with `in_summary`, write the error to
-    summary.json. Explain the loss of a peer and a lack of memory."""
+    """Clean up if the enclosed code fails: close the method, wait for the checkpoint in progress and, with
+    `in_summary`, write the error to summary.json. Explain a lost peer and a lack of memory."""
     try:
         with run.explain_out_of_memory():
             yield

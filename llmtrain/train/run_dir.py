@@ -67,9 +67,10 @@ RESUMABLE_KEYS = (
     "parallel.loss_kernel",
     "sync.offload",
 )
-"""Keys that may differ when a run is continued. In training, they change nothing but how numbers are rounded, with five exceptions: the
-virtual clock changes what A-EDiT and WAGMA do, parts of the batch (`train.batch_shares`) change what each replica reads, and the number of
-replicas (`reshard`), their texts (`_site_changes`), and the run's length and global batch (`run_length`) have their own rules."""
+"""Keys that may differ when a run is continued. In training, they change only how numbers are rounded, with five
+exceptions. The virtual clock changes what A-EDiT and WAGMA do. Parts of the batch (`train.batch_shares`) change what
+each replica reads. The number of replicas (`reshard`), their texts (`_site_changes`), and the run's length and global
+batch (`run_length`) have their own rules."""
 KEYS_WITH_LENGTH = ("optim.lr", "schedule", "sync.outer.lr", "sync.outer.momentum", "sync.outer.rounds")
 """Keys that may differ if the run's length or global batch does: those that determine the learning rate, and those that
 `sync.outer: auto` derives from the length."""
@@ -148,8 +149,9 @@ class RunDirectory:
         )
 
     def check_recipe(self) -> None:
-        """Raise RecipeError if the directory belongs to a run of another recipe, which includes a batch that can't change, or has
-        trained more steps than the recipe has."""
+        """Raise RecipeError if the recipe can't continue the run in the directory: a key differs that must not, the
+        global batch can't change, a shorter length leaves no steps to train, or a complete run has no checkpoint from
+        which to train longer."""
         there = self.path / RECIPE
         if not there.exists():
             return
@@ -165,7 +167,8 @@ class RunDirectory:
             self.check_may_begin()
 
     def check_may_begin(self) -> None:
-        """Raise RecipeError if the run in the directory was complete with fewer steps. Called if no checkpoint was found."""
+        """Raise RecipeError if the directory's run is complete with fewer steps than the recipe's. Called if no
+        checkpoint was found."""
         summary = self.summary()
         if summary is not None and summary["stopped"] == "done" and self.finished_summary() is None:
             raise RecipeError(
@@ -238,8 +241,9 @@ class RunDirectory:
             raise RecipeError(f"{cause}; make room, or choose another folder") from error
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename (to `.old`) the exports and evaluation results of steps after `step`. These steps will be trained again, so
-        their old results must not count as the run's. Return their new paths. Main rank only. Raises OSError."""
+        """Rename (to `.old`) the exports and evaluation results of steps after `step`. These steps will be trained
+        again, so their old results must not count as the run's. Return their new paths. Main rank only. Raises OSError
+        if one can't be renamed."""
         moved = []
         for path in sorted([*self.path.glob("export/step-*"), *self.path.glob(f"{EVALUATIONS}/*.json")]):
             if path.suffix in ("", ".json") and _step_of_result(path) > step:
@@ -253,7 +257,7 @@ class RunDirectory:
 
 
 def _step_of_result(path: Path) -> int:
-    """Return the step of an export, or of the latest checkpoint whose evaluation is in a file; 0 if there is none."""
+    """Return the step of an export, or the last step in a file of evaluation results; 0 if the file has no step."""
     if named := STEP_NAME.match(path.name):
         return int(named[1])
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -263,7 +267,7 @@ def _step_of_result(path: Path) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with None for each number that is not finite, also in mappings and lists."""
+    """Return `value` with None in place of each number that is not finite, also inside mappings and lists."""
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -289,8 +293,8 @@ def check_same_recipe(there: Recipe, recipe: Recipe, where: str) -> None:
 
 
 def _shortened(changed: list[str], there: Recipe, recipe: Recipe) -> str:
-    """Return the lines of `recipe_changes` as one line. If the method differs, keys that differ because of it are left out. Lines
-    beyond the first MAX_NAMED are only counted."""
+    """Return the lines of `recipe_changes` as one line. If the method differs, leave out keys that differ because of
+    it. Only count the lines beyond the first MAX_NAMED."""
     methods = [one.sync.method for one in (there, recipe)]
     if methods[0] != methods[1]:
         # An inner preset's lines begin with "optim.lr: ..." or "optim.muon.momentum: ...".
@@ -320,8 +324,8 @@ def _site_changes(there: Recipe, recipe: Recipe) -> list[str]:
 
 
 PATIENCE_SECONDS, PATIENCE_WITH_OTHER_HOSTS = 10.0, 120.0
-"""Seconds to wait for a process that is about to end, on this host and on another one. If the other host was lost, the server of
-a network file system keeps its lock for a while (NFSv4: for a lease, 90 s on Linux)."""
+"""Seconds to wait for a process that may be about to end, on this host and on another one. If the other host was lost,
+the server of a network file system keeps its lock for a while (NFSv4: for a lease, 90 s on Linux)."""
 
 
 def lock_folder(folder: Path, otherwise: str) -> FileLock:

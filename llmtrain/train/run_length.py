@@ -1,5 +1,5 @@
-"""Length of a run that is continued for more or fewer steps, or with another global batch: the changes that are refused, and the
-jump of the learning rate."""
+"""Changes of the length or the global batch of a run that is continued: which changes are refused, and the jump of the
+learning rate."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class LengthChange:
 
     @property
     def old_global_batch(self) -> int | None:
-        """Return the global batch of the recipe that wrote the checkpoint; None if the other recipe has the same one."""
+        """Return the global batch of the recipe that wrote the checkpoint; None if both recipes have the same global batch."""
         before, after = self.before.train.global_batch, self.after.train.global_batch
         return None if before == after else before
 
     def check(self, where: str) -> None:
-        """Raise RecipeError unless steps are left to train, or the checkpoint is the last one of a run of this length; and if the
-        global batch can't change. `where` names the checkpoint in the message."""
+        """Raise RecipeError if no steps are left to train, unless the checkpoint is the last of a run of this length.
+        Also raise it if the global batch can't change. `where` names the checkpoint in the message."""
         total, batch = self.after.train.total_steps, self.after.train.global_batch
         is_end = self.step == total and self.before.train.total_steps <= self.step
         if self.steps_differ and self.step >= total and not is_end:
@@ -71,7 +71,7 @@ class LengthChange:
         return f" (now {', '.join(given)})" if given else ""
 
     def warnings(self) -> Iterator[str]:
-        """Yield lines about what a user may not expect after the change."""
+        """Yield warnings about effects of the change that a user may not expect."""
         if (jump := self.rate_jump()) is not None:
             yield jump
         before, after = self.before.train, self.after.train
@@ -85,8 +85,8 @@ class LengthChange:
             )
 
     def rate_jump(self) -> str | None:
-        """Return a line about the jump of the learning rate after the checkpoint that the new length and schedule cause; None if
-        there is no jump, or the length is the same."""
+        """Return a line about the jump that the new length and schedule cause in the learning rate after the
+        checkpoint; None if there is no jump, or the length is the same."""
         if not self.steps_differ:
             return None
         old, new, following = LRSchedule.of(self.before), LRSchedule.of(self.after), self.step + 1
@@ -113,8 +113,9 @@ class LengthChange:
         """Return the number of samples that the text `name` had in the run that wrote the checkpoint, given the `samples`
         that it has now.
 
-        A hub dataset is tokenized only as far as a run reads it, so it had the samples for that run's steps and batch. Any other text had
-        all samples. `of_text` returns, for a number of sequences that a run reads, how many come from this text.
+        A hub dataset is tokenized only as far as a run reads it, so it had only the samples for that run's steps and
+        batch. Any other text had all samples. `of_text` returns, for a number of sequences that a run reads, how many
+        come from this text.
         """
         texts = {**self.after.data.texts(), **self.before.data.texts()}
         data, train = texts[name], self.before.train
@@ -124,7 +125,7 @@ class LengthChange:
 
 
 def batch_problem(before: Recipe, after: Recipe) -> str | None:
-    """Return the reason for which a run of `before` can't continue with the global batch of `after`; None if it can."""
+    """Return the reason why a run of `before` can't continue with the global batch of `after`; None if it can."""
     there, here = before.train, after.train
     if there.global_batch == here.global_batch:
         return None

@@ -14,8 +14,8 @@ from llmtrain.train.state import TrainState
 
 
 class RunLog:
-    """Console and loggers of one rank. Only the main rank's show anything, but every rank calls the same methods. Errors in
-    writing are recorded in `io_errors`, until all ranks can raise them together."""
+    """Console and loggers of one rank. Every rank calls the same methods, but only the main rank prints and logs. Write
+    errors are recorded in `io_errors` until all ranks can raise them together."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, console: Console, io_errors: IoErrors, is_main: bool):
         self.recipe, self.directory, self.console = recipe, directory, console
@@ -53,7 +53,7 @@ class RunLog:
             self.console.stop()
 
     def wait(self) -> None:
-        """Wait for what loggers still do in the background. Called when no rank waits for this one any more."""
+        """Wait for the loggers' work in the background. Called when no other rank waits for this one any more."""
         for logger in self._loggers:
             logger.wait()
 

@@ -1,5 +1,5 @@
-"""Texts that a rank reads, with their loader, validation and summaries, as far as all kinds of runs have these in common, and
-checks of prepared texts against a run's checkpoint."""
+"""Texts that a rank reads, with their loader, validation and summaries: the part that all kinds of texts have in
+common. Also a check of prepared texts against a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmtrain.train.validation import ValidationSet
 
 
 def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing: bool) -> dict[str, TextIdentity]:
-    """Return the identity of each text by name. The identity of a growing text is that of the part that every host has before the
+    """Return the identity of each text by name. A growing text is identified by the part that every host has before the
     first step."""
     sections = recipe.data.texts()
     return {
@@ -36,8 +36,9 @@ def identities_of(recipe: Recipe, texts: Mapping[str, TokenDataset], is_growing:
 
 
 def check_texts(directory: RunDirectory, texts: Mapping[str, TokenDataset]) -> None:
-    """Raise DataError if one of the prepared `texts` is not the one that the run's newest checkpoint has stored. Ranks would
-    refuse it, too, but this check precedes their start. Nothing is known yet about a text that is not tokenized to its end."""
+    """Raise DataError if one of the prepared `texts` differs from the one that the run's newest checkpoint has stored.
+    Ranks would refuse it, too, but this check precedes their start. A text that is the same in runs of all lengths is
+    skipped until it is tokenized to its end."""
     recipe, state = directory.recipe, directory.newest_state()
     if state is None:
         return
@@ -72,14 +73,14 @@ class RunTexts(ABC):
 
     @abstractmethod
     def own_validation(self) -> ValidationSet:
-        """Return the validation text of the run itself, which may have parts."""
+        """Return the run's own validation text, which may have parts."""
 
     @abstractmethod
     def samples(self, loader: Loader) -> dict[str, int] | None:
         """Return the number of samples of each text of the run, by name; None while the text grows."""
 
     def describe(self, loader: Loader) -> list[str]:
-        """Return the console's lines about the texts of a run that has several."""
+        """Return the console's lines about a list of texts; empty for a run without one."""
         return []
 
     def summaries(
@@ -129,7 +130,7 @@ class RunTexts(ABC):
         return self.validated_by(name, self.all_texts[name], world.rank, world.size)
 
     def validated_by(self, name: str, text: TokenDataset, rank: int, world: int) -> ValidationSet:
-        """Return a text that `world` ranks validate together, of which this one is `rank`."""
+        """Return a text that `world` ranks validate together. This rank is number `rank` among them."""
         batches = validation_batches(self.recipe, text, rank=rank, world=world)
         return ValidationSet(name, batches, text.bytes_per_token("validation"))
 

@@ -15,7 +15,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsReader:
-    """Weights of a transformers folder by their names in its files."""
+    """Reader of the weights in a transformers folder, by their names in its files."""
 
     def __init__(self, folder: Path):
         """Read the headers. Raises ModelError, in one line, for a folder without complete safetensors files."""

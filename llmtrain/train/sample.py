@@ -14,13 +14,14 @@ from llmtrain.seeding import derive_seed
 from llmtrain.train.loggers import Console
 
 CHEAP_READS = 5e9
-"""Product of parameters and generated tokens up to which a text is generated at each validation. Generating it takes two to five
-seconds on a CPU."""
+"""Product of parameters and generated tokens up to which a text is generated at each validation. At this product,
+generation takes two to five seconds on a CPU."""
 
 
 class Sampler:
-    """Generator of a text that continues `eval.sample_prompt`, on the main rank's CPU, from the engine's present weights. It
-    draws the same random numbers each time, and does not change the random number generators of training."""
+    """Generator of a text that continues `eval.sample_prompt`, on the main rank's CPU, with the engine's current
+    weights. It draws the same random numbers each time, and does not change the random number generators of
+    training."""
 
     def __init__(self, recipe: Recipe, engine: Engine, mesh: Mesh, prepared: TokenDataset, console: Console, size: int):
         """Prepare for a model of `size` parameters."""
@@ -43,8 +44,8 @@ class Sampler:
             return None
 
     def generate_in_step(self) -> str | None:
-        """Return the text, or None, on every rank. All ranks wait for it, so that no rank counts the time as training time. A
-        collective of all ranks."""
+        """Return the text of `generate` on every rank. All ranks wait for it, so that none counts the wait as training
+        time. A collective of all ranks."""
         text = self.generate()
         return self.mesh.broadcast_from_main(lambda: text)
 

@@ -1,4 +1,4 @@
-"""Check at the start that all hosts see one run directory: each rank writes its part of every checkpoint there."""
+"""Check at the start that all hosts see the same run directory, to which each rank writes its part of every checkpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from llmtrain.run_files import RECIPE
 from llmtrain.waiting import announced
 
 PATIENCE_SECONDS, POLL_SECONDS = 10.0, 0.2
-"""Maximum seconds until a host sees a file that rank 0 has just written, and seconds between its checks."""
+"""Maximum seconds until a host must see a file that rank 0 has just written, and seconds between its checks."""
 MAX_NAMED = 3
 """Maximum number of hosts in the message."""
 ADVICE = "mount the same file system on all nodes, or give run.out_dir a folder that they share"
 
 
 def check_is_shared(folder: Path, mesh: Mesh, timeout_seconds: float) -> None:
-    """Raise an error, on every rank, if the hosts do not share a run directory, which exists on rank 0's host. A collective of all
-    ranks.
+    """Raise an error, on every rank, if the hosts do not share the run directory `folder`, which exists on rank 0's
+    host. A collective of all ranks.
 
-    RecipeError for a run that has not begun. TrainingError for one that has, because a host may lack the file system only for
-    now.
+    Raises RecipeError for a run that has not begun. Raises TrainingError for a run that has, because a host may lack
+    the file system only temporarily.
     """
     if mesh.world.local_size == mesh.world.size:
         return
@@ -57,8 +57,9 @@ def probe_file(folder: Path) -> Path:
 
 
 def sharing_problem(hosts: Sequence[tuple[str, str, bool]]) -> str:
-    """Return a message that names the hosts that do not share the run directory, or "" if all do. Each host is given as its name,
-    its path of the folder, and whether it sees there what rank 0, on the first host, has written."""
+    """Return a message that names the hosts that do not share the run directory, or "" if all do. Each entry of `hosts`
+    has the host's name, its path of the folder, and whether it sees there the file that rank 0, on the first host, has
+    written."""
     without = [(host, path) for host, path, is_there in hosts if not is_there]
     if not without:
         return ""
@@ -76,7 +77,7 @@ def _create(path: Path) -> str:
 
 
 def wait_for_file(path: Path, patience: float) -> bool:
-    """Wait until a file exists, and return False if it does not after `patience` seconds."""
+    """Wait up to `patience` seconds until a file exists, and return whether it does."""
     deadline = time.monotonic() + patience
     with announced(f"the run directory {path.parent} to be that of rank 0", patience):
         while not os.path.exists(path):

@@ -1,5 +1,5 @@
-"""Stop requests from the operating system. A request is `requested` on the rank that the first signal has reached, `seen` on the
-ranks that know of it, and agreed (`Metrics.stop_agreed`) once all ranks know of it at the same step, where they stop.
+"""Stop requests from the operating system. A stop is `requested` on a rank that a signal has reached, and `seen` on the
+ranks that know of it. It is agreed (`Metrics.stop_agreed`) once all ranks know of it at the same step, where they stop.
 
 A second signal of the same kind ends the process at once. A different signal does not, because Slurm sends SIGUSR1 some time
 before SIGTERM, and the checkpoint that SIGUSR1 started should be completed.
@@ -22,9 +22,9 @@ REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""
 RUN = "LLMTRAIN_RUN"
-"""Environment variable with the process id of the run whose background evaluation a process is."""
+"""Environment variable with the process id of a run, set for the run's background evaluation."""
 WATCH_SECONDS = 2.0
-"""Seconds between two checks that a process still exists."""
+"""Seconds between checks that a process still exists."""
 SAME_REQUEST_SECONDS = 2.0
 """Interval within which equal signals count as one request, because the terminal and the launcher both forward a
 single Ctrl-C."""
@@ -35,15 +35,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        """True once this process was asked to stop."""
+        """True once this process has been asked to stop."""
         self.seen: Callable[[], bool] = lambda: False
-        """Function that returns whether this rank knows that any rank was asked; it returns False where ranks agree at log lines
-        alone."""
+        """Function that returns whether this rank knows that any rank was asked; always False if ranks agree only at
+        log lines."""
         self._asked_at = dict.fromkeys(REQUESTS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Set the flag, or end the process if it is a second request. Uses no collective and no lock, because a signal
-        can arrive at any moment."""
+        """Set `requested`, or end the process on a second request. Uses no collective and no lock, because a signal can
+        arrive at any moment."""
         name = signal.Signals(number).name
         if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
             with suppress(OSError):
@@ -58,7 +58,7 @@ class StopRequest:
 
 
 _installed: list[StopRequest] = []
-"""The stop request whose handlers are installed, if they are."""
+"""Stop request whose handlers are installed; empty if none are."""
 
 
 def request_stop() -> None:
@@ -68,16 +68,16 @@ def request_stop() -> None:
 
 
 def stop_without_torchrun() -> None:
-    """If torchrun started this process, ask it to stop with a checkpoint once torchrun is gone: killed, or out of memory. Nothing
-    else would end it, and it would keep its GPU and the run's lock."""
+    """Make this process, if torchrun started it, stop with a checkpoint once torchrun is gone: killed, or out of
+    memory. Nothing else would end the process, and it would keep its GPU and the run's lock."""
     if TORCHRUN in os.environ:
         parent = os.getppid()
         _stop_once_gone(lambda: os.getppid() == parent)
 
 
 def stop_without_run() -> None:
-    """If this process is a run's background evaluation, end it once the run is gone, perhaps killed. Nothing else would end
-    it."""
+    """Make this process, if it is a run's background evaluation, end once the run is gone, perhaps killed. Nothing else
+    would end it."""
     if (pid := os.environ.get(RUN)) is None:
         return
     import psutil

@@ -15,7 +15,7 @@ Number = torch.Tensor | float
 
 
 def host_numbers(numbers: Mapping[str, Number]) -> dict[str, float]:
-    """Return all numbers as plain numbers on the host. Waits for the device if one of them is there."""
+    """Return all numbers as plain numbers on the host. Waits for the device if it has any of them."""
     return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in numbers.items()}
 
 
@@ -26,7 +26,7 @@ class TrainState:
     total_steps: int
     """Steps of the run."""
     step: int = resharded(0, by=own_step)
-    """Steps of this replica. With A-EDiT, a fast replica runs more than `total_steps`."""
+    """Steps of this replica. With A-EDiT, a fast replica takes more than `total_steps`."""
     global_step: int = 0
     """Step of the run that all ranks agree on. Equal to `step`, except in rounds of seconds."""
     previous_global_step: int = 0
@@ -34,10 +34,10 @@ class TrainState:
     gradients: Number = resharded(0, by=mean)
     """Inner optimizer steps of this replica. Pulls, and steps skipped for a non-finite gradient, do not count."""
     skipped: Number = resharded(0, by=mean_over_replicas)
-    """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`). If steps can be skipped, this and
-    the other counts that depend on it are scalars on the device, so that training does not wait for them."""
+    """Steps of this replica skipped because the gradient was not finite (`optim.nonfinite`). If steps can be skipped,
+    this count and those that depend on it are scalars on the device, so that training does not wait for them."""
     skipped_in_a_row: Number = resharded(0, by=by_replica(max))
-    """Steps of this replica skipped since its last gradient that was finite."""
+    """Steps of this replica skipped since its last finite gradient."""
     predicted_tokens: int = resharded(0, by=split_evenly)
     """Tokens that this rank has trained on."""
     last_evaluated: int = resharded(-1, by=first)
@@ -56,8 +56,8 @@ class TrainState:
         return self.previous_global_step == 0
 
     def advance(self, global_step: int | None) -> bool:
-        """Record the global step after a step of this replica; None if the ranks do not agree on one now. Return whether they
-        agree. Only if they do may a rank issue collectives for logging, validation or checkpoints."""
+        """Record `global_step` after a step of this replica; None if the ranks do not agree on a global step now.
+        Return whether they agree. Only then may a rank issue collectives for logging, validation or checkpoints."""
         if global_step is None:
             return False
         self.previous_global_step, self.global_step = self.global_step, global_step

@@ -1,5 +1,5 @@
-"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank. Exports read them, as do runs
-that start from another run's weights."""
+"""Full weights of a checkpoint, read one tensor at a time by a process that need not be a rank. Used by exports, and by
+runs that start from another run's weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def validates_anchor(state: dict[str, Any]) -> bool:
 
 
 def validated_weights(state: dict[str, Any]) -> list[str]:
-    """Return the prefixes for `StoredWeights` of the weights that the run has validated, given the checkpoint's
-    state.json: those of all replicas, whose mean it validates, or that of the anchor."""
+    """Return `StoredWeights` prefixes of the weights that the run validates, given a checkpoint's state.json: the
+    prefixes of all replicas if it validates their mean, or else the anchor's."""
     return ["anchor."] if validates_anchor(state) else weights_of_replicas(range(state["mesh"][0]))
 
 

@@ -1,4 +1,4 @@
-"""Output at the end of a run: summary.json, a plot of its losses and costs, its last generated text, and a short report."""
+"""Output at the end of a run: summary.json, a plot of losses and costs, a last generated text, and a short report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmtrain.train.rank_errors import raise_on_all
 from llmtrain.train.trainer import Trainer
 
 MAX_WARNINGS = 20
-"""Maximum number of warnings in summary.json, the newest ones."""
+"""Maximum number of warnings in summary.json, which has the newest ones."""
 
 
 def summary_of(
@@ -117,7 +117,7 @@ def print_report(trainer: Trainer) -> None:
 
 
 def lines_about_texts(summary: Mapping[str, Any]) -> list[str]:
-    """Return the line about what the run has read of each text of a mixture or of each site; no line if the run had one text."""
+    """Return one line about what the run has read of each text of a mixture or of each site; none if the run had one text."""
     parts = []
     for name, text in summary.get("texts", {}).items():
         epochs = "" if text["epochs"] is None else f", {text['epochs']:.2f} epochs"
@@ -129,8 +129,8 @@ def lines_about_texts(summary: Mapping[str, Any]) -> list[str]:
 
 
 def every_step_bytes(lines: Iterable[Mapping[str, Any]], parameters: int) -> float:
-    """Return the bytes that a run with these lines of metrics would have sent with gradients averaged in every step. The number
-    of replicas may have changed between lines."""
+    """Return the bytes that a run with these metrics lines would have sent if it had averaged gradients in every step.
+    The number of replicas may change between lines."""
     total, before = 0.0, 0
     for line in lines:
         if "train/lr" in line:  # not a line of a validation

@@ -38,9 +38,9 @@ def open_texts(
     sets: Mapping[str, TokenDataset],
     train_text: TrainText | None = None,
 ) -> RunTexts:
-    """Return the texts of this rank, after comparing them with those of other ranks. `texts` and `sets` are those of `RunTexts`;
-    `train_text` is the training text if it may grow while the run reads it. Raises DataError, on every rank, if texts differ
-    that must be equal. A collective of all ranks."""
+    """Return the texts of this rank, after comparing them with those of other ranks. `texts` and `sets` are as in
+    `RunTexts`; `train_text` is the training text if it may grow while the run reads it. Raises DataError, on every
+    rank, if texts that must be equal differ. A collective of all ranks."""
     there = texts if train_text is None else {name: first_block(text) for name, text in texts.items()}
     check_same_tokens(mesh, {**there, **sets})
     if recipe.data.per_replica:
@@ -52,7 +52,7 @@ def open_texts(
 
 @dataclass(frozen=True)
 class SingleText(RunTexts):
-    """Only text of a run, of which each rank reads its part."""
+    """The only text of a run. Each rank reads its part of it."""
 
     train_text: TrainText | None = None
     """Training text, if it grows while the run reads it."""
@@ -67,8 +67,8 @@ class SingleText(RunTexts):
     def samples(self, loader: Loader) -> dict[str, int] | None:
         if self.train_text is None:
             return {"": loader.num_samples}
-        # For a growing text, the loader counts the most that it may have, even once it is complete. The loader refuses a text
-        # without samples.
+        # For a growing text, the loader's count is an upper bound, even once the text is complete. The loader refuses a
+        # complete text without samples.
         tokens = self.train_text.tokens
         samples = (len(tokens) - 1) // loader.sequence_length if tokens.is_complete else 0
         return {"": samples} if samples > 0 else None
@@ -116,7 +116,7 @@ class ListedTexts(RunTexts):
 
 @dataclass(frozen=True)
 class MixtureTexts(ListedTexts):
-    """Texts of a mixture, of which every rank reads its part, by weight."""
+    """Texts of a mixture. Every rank reads its part of the mixture, in which each text has a share by its weight."""
 
     kind = "mixture"
 
@@ -138,7 +138,7 @@ class MixtureTexts(ListedTexts):
 
 @dataclass(frozen=True)
 class SiteTexts(ListedTexts):
-    """Texts of the sites of a run. This rank has only the text of its own site."""
+    """Texts of a run's sites. This rank has only the text of its own site."""
 
     sites: Sites
     kind = "sites"
@@ -187,7 +187,7 @@ def _site_loader(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset]) 
 
 
 def _site_text(recipe: Recipe, mesh: Mesh, texts: Mapping[str, TokenDataset]) -> SiteText | DataError:
-    """Return what other sites need to know of this rank's text, or the error that keeps this rank from reading it."""
+    """Return what other sites need to know about this rank's text, or the error that keeps this rank from reading it."""
     ((name, text),) = texts.items()
     train = recipe.train
     try:

@@ -1,4 +1,4 @@
-"""Training text of a run that may tokenize it while it trains."""
+"""Training text that may still be tokenized while the run trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrainText:
 
     tokens: GrowingTokens
     problem: Callable[[], DataError | None]
-    """Function that returns the error with which this host's tokenizing process has failed for good, or None."""
+    """Function that returns the error with which this host's tokenizing process has failed permanently, or None."""
 
 
 def tokens_read(recipe: Recipe) -> int:

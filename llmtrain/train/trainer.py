@@ -68,7 +68,7 @@ class Trainer:
                         self.save()
             if state.is_done:
                 self.finish()
-            # A resumed run continues the round of seconds, in which writing must not count.
+            # A resumed run continues a round of seconds, which must not include the time of writing.
             with self.method.period.paused():
                 self.save()
             self._wait_for_checkpoint()
@@ -96,8 +96,9 @@ class Trainer:
             call(state.step)
 
     def _tokens_per_gradient(self) -> float:
-        """Return the number of tokens by which the replica's summed loss is divided: their mean over replicas if gradients are averaged, so
-        that every token counts alike, and otherwise the replica's own part of the batch."""
+        """Return the number of tokens by which the replica's summed loss is divided. If gradients are averaged, this is
+        the mean number per replica, so that every token counts alike. Otherwise it is the number in this replica's part
+        of the batch."""
         tokens = self.loader.mean_replica_tokens
         return tokens if self.engine.average_gradients else tokens * self.loader.relative_part
 
@@ -114,7 +115,8 @@ class Trainer:
                 self.metrics.run_log.log_sample(self.state, self.metrics.tokens, text)
 
     def finish(self) -> None:
-        """Synchronize the last round, which may be shorter. Then log and validate. Afterwards all replicas are equal."""
+        """Synchronize the last round, which may be shorter than the others. Then log and validate. Afterwards all
+        replicas are equal."""
         if self.metrics.has_unlogged_steps:  # else the run was resumed at its end
             with self.metrics.training_time():
                 self.method.finish()
@@ -122,9 +124,9 @@ class Trainer:
         self.validate()
 
     def save(self) -> None:
-        """Start a checkpoint of the global step, unless that step is saved already. If the step has no log line, log first:
-        `metrics.wait` then checks all steps, so that a run with a bad state ends before that state is saved, and no partial
-        interval has to be stored."""
+        """Start a checkpoint of the global step, unless that step is saved already. If the step has no log line, log
+        first. `metrics.wait` then checks all steps, so that a run in a bad state ends before the state is saved. The
+        checkpoint also need not store a partial interval."""
         if self.state.global_step != self.state.last_saved:
             if self.metrics.has_unlogged_steps:
                 self.metrics.log(self.state, self.lr.at(self.state.step))
@@ -140,9 +142,9 @@ class Trainer:
         self.metrics.run_log.io_errors.check()
 
     def _wait_in_training_time(self) -> None:
-        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count this as training
-        time. Otherwise, a validation or a checkpoint, which do not count, would hide how late the slowest rank and the messages
-        are."""
+        """Wait for the pending log line, for all ranks to reach this step, and for messages in flight, and count the
+        wait as training time. Otherwise the wait would fall into a validation or checkpoint, whose time does not
+        count."""
         self.metrics.wait()
         if self.metrics.has_unlogged_steps:  # else the line was this step's, and all ranks have reached it
             self.metrics.wait_for_ranks(self.state)

@@ -42,7 +42,7 @@ class ValidationSet:
 
     name: str
     batches: Callable[[], Batches]
-    """Function that returns an iterable of this rank's batches, from the first on at each call."""
+    """Function that returns an iterable of this rank's batches. Each call begins with the first batch."""
     bytes_per_token: float
     """UTF-8 bytes of the text divided by its tokens. NaN for a text with parts."""
     parts: Sequence[ValidationSet] = ()
@@ -77,7 +77,7 @@ def weighted_mean(parts: Sequence[ValidationSet], found: Sequence[Validation]) -
 
 
 def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
-    """Return the run's own text that consists of these parts."""
+    """Return the run's own validation text, which consists of these parts."""
     return ValidationSet("", tuple, math.nan, tuple(parts))
 
 
@@ -85,9 +85,9 @@ def joined(parts: Sequence[ValidationSet]) -> ValidationSet:
 def validated_parameters(engine: Engine, mesh: Mesh, given: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
     """Set the engine's parameters, within this context, to `given`, a flat tensor for each block, or else to the mean over
     replicas. On exit, this replica's own parameters are restored bit for bit. A collective of all ranks."""
-    # The bytes of validation are not the method's traffic. They count with the bytes of metrics.
+    # Bytes sent for validation are not the method's traffic. They count with those of metrics.
     replica = mesh.replica_comms.with_own_traffic()
-    # Copies from and to a GPU use pinned memory and run in the order of its stream, so that the host need not wait for them.
+    # Copies from and to a GPU use pinned memory and run in stream order, so that the host need not wait for them.
     own = [flatten(block).to("cpu", non_blocking=True) for block in engine.blocks]
     for index, block in enumerate(engine.blocks):
         if given is None:
@@ -161,8 +161,8 @@ class Validator:
     def losses_of(
         self, text: ValidationSet, advance: Callable[[], None] = lambda: None
     ) -> list[tuple[ValidationSet, Validation]]:
-        """Return a text and its parts, each with its loss, computed with the engine's present parameters. A collective of all
-        ranks."""
+        """Return a text and its parts, each with its loss, computed with the engine's current parameters. A collective
+        of all ranks."""
         found = validate(self.engine, self.mesh, [part.batches for part in text.parts or [text]], advance)
         if not text.parts:
             return [(text, found[0])]

@@ -28,8 +28,8 @@ class WandbLogger(Logger):
     """Logger to Weights & Biases, or with `mode: offline` to a folder for `wandb sync`. A resumed run keeps its id,
     unless its folder was copied or renamed.
 
-    A thread makes all calls, because they may hang. The first error ends the thread: wandb's own process may have been killed,
-    and metrics.jsonl has the lines, too.
+    A thread makes all calls, because they may hang. The first error ends the thread, because wandb's own process may
+    have been killed, and metrics.jsonl also has the lines.
     """
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, resumed_step: int, note: Callable[[str], None]):
@@ -59,7 +59,7 @@ class WandbLogger(Logger):
             self._run.define_metric(group, step_metric="tokens")
         self._note, self._directory, self._seconds = note, directory, WANDB_SECONDS
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon, because it must not keep the process alive after `wait` has given up on it.
+        # A daemon, because the thread must not keep the process alive after `wait` has given up on it.
         self._thread = threading.Thread(target=self._make_calls, name="Weights & Biases", daemon=True)
         self._thread.start()
 
@@ -113,8 +113,9 @@ class WandbLogger(Logger):
 
 
 def _id_of(file: Path, name: str, is_new: bool) -> str:
-    """Return the id that `file` keeps for the run `name`, or a new one. A copy of a run's folder under another name has the id of
-    the original, and the lines of both would mix. Earlier versions stored no name."""
+    """Return the id that `file` stores for the run `name`, or a new one. In a copy of a run's folder under another
+    name, the file has the original's id and name; the same id would mix the lines of both runs. Earlier versions stored
+    no name."""
     run_id, _, owner = ("" if is_new or not file.exists() else file.read_text(encoding="utf-8").strip()).partition(" ")
     if not run_id or owner not in ("", name):
         run_id = uuid.uuid4().hex[:8]

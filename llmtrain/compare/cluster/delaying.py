@@ -17,7 +17,7 @@ from llmtrain.compare.cluster.limits import HostLimits
 from llmtrain.errors import ClusterError
 
 ANSWER_SECONDS = 30.0
-"""Timeout for a line of the process on a busy machine."""
+"""Maximum seconds to wait for a line from the process, enough for a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class DelaySwitch:
 def delay_switch(
     namespace: str, ports: Sequence[str], limits: Sequence[HostLimits], seed: int
 ) -> Iterator[DelaySwitch]:
-    """Forward frames between the hosts' ports within the `with` block, with a process in the namespace. `limits` has the limits
-    of each port's host. Losses are drawn from the seed and the port.
+    """Run a process in the namespace that forwards frames between the hosts' ports until the `with` block ends.
+    `limits` has the limits of each port's host. The seed and the port determine which frames are lost.
 
     Raises ClusterError if the process does not start.
     """
@@ -64,18 +64,18 @@ def delay_switch(
         }
         for port, own in zip(ports, limits, strict=True)
     ]
-    # -I keeps this folder off Python's path, so that none of its modules can hide one of the standard library.
+    # -I keeps this folder off Python's path, so that none of its modules can shadow a module of the standard library.
     program = [sys.executable, "-I", str(Path(frame_switch.__file__)), json.dumps(wanted)]
     process = subprocess.Popen(
         ["ip", "netns", "exec", namespace, *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        start_new_session=True,  # Ctrl-C is for this process, which ends the switch
+        start_new_session=True,  # Ctrl-C must reach only this process, which ends the switch
     )
     try:
         made = DelaySwitch(process)
-        made._line()  # which the process prints once it forwards
+        made._line()  # printed once the process forwards frames
         yield made
     finally:
         process.kill()

@@ -1,13 +1,14 @@
-"""Ethernet switch in user space that delays and loses frames, for kernels without netem. It needs no module.
+"""Ethernet switch in user space that delays and loses frames, for kernels without netem. It needs no kernel module.
 
-It runs as a process of its own in the namespace of a virtual cluster's bridges, in the place of a bridge:
+It runs as a separate process in the namespace of a virtual cluster's bridges, where it replaces one bridge:
 
     python frame_switch.py '[{"port": "host0net0", "latency_seconds": 0.02, "loss": 0.0, "seed": "1 host0net0"}, ...]'
 
-A frame that arrives from a port's cable is lost with the probability `loss` of that port, drawn from its `seed`. Otherwise it
-waits here for the `latency_seconds` of that port, and leaves by the port of its destination. Everything else (TCP, token
-buckets, counters) is the kernel's. Frames keep the kernel's offload header, so that a segmented packet crosses in one piece. The
-process prints a line once it forwards, answers each line of its input with its `Counters` as JSON, and ends when its input ends.
+A frame that arrives from a port's cable is lost with the probability `loss` of that port, drawn from its `seed`.
+Otherwise it waits for that port's `latency_seconds`, and leaves by the port of its destination. The kernel does
+everything else (TCP, token buckets, counters). Frames keep the kernel's offload header, so that a segmented packet
+crosses in one piece. The process prints a line once it forwards frames, answers each line of its input with its
+`Counters` as JSON, and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -46,18 +47,17 @@ class Counters:
     lost: int = 0
     """Frames lost on purpose."""
     dropped: int = 0
-    """Frames for which the queue of the receiving host's cable had no room, as in a switch with a full buffer."""
+    """Frames dropped because the queue to the receiving host was full, as in a switch with a full buffer."""
     late_seconds: float = 0.0
-    """Sum over the forwarded frames of the time by which they left later than they should have."""
+    """Total lateness of the forwarded frames: the time at which each left minus the time at which it was due."""
     latest_seconds: float = 0.0
-    """Largest of these times."""
+    """Largest lateness of a forwarded frame."""
     cpu_seconds: float = 0.0
     """CPU time of the process."""
 
 
 class DelayLine:
-    """Queue of the frames from one port that wait for their departure, in the order of their arrival. Each arriving frame is
-    lost with the probability `loss`."""
+    """Queue of the delayed frames from one port, in order of arrival. Each arriving frame is lost with the probability `loss`."""
 
     def __init__(self, latency_seconds: float, loss: float = 0.0, seed: int | str = 0):
         self.latency_seconds, self.loss = latency_seconds, loss
@@ -77,7 +77,7 @@ class DelayLine:
         return self._frames[0][0] if self._frames else float("inf")
 
     def pop_due(self, now: float) -> list[tuple[float, bytes]]:
-        """Remove the frames that are due by `now`, and return them, each after the time at which it was due."""
+        """Remove the frames that are due by `now`, and return them as pairs (due time, frame)."""
         due = []
         while self._frames and self._frames[0][0] <= now:
             due.append(self._frames.popleft())
@@ -85,24 +85,24 @@ class DelayLine:
 
 
 class AddressTable:
-    """Ports behind which hardware addresses were last seen."""
+    """Table of the port behind which each hardware address was last seen."""
 
     def __init__(self, ports: int):
         self.ports = ports
         self._seen: dict[bytes, int] = {}
 
     def learn(self, frame: bytes, port: int) -> None:
-        """Note the sender of a frame (with its offload header) from a port."""
+        """Record the port from which the sender of a frame (with its offload header) was seen."""
         self._seen[frame[HEADER + 6 : HEADER + 12]] = port
 
     def ports_for(self, frame: bytes, port: int) -> list[int]:
-        """Return the ports by which a frame from a port leaves: its destination's, or all others if that is not known."""
+        """Return the ports by which a frame from a port leaves: its destination's, or all other ports if that is unknown."""
         found = self._seen.get(frame[HEADER : HEADER + 6])
         return [found] if found is not None else [other for other in range(self.ports) if other != port]
 
 
 class Switch:
-    """Forwarding of frames between ports."""
+    """Switch that forwards frames between ports."""
 
     def __init__(self, ports: list[dict]):
         self.counters = Counters()
@@ -111,7 +111,7 @@ class Switch:
         self._table = AddressTable(len(ports))
 
     def run(self) -> None:
-        """Forward, and answer questions, until the input ends."""
+        """Forward frames, and answer each line of the input with the counters, until the input ends."""
         own = {one.fileno(): index for index, one in enumerate(self._sockets)}
         while True:
             wait = min(line.next_due for line in self._lines) - time.monotonic()
@@ -131,7 +131,7 @@ class Switch:
 
     def _receive(self, port: int) -> None:
         receive, line = self._sockets[port].recv, self._lines[port]
-        with contextlib.suppress(OSError):  # nothing is left to take, or the cable has been unplugged
+        with contextlib.suppress(OSError):  # no frame is left, or the cable has been unplugged
             for _ in range(BATCH):
                 frame = receive(LARGEST_FRAME)
                 self._table.learn(frame, port)
@@ -157,7 +157,7 @@ class Switch:
 
 def _packet_socket(port: str) -> socket.socket:
     """Return a socket for the frames that arrive from a port's cable, and for those that leave by it."""
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # takes nothing until it is bound
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing until it is bound
     made.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     made.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
@@ -168,8 +168,9 @@ def _packet_socket(port: str) -> socket.socket:
 
 
 def main() -> None:
-    """Forward between the ports of the command line, before the hosts' processes have their turns, as a real switch does."""
-    gc.disable()  # nothing here is in a cycle, and a collection would go through all frames on their way
+    """Forward frames between the ports given on the command line. Real-time priority keeps the hosts' processes from
+    delaying them."""
+    gc.disable()  # no reference cycles arise here, and a collection would traverse all delayed frames
     with contextlib.suppress(PermissionError):  # in a control group without real-time scheduling
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     switch = Switch(json.loads(sys.argv[1]))

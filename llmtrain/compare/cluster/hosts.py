@@ -10,8 +10,8 @@
 Hosts are network namespaces. This needs root and iproute2; `why_no_cluster` reports what is missing. On network N the
 card of host K is ethN, with address 10.77.N.(K+1). A veth pair joins it to a port, hostKnetN, of the bridge netN. The
 bridges have a namespace of their own (`CLUSTER-switch`), so the machine's network is not touched. If a host has latency
-or loss, a process there stands in for each bridge (`frame_switch`). `loopback_cluster` gives hosts with the same API on
-127.0.0.1, without root and without limits.
+or loss, a process in that namespace replaces each bridge (`frame_switch`). `loopback_cluster` provides hosts with the
+same API on 127.0.0.1, without root and without limits.
 
 At the end of the `with` block the cluster and all processes in it are removed. The next process that creates a
 cluster removes what a killed process left behind (`remove_leftovers`).
@@ -50,12 +50,12 @@ example, starts slowly and pauses now and then. Only reno is in every kernel and
 
 @dataclass(frozen=True)
 class Host:
-    """Host of a cluster: starts and signals its processes. A plain one is this machine on 127.0.0.1, without limits."""
+    """Host of a cluster, which starts and signals its processes. A plain `Host` is this machine on 127.0.0.1, without limits."""
 
     name: str
     """`host0`, `host1`, ..."""
     mark: str
-    """`CLUSTER-hostK`: in the environment of its processes, and the name of a virtual host's namespace."""
+    """`CLUSTER-hostK`: marks the environment of the host's processes, and is the name of a virtual host's namespace."""
     addresses: tuple[str, ...] = ("127.0.0.1",)
     """Addresses of its network cards, one per network."""
     interface: str = "lo"
@@ -139,7 +139,7 @@ class VirtualHost(Host):
         return shown["stats64"][direction]["bytes"]
 
     def _inside(self, command: Sequence[str]) -> Sequence[str]:
-        """Wrap `command` in prologues that each exec the next, so that Popen's process becomes the command itself."""
+        """Wrap `command` in programs that each exec the next one, so that Popen's process becomes the command itself."""
         # Full paths, because the environment of the command may have another PATH.
         ip, unshare = (shutil.which(tool) or tool for tool in ("ip", "unshare"))
         name = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
@@ -156,10 +156,10 @@ class VirtualHost(Host):
 
 @contextmanager
 def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1, seed: int = 0) -> Iterator[list[VirtualHost]]:
-    """Create a host for each of `limits`, on `networks` networks; on exit, remove the hosts with their processes.
-    Packets are lost as drawn from the seed.
+    """Create a host for each of `limits`, on `networks` networks. On exit, remove the hosts and their processes. The
+    seed determines which packets are lost.
 
-    Raises ClusterError, in one line, if a host or its limits are not available. Nothing is left behind in that case.
+    Raises ClusterError, whose message is one line, if a host or its limits are not available. Nothing is left behind then.
     """
     if (why := why_no_cluster()) is not None:
         raise ClusterError(f"hosts can't be made here: {why}")
@@ -223,8 +223,8 @@ def why_no_cluster() -> str | None:
 def remove_leftovers() -> None:
     """Remove the clusters whose creators died, and kill the processes that still run in them.
 
-    Clusters whose creators live are not touched, and neither are those with processes of another PID namespace. Without root,
-    only this user's loopback clusters are removed.
+    Clusters whose creators are alive are not touched, nor are clusters with processes of another PID namespace. Without
+    root, only this user's loopback clusters are removed.
     """
     names, groups = list(marks().values()), controller() if os.geteuid() == 0 else None
     if os.geteuid() == 0:
@@ -262,7 +262,7 @@ def _new_cluster() -> Iterator[tuple[str, list[Host]]]:
     try:
         yield cluster, hosts
     finally:
-        with ExitStack() as stack:  # a host that can't be killed keeps no other from being removed
+        with ExitStack() as stack:  # removes the other hosts even if one can't be killed
             stack.callback(remove_cluster, cluster)
             for host in hosts:
                 stack.callback(host.kill)

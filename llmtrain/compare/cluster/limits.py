@@ -29,10 +29,10 @@ BURST_SECONDS = 0.001
 bucket loses bandwidth whenever the kernel is late on a busy machine."""
 SMALLEST_BURST = 8_192
 QUEUE_SECONDS = 0.05
-"""Packets that would wait longer than this are dropped, as by a switch with a full buffer. With latency, buffers hold what
-is sent in a round trip if that is longer, the usual rule for routers."""
+"""Maximum seconds that a packet waits in a buffer. A packet that would wait longer is dropped, as by a switch with a
+full buffer. With latency, the maximum is at least a round trip, the usual rule for routers."""
 SMALLEST_QUEUE = 262_144
-"""Bytes, for a few large packets from several senders."""
+"""Minimum bytes that a queue holds: a few large packets from several senders."""
 LARGEST_PACKET = 65_536
 """Maximum bytes that TCP hands to a card with segmentation offload, which veth claims to have."""
 PACKETS_IN_BUCKET = 1.6
@@ -43,8 +43,8 @@ FRAME = 2_048
 """Maximum bytes that TCP hands to a card at once if packets are lost: one Ethernet frame and slack, so that each is lost
 on its own."""
 PERIOD_US = 20_000
-"""Microseconds in which a host runs for its share and is then throttled. Short compared with a training step, so
-that steps slow down evenly instead of pausing now and then."""
+"""Microseconds of a period, in which a host runs for its share and is then throttled. A period is short compared with a
+training step, so that steps slow down evenly instead of pausing now and then."""
 SHORTEST_QUOTA_US, LONGEST_PERIOD_US = 1_000, 1_000_000
 """The kernel's bounds in microseconds."""
 BUSY_SECONDS = 5.0
@@ -57,17 +57,17 @@ class HostLimits(Section):
     bandwidth_mbit: PositiveFloat | None = None
     """Mbit/s of each network card in each direction, including headers (TCP carries 4.3 % less, as on real cards)."""
     downlink_mbit: PositiveFloat | None = None
-    """Mbit/s of what it receives, if that is not `bandwidth_mbit`."""
+    """Mbit/s in the receiving direction, if it differs from `bandwidth_mbit`."""
     latency_ms: PositiveFloat | None = None
     """Milliseconds by which each sent packet is delayed."""
     loss: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability with which each sent packet is lost."""
     cpus: PositiveFloat | None = None
-    """Cores' worth of CPU time for all its processes together; 0.5 is half a core."""
+    """CPU time of all its processes together, in cores; 0.5 is half a core."""
 
     @property
     def received_mbit(self) -> float | None:
-        """Return the Mbit/s of what it receives."""
+        """Return the Mbit/s in the receiving direction."""
         return self.downlink_mbit or self.bandwidth_mbit
 
     @property
@@ -164,8 +164,8 @@ class Controller:
         return group / "cgroup.procs"
 
     def is_foreign(self, cluster: str) -> bool:
-        """Return whether a process of another PID namespace, as in a container, is in a group of a cluster. Whether its creator lives
-        is then not known here, and to signal its pids could end this process."""
+        """Return whether a group of a cluster contains a process of another PID namespace, as in a container. It is then
+        unknown here whether the cluster's creator is alive, and signaling the listed pids could end this process."""
         groups = (self.top / cluster).glob("*/")
         return any(is_of_other_namespace(pid) for group in groups for pid in _processes(group))
 

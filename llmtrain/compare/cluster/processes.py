@@ -23,7 +23,7 @@ MARK = "LLMTRAIN_VIRTUAL_HOST"
 """Environment variable that identifies the processes of a host. On loopback they have nothing else in common, because
 torchrun gives each of its ranks its own session."""
 SECONDS = 10.0
-"""Timeout for processes to obey a signal that can't be refused."""
+"""Maximum seconds until processes obey SIGKILL or SIGSTOP, which they can't ignore."""
 EXEC_SECONDS = 1.0
 """Maximum seconds that execve may leave an environment empty. A busy machine suspends processes in the middle of it."""
 COMMAND_SECONDS = 30.0
@@ -104,8 +104,8 @@ def in_namespace(file: Path) -> list[int]:
 
 
 def marks() -> dict[int, str]:
-    """Return {pid: mark} for the processes with a mark in an environment that this user may read. Processes of another PID
-    namespace, as in a container, are left out: the pids in their marks are of that namespace."""
+    """Return {pid: mark} for the processes with a mark in an environment that this user may read. Processes of another
+    PID namespace, as in a container, are left out, because the pids in their marks belong to that namespace."""
     found = {}
     for pid in psutil.pids():
         with suppress(OSError):
@@ -126,8 +126,8 @@ def is_of_other_namespace(pid: int) -> bool:
 def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whose: str) -> None:
     """Send SIGKILL or SIGSTOP until all processes have obeyed. Raises TimeoutError after SECONDS.
 
-    `find` looks up the pids anew at each call. Those that start during the call are included, and so are those that
-    `find` no longer returns while they exit.
+    `find` looks up the pids anew at each call. Processes that start while this function runs are included, and so are
+    exiting processes that `find` no longer returns.
     """
     deadline = time.monotonic() + SECONDS
     signaled: set[int] = set()
@@ -139,7 +139,7 @@ def signal_all(number: signal.Signals, find: Callable[[], Collection[int]], whos
         if time.monotonic() > deadline:
             pids = ", ".join(map(str, sorted(left)))
             raise TimeoutError(f"processes of {whose} have not obeyed {number.name}, {SECONDS:.0f} s later: {pids}")
-        for pid in left & found:  # only these: the pid of an ended process may be another's now
+        for pid in left & found:  # only these, because the pid of an ended process may belong to another one now
             send(pid, number)
         signaled |= found
         time.sleep(0.01)

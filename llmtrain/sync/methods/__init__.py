@@ -1,11 +1,11 @@
 """Published methods by name. The docstring of each module defines the method, PRESET holds its choices, and CHOOSE_WHEN says
 when to use it.
 
-These modules have no code. `build_method.py` has the classes that PRESET names by their kinds: DiLoCo, for example, is
-`BlockingSchedule`, which calls `BlockSync.outer_step` and that `Nesterov.step`.
+These modules contain no code. `build_method.py` maps the kinds in PRESET to classes. DiLoCo, for example, is a
+`BlockingSchedule`, which calls `BlockSync.outer_step`, which in turn calls `Nesterov.step`.
 
-A recipe's `sync` section overrides the PRESET of its method. Its `optim` section overrides the method's OPTIM, if the
-method has one. No other part of the package branches on the name of a method.
+A recipe's `sync` section overrides the PRESET of its method, and its `optim` section the method's OPTIM, if the method has one.
+No other part of the package branches on the name of a method.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ METHODS: dict[str, ModuleType] = {
 
 
 def inner_preset(method: str) -> dict[str, Any]:
-    """Return the keys of `optim` that a method chooses; most choose none."""
+    """Return the keys of `optim` that a method chooses; empty for most methods."""
     return getattr(METHODS[method], "OPTIM", {})
 
 
 def is_for_one_replica(method: str) -> bool:
-    """Return whether a method is meant for a single replica, so that it has nothing to average."""
+    """Return whether a method is meant for a single replica, and so averages nothing."""
     return getattr(METHODS[method], "FOR_ONE_REPLICA", False)

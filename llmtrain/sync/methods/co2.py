@@ -9,9 +9,9 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, hidden 
 Memory    anchor, momentum and the mean in flight: 12 bytes per parameter, sharded like the parameters (the paper's CO2*).
 Defaults  H = 48, lr = 1 and phi = 1 are the published code's, which does not clip by default. phi is in units of the parameters, so
           phi = 1 is wide: to have an effect, phi must be near the largest change of a parameter per round, or below it. beta = 0.2
-          is that of the code's example with GPT-2; its default is 0.5. The mean is one round late. Where a round covers more
-          than (1 - beta) / lr of the distance to a minimum, the steps therefore grow: more than half of it with beta = 0.5, more
-          than 0.8 of it with 0.2.
+          is that of the code's example with GPT-2; its default is 0.5. Because the mean is one round late, the steps grow if a
+          round covers more than (1 - beta) / lr of the distance to a minimum: more than 0.5 of it with beta = 0.5, more than 0.8
+          with beta = 0.2.
 Differs   the paper's exact L, which also depends on the parameters, was not available to us: ours follows from the
           learning rates and is 1 while they are constant. The published code clips only if asked to, and then computes
           the clipped momentum but does not use it. It averages parameters while training changes them or, by default,

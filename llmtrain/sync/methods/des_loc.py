@@ -6,12 +6,12 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica for the 
           the moments: 1.5 times Local SGD's.
 Memory    no extra state: the mean replaces the parameters and the moments. Moments of three blocks are in flight at once.
 Defaults  H = 32, first 3, second 6. The ratio of the periods is the paper's; its H was not available to us.
-          With betas of 0.9 and 0.95, 3 and 19 % of a mean moment are left after these 32 steps, so that averages of moments
-          have little effect; with slower betas or shorter rounds, they have more.
+          With betas of 0.9 and 0.95, 3 and 19 % of a mean moment are left after 32 steps, so averaging moments has little effect;
+          it has more with larger betas or shorter rounds.
 Differs   moments that are due are averaged at the end of a round, while training waits, and in master precision whatever the wire
-          and the schedule. A value whose second moment is 0 on a replica, such as those of a token that it has not seen, gets a
-          first moment of 0 there: AdamW would divide the others' mean by its epsilon. With Muon, matrices have a first moment
-          alone.
+          and the schedule. A value whose second moment is 0 on a replica, as in the embedding of a token that it has not seen, gets
+          a first moment of 0 there: AdamW would divide the mean of the other replicas' moments by its epsilon. With Muon, matrices
+          have a first moment alone.
 """
 
 PAPER = "arXiv 2505.22549"

@@ -8,8 +8,8 @@ Defaults  H = 30, Muon's momentum 0.9, outer lr 0.8 and momentum 0.8 are in the 
           replicas (lr 0.8 to 1.0, momentum 0.8 to 0.9). Several replicas gain from a momentum smaller than DiLoCo's 0.9.
 Differs   Muon's learning rate is adjusted to AdamW's size of updates (`optim.muon.adjust_lr`), so that one `optim.lr` serves all
           parameters. The study's trials chose six times the rate of AdamW; the published learning rates, 0.016 to 0.06, are for
-          `original`. 2- and 4-bit messages with error feedback are a choice of wire here. The paper's tables for each number of
-          replicas were not available to us.
+          `adjust_lr=original`. 2- and 4-bit messages with error feedback are a choice of `sync.wire`. The paper's tables for each
+          number of replicas were not available to us.
 """
 
 PAPER = "arXiv 2505.23725"

@@ -10,7 +10,8 @@ Memory    nothing beyond the inner optimizer.
 Defaults  base 4 is the paper's for ViT-B, with alpha = 0.0175 at a peak of 8e-3 (2.2 times the peak); alpha is in units
           of the learning rate, so a recipe must set it.
           `sync.period.power=1` gives rounds in inverse proportion to the learning rate, as the published code can.
-Differs   the warm-up follows the paper's rule (from memory); the published code uses `base` there. Its values agree.
+Differs   the warm-up follows the paper's rule (from memory); the published code uses `base` there, which gives the same H with
+          its values.
 """
 
 PAPER = "arXiv 2310.14423"

@@ -5,10 +5,10 @@ Rule      e_n <- decay e_n + (anchor - theta_n) after H local steps; s_n = the l
           unsent values are the memory.
 Traffic   per round, (N-1) x 120/4096 bytes x parameters from each replica: every replica sends to all others. With N = 4 that is
           1.5 % of a round in fp32, with N = 16 6 %.
-Memory    anchor and what was not sent: 8 bytes per parameter, sharded like the parameters; the anchor in CPU memory with
+Memory    anchor and unsent values: 8 bytes per parameter, sharded like the parameters; the anchor in CPU memory with
           `sync.offload`.
-Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M parameters and 8 workers. Its H
-          goes up to 250; the longer the round, the more values it keeps.
+Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M parameters and 8 workers. The paper's H
+          goes up to 250, and longer rounds send more values.
 Differs   chunks are of consecutive values of a rank's part of a block (in the paper, of 64 x 64 values of a matrix), the two
           magnitudes of a chunk are the means of the larger and smaller half of what it sends, and each takes 4 bytes
           (`llmtrain/parallel/sparse_format.py`). Unsent values are kept times 1/N, which changes nothing. The published code

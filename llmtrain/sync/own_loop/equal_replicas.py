@@ -1,4 +1,4 @@
-"""Comparisons of the replicas of `LocalUpdates`, in a loop's first step and at its end. All ranks decide alike."""
+"""Comparisons of the replicas of `LocalUpdates` in a loop's first step and at its end. All ranks come to the same result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTED = 4
 
 @dataclass(frozen=True)
 class LoopStart:
-    """Facts about the loop of this rank, before the first step after its construction or after a state was loaded."""
+    """Facts about this rank's loop, before its first step after construction or after loading a state."""
 
     steps: int
     """Optimizer steps so far: more than 0 only if a state was loaded."""
@@ -29,17 +29,17 @@ class LoopStart:
     anchors: int
     """Fingerprint of the anchors; 0 without any."""
     is_different_module: bool
-    """True if the module's parameters are not those with which the loaded state was saved."""
+    """True if a state was loaded and the module's parameters differ from those with which it was saved."""
     is_synchronized: bool
-    """True if the replicas must be equal before this step."""
+    """True if the replicas must have equal parameters before this step."""
     averages_gradients: bool
     """True if this step averages gradients, so that the optimizers must be equal, too."""
 
 
 def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, start: LoopStart) -> str | None:
-    """Raise RecipeError, on every rank, if the ranks have loaded states that do not belong together, or if replicas differ where
-    they must be equal. Return a warning if the optimizers differ where they need not be equal, or None. A collective of all
-    ranks."""
+    """Raise RecipeError, on every rank, if the ranks' choices differ, if the ranks have loaded states that do not belong together, or
+    if parameters or moments differ between replicas although they must be equal. Return a warning if moments differ that need not
+    be equal, or None. A collective of all ranks."""
     row = (
         _rank(),
         start.steps,
@@ -75,7 +75,7 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
             f"replicas differ in {name} before {when}; give them the same model and seed, or load the same weights"
         )
     if not averaging.all() and start.steps > 0:
-        return None  # in a round, every replica has its own moments
+        return None  # within a round, every replica has its own moments
     if (name := _block_of_differing_moments(replicas, shards, replica)) is None:
         return None
     text = f"the replicas' optimizers have different moments of {name} before {when}"
@@ -91,8 +91,8 @@ def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
     """Raise TrainingError, on all replicas, if they have taken different numbers of steps. Return whether they have the same
     `note`. A collective of the replica group.
 
-    This comparison comes before all other messages of a step or of the end, and always has the same shape. Ranks at different
-    points of the loop therefore meet here, and not in collectives of different kinds, in which gloo may end the process."""
+    This comparison precedes all other messages of a step or of `finish`, and always has the same shape. Ranks at different
+    points of the loop therefore meet here, and not in collectives of different kinds, in which gloo may abort the process."""
     row = torch.tensor((_rank(), steps, note), device=replicas.device)
     ranks, taken, notes = replicas.all_gather(row, "comparing the ranks' steps").cpu().unbind(-1)
     if (taken != taken[0]).any():
@@ -103,8 +103,8 @@ def check_equal_steps(replicas: Comms, steps: int, note: int = 0) -> bool:
 
 def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, elsewhere: Set[nn.Parameter]) -> str | None:
     """Raise TrainingError, on every rank, if replicas differ after the last synchronization. Return a warning if they differ in
-    parameters of the module that this loop does not synchronize, or None. Parameters in `elsewhere`, which other open loops
-    synchronize, are not compared. A collective of all ranks."""
+    parameters of the module that no loop synchronizes, or None. `elsewhere` holds the parameters that other open loops synchronize,
+    which are not compared. A collective of all ranks."""
     if (name := _differing_block(replicas, shards, replica)) is not None:
         raise TrainingError(
             f"replicas differ in {name} after the last synchronization, so something other than this loop has changed them: check that "
@@ -148,7 +148,7 @@ def _first_differing(replica: ModuleReplica, sums: torch.Tensor) -> str | None:
 
 
 def _listed(texts: Iterable[tuple[int, str]]) -> str:
-    """Return the first few different texts, each with the first rank to which it belongs."""
+    """Return at most LISTED different texts in one line, each with the first rank to which it belongs."""
     first: dict[str, int] = {}
     for rank, text in sorted(texts):
         first.setdefault(text, rank)

@@ -14,20 +14,20 @@ from llmtrain.parallel.sharded import local
 from llmtrain.sync.own_loop.equal_replicas import check_equal_steps
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest message with several gradients, as in DistributedDataParallel. Each message costs the network's latency once."""
+"""Size limit of a message with several gradients, as in DistributedDataParallel. Every message costs the network's latency once."""
 
 
 def average_gradients(
     replicas: Comms, parameters: Sequence[nn.Parameter], steps: int, wire: AnyFormat | None = None
 ) -> None:
-    """Replace each gradient with its mean over the replicas, before optimizer step `steps`. A replica that has not used a
-    parameter, and so has no gradient for it, contributes 0. A collective of the replica group; the parameters must have the same
+    """Replace each gradient with its mean over the replicas, before optimizer step `steps`. A replica without a gradient for a
+    parameter that another replica has used contributes 0. A collective of the replica group; the parameters must have the same
     order on all ranks.
 
     Raises TrainingError if replicas have taken different numbers of steps, and RecipeError for sparse gradients."""
     if replicas.size == 1:
         return
-    # By parameter: 0 without a gradient, 1 for a dense one, 2 for a sparse one.
+    # By parameter: 0 without a gradient, 1 for a dense gradient, 2 for a sparse one.
     kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters], dtype=torch.uint8)
     found = kinds[None]
     if not check_equal_steps(replicas, steps, zlib.crc32(kinds.numpy().tobytes())):
@@ -35,7 +35,7 @@ def average_gradients(
     if (found == 2).any():
         raise RecipeError("synchronous steps cannot average sparse gradients; use sparse=False, or warmup_steps=0")
     gradients = [_gradient_of(p) for p, is_used in zip(parameters, found.any(0).tolist(), strict=True) if is_used]
-    pending = []  # all messages at once: one after another, each would cost the network's latency
+    pending = []  # start all messages at once, so that they do not wait for the network's latency one after another
     for bucket in buckets(gradients):
         share = torch.cat([gradient.reshape(-1) for gradient in bucket]) / replicas.size
         pending.append((bucket, replicas.start_all_reduce(share, "averaging gradients", wire)))
@@ -46,14 +46,15 @@ def average_gradients(
 
 
 def _gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter's gradient, which becomes 0 if there is none."""
+    """Return this rank's part of a parameter's gradient. Set the gradient to 0 if the parameter has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad.detach())
 
 
 def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients of each message: as many of one dtype as fit in BUCKET_BYTES, or a single larger one."""
+    """Yield the gradients of each message: consecutive gradients of one dtype that fit in BUCKET_BYTES together, or a single larger
+    one."""
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:

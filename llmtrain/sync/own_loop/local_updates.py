@@ -45,13 +45,13 @@ from llmtrain.sync.own_loop.module_replica import ModuleReplica, layers_of
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
-"""Total steps that stand for a loop of unknown length."""
+"""Number of total steps of a loop of unknown length."""
 _LOOPS = itertools.count()
-"""Numbers for the loops of this process that use a store. They agree between ranks, because all ranks create the same loops."""
+"""Numbers for the loops of this process that use a store. Ranks agree on them, because all ranks create the same loops."""
 _LOOPS_OPEN: WeakSet[LocalUpdates] = WeakSet()
 """Loops whose hooks act on an optimizer's steps."""
 _REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
-"""Optimizers that have had a loop, each with the hook that refuses its steps once that loop has finished; None until then."""
+"""Optimizers that have had a loop, each with the hook that refuses further steps once its loop has finished; None until then."""
 
 
 class LocalUpdates:
@@ -82,9 +82,9 @@ class LocalUpdates:
         `replicas` is the process group of the ranks with the same shard, one per replica (default: all ranks, for unsharded
         replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules that
         are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow the
-        learning rate need `lr`, and warn once if the optimizer has another rate. The wait-avoiding schedule needs `store`. Its
-        waits end after `timeout_seconds`; waits in the groups end after the groups' own timeouts. Raises RecipeError for choices
-        that cannot be combined, that such a loop cannot support, or that lack an argument.
+        learning rate need its schedule `lr`, and warn once if the optimizer's rate differs from it. The wait-avoiding schedule needs
+        `store`. Its waits end after `timeout_seconds`; waits in the groups end after the groups' own timeouts. Raises RecipeError
+        for choices that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
         check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
         if any(loop._optimizer is optimizer for loop in _LOOPS_OPEN):
@@ -92,7 +92,7 @@ class LocalUpdates:
                 "the optimizer has a LocalUpdates already, and two would synchronize twice; call its finish or close first"
             )
         self.sync = _section(method, choices)
-        release_gathered(model)  # after an evaluation, FSDP2 has gathered parameters in place of the optimizer's
+        release_gathered(model)  # after an evaluation, FSDP2 holds gathered parameters instead of the optimizer's
         parameters = list(model.parameters())
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         check_choices(self.sync, sharded, replicas, shards, lr, store)
@@ -104,14 +104,14 @@ class LocalUpdates:
         self._replicas = Comms(dist.group.WORLD if replicas is None else replicas, device, "replica")
         self._shards = Comms(shards, device, "shard")
         if store is not None and self.sync.schedule.needs_threads:
-            # Each loop has keys of its own, because one store may serve several loops, one after the other.
+            # Each loop has its own keys, because several loops may use one store, one after another.
             check_rank_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
         lr_schedule = lr or LRSchedule(
             float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant")
         )
         self._followed = lr if follows_rates(self.sync) else None
-        """Schedule with which the optimizer's learning rate is compared, until it differs; None if no choice follows it."""
+        """Schedule with which the optimizer's learning rate is compared until they differ; None if no choice follows the rate."""
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
         self._method = build_method(
             self.sync,
@@ -124,7 +124,7 @@ class LocalUpdates:
             timeout_seconds=timeout_seconds,
         )
         if self.sync.schedule.syncs_in_forward:
-            # This hook runs before the schedule's, whose messages need replicas that have begun alike.
+            # This hook runs before the schedule's hook, whose messages need replicas that have passed the first step's checks.
             self.replica.register_block_hook(lambda index: self._begin())
         self.steps_done = 0
         """Optimizer steps so far."""
@@ -134,7 +134,7 @@ class LocalUpdates:
         self._optimizer, self._had_loop = optimizer, optimizer in _REFUSALS
         self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None
-        """Fingerprint of the parameters with which a loaded state was saved."""
+        """Fingerprint of the parameters with which the loaded state was saved; None if no state was loaded."""
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -146,9 +146,9 @@ class LocalUpdates:
         self._warn_of_low_precision()
 
     def finish(self) -> None:
-        """Complete a last, shorter round and remove all hooks. Afterwards all replicas are equal, and a further step of the
-        optimizer is refused until `close` or a new `LocalUpdates`. Once it has completed, further calls do nothing. Raises
-        TrainingError, on every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
+        """Complete a last, shorter round and remove all hooks. Afterwards, all replicas are equal, and further steps of the
+        optimizer are refused until `close` is called or a new `LocalUpdates` is constructed. Further calls of `finish` do nothing.
+        Raises TrainingError, on every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
         if self._is_finished:
             return
         check_equal_steps(self._replicas, self.steps_done)
@@ -182,12 +182,12 @@ class LocalUpdates:
 
     @property
     def is_synchronized(self) -> bool:
-        """Return whether all replicas hold the same parameters and nothing is in flight."""
+        """True if all replicas hold the same parameters and nothing is in flight."""
         return self._method.is_synchronized
 
     @property
     def bytes_sent(self) -> float:
-        """Return the bytes that this rank has sent to other replicas."""
+        """Bytes that this rank has sent to other replicas."""
         return self._replicas.traffic.bytes
 
     def report(self) -> SyncStats:
@@ -210,7 +210,8 @@ class LocalUpdates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of this rank, between steps. The caller restores the module and the optimizer. A collective
-        of all ranks if replicas were exchanging the weights of a reduction when the state was saved."""
+        of all ranks if the replicas' exchange of a reduction's weights was in flight when the state was saved. Raises RecipeError if
+        the state does not fit this loop."""
         if "layout" not in state:
             raise RecipeError("the state is not one of LocalUpdates.state_dict(): it has no layout")
         for what, here in self._layout().items():
@@ -224,7 +225,7 @@ class LocalUpdates:
         self._replicas.traffic.load(**state["traffic"])
 
     def _layout(self) -> dict[str, Any]:
-        """Return what must be equal in the loop that saves a state and the loop that loads it."""
+        """Return the values that must be equal in the loop that saves a state and the loop that loads it."""
         blocks = self.replica.blocks
         return {
             "method": self.sync.method,
@@ -248,7 +249,7 @@ class LocalUpdates:
             if text is not None:
                 self._followed = None
                 self._warn(text)
-        is_power_of_2 = self.steps_done & (self.steps_done - 1) == 0  # not at every step, because it costs a message
+        is_power_of_2 = self.steps_done & (self.steps_done - 1) == 0  # not in every step, because it costs a message
         if is_power_of_2 and needs_equal_rates(self.sync):
             check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
@@ -264,8 +265,8 @@ class LocalUpdates:
                 average_gradients(self._replicas, self.replica.parameters, self.steps_done, self._gradient_wire)
 
     def _begin(self) -> None:
-        """Raise RecipeError, on every rank, if the replicas do not begin or continue alike. Do nothing except before the first
-        step after construction or `load_state_dict`."""
+        """Raise RecipeError, on every rank, if the replicas differ where they must be equal before the first step after construction
+        or `load_state_dict`. Do nothing before other steps."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -279,7 +280,7 @@ class LocalUpdates:
             averages_gradients=self._method.period.is_synchronous(self.steps_done + 1),
         )
         text = check_equal_start(self._replicas, self._shards, self.replica, start)
-        if text is not None and not self._had_loop:  # a loop before this one leaves different moments
+        if text is not None and not self._had_loop:  # an earlier loop leaves different moments
             self._warn(text)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -302,7 +303,7 @@ class LocalUpdates:
             )
 
     def _warn(self, text: str) -> None:
-        """Print a warning about this step, if this is the first replica."""
+        """Issue a warning about this step, if this is the first replica."""
         if self._replicas.rank == 0:
             warnings.warn(f"step {self.steps_done}: {text}", stacklevel=3)
 
@@ -310,7 +311,7 @@ class LocalUpdates:
 @atexit.register
 def warn_of_unfinished() -> None:
     """Warn of loops that were not finished, at the end of a process that has not failed."""
-    if hasattr(sys, "last_value"):  # set if an error has ended the process
+    if hasattr(sys, "last_value"):  # set if an uncaught error ends the process
         return
     for loop in list(_LOOPS_OPEN):
         if loop.steps_done and not loop.is_synchronized:
@@ -331,8 +332,8 @@ class _Choices(Section):
 
 
 def _section(method: str, choices: dict[str, Any]) -> SyncSection:
-    """Return a method's preset, changed by `choices`. A mapping changes single keys of a preset of the same kind. Raises
-    RecipeError for a choice that is unknown, invalid or in conflict with another."""
+    """Return a method's preset, changed by `choices`. A mapping of the same kind as in the preset changes only the keys that it names.
+    Raises RecipeError for a choice that is unknown, invalid or in conflict with another."""
     if not isinstance(method, str) or method not in METHODS:
         near = closest(str(method), METHODS)
         hint = f"; did you mean {near}?" if near else ""

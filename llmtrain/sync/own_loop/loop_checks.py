@@ -1,4 +1,4 @@
-"""Checks of `LocalUpdates`: loops, modules and choices that hooks around an optimizer's steps cannot synchronize are refused."""
+"""Checks of `LocalUpdates`, which refuse loops, modules and choices that hooks around an optimizer's steps cannot synchronize."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_types(
     lr: LRSchedule | None,
     timeout_seconds: float,
 ) -> None:
-    """Raise RecipeError for an argument that is not of its parameter's kind."""
+    """Raise RecipeError for an argument of a wrong type or range."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise RecipeError(f"LocalUpdates({given}, ...) takes the module, then its torch.optim.Optimizer")
@@ -124,7 +124,7 @@ def follows_rates(sync: SyncSection) -> bool:
 
 def find_rate_mismatch(lr_schedule: LRSchedule, step: int, optimizer: torch.optim.Optimizer) -> str | None:
     """Return a message if no parameter group of the optimizer has the schedule's learning rate in this step, or None. In the
-    schedule's warm-up, on which no round depends, any rate is right."""
+    schedule's warm-up, on which no round depends, any rate is accepted."""
     if step <= lr_schedule.warmup_steps:
         return None
     groups = optimizer.param_groups
@@ -137,7 +137,7 @@ def find_rate_mismatch(lr_schedule: LRSchedule, step: int, optimizer: torch.opti
 
 
 def needs_equal_rates(sync: SyncSection) -> bool:
-    """Return whether outer steps depend on the learning rate, in a schedule in which each replica uses its own rate."""
+    """Return whether outer steps depend on the learning rate, in a schedule in which each replica may use its own rate."""
     follows_rates = getattr(sync.outer, "normalize", "none") != "none" or getattr(sync.schedule, "gap_penalty", False)
     return follows_rates and not sync.schedule.syncs_all_blocks
 
@@ -156,7 +156,7 @@ def check_equal_rates(replicas: Comms, step: int, rate: float) -> None:
 
 
 def check_current_device(device: torch.device) -> None:
-    """Raise RecipeError if a replica is on another GPU than this process's default one, which NCCL and CUDA's streams and events
+    """Raise RecipeError if the replica is on another GPU than the process's current device, which NCCL and CUDA's streams and events
     would use instead."""
     if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
         raise RecipeError(
@@ -166,8 +166,8 @@ def check_current_device(device: torch.device) -> None:
 
 
 def check_wrapping(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Raise RecipeError if the module divides batches among several GPUs of this process, or if it averages gradients over the
-    replicas itself, in every step."""
+    """Raise RecipeError if the module divides batches among several GPUs of this process, is sharded by FSDP1, or averages gradients
+    over the replicas itself, in every step."""
     if isinstance(model, DataParallel):
         raise RecipeError(
             "torch.nn.DataParallel uses all GPUs that a process sees, so that processes share them; leave it out, and give each process "

@@ -1,4 +1,4 @@
-"""A module and its optimizer as a replica: its blocks for synchronization, and checks that it can be one."""
+"""Replica made of a user's module and optimizer: its blocks for synchronization, and checks of the module and the optimizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmtrain.sync.anchors import INTEGERS
 class ModuleReplica(Replica):
     """Replica that consists of a module, or this rank's shards of it, and the optimizer that trains it.
 
-    Each layer is a block. The parameters outside the layers form the first block, "rest". Blocks have the optimizer's trainable
-    parameters only, and there is no block for a layer without any.
+    Each layer is a block. The parameters outside the layers form the first block, "rest". Blocks hold only trainable parameters of
+    the optimizer. A layer without such parameters has no block.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
@@ -48,7 +48,7 @@ class ModuleReplica(Replica):
         self._model, self._optimizer = model, optimizer
         self._units = [unit for _, _, unit in units]
         self.parameters = [parameter for unit in self._units for parameter in unit]
-        """Parameters of all blocks in the module's order, which is the same on all ranks."""
+        """Parameters of all blocks, in an order that is the same on all ranks."""
         self._synchronized = set(self.parameters)
         self._handles: list[RemovableHandle] = []
         devices = {str(shard.device) for block in self.blocks for shard in block.shards}
@@ -58,8 +58,8 @@ class ModuleReplica(Replica):
             )
 
     def check_parameters(self) -> None:
-        """Raise RecipeError if a block has a parameter that was frozen later, or if the optimizer has a trainable parameter that is in
-        no block: added or unfrozen later, or not of the module. All ranks decide alike."""
+        """Raise RecipeError if a parameter of a block was frozen after construction, or if the optimizer has a trainable parameter in
+        no block, because it was added or unfrozen later or is not the module's. All ranks come to the same result."""
         if not all(parameter.requires_grad for parameter in self.parameters):
             raise RecipeError(
                 "a parameter was frozen after LocalUpdates was constructed, and outer steps would still move it; call finish, and "
@@ -97,7 +97,7 @@ class ModuleReplica(Replica):
     def fingerprint_of_moments(self) -> torch.Tensor:
         """Return a checksum of the bits of the optimizer's first and second moments for each block: [blocks], int64, on the CPU."""
         both = [self.moments(index, 1) + self.moments(index, 2) for index in range(len(self.blocks))]
-        # Bits of packed moments, which some optimizers keep in classes of their own or in bytes, are not compared.
+        # Moments that an optimizer packs into its own tensor classes, or into bytes, are not compared.
         plain = [[m for m in of_block if type(m) is torch.Tensor and m.element_size() in INTEGERS] for of_block in both]
         return torch.stack([_checksum(moments) for moments in plain])
 
@@ -114,8 +114,8 @@ class ModuleReplica(Replica):
             self._handles.pop().remove()
 
     def parameters_changed(self, block: Block) -> None:
-        """Release what FSDP2 has gathered before the change. After a forward without backward, FSDP2 keeps the root's parameters,
-        which may be those of any block."""
+        """Release the parameters that FSDP2 gathered before the change. After a forward without backward, FSDP2 keeps the root
+        module's parameters gathered, which may belong to any block."""
         release_gathered(self._model)
 
     def moments(self, index: int, order: int) -> list[torch.Tensor | None]:
@@ -130,7 +130,8 @@ def layers_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Return a module's trainable parameters that are not in `seen`, and add them to it, so that shared ones are taken once."""
+    """Return a module's trainable parameters that are not in `seen`, and add them to `seen`, so that shared parameters are taken
+    once."""
     taken = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter not in seen]
     seen.update(taken)
     return taken

@@ -1,7 +1,7 @@
 """EDiT's pseudo-gradient penalty: which replicas count in a block's mean, and how much (arXiv 2412.07210).
 
-Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered. All ranks make the
-same decision, because the computation is in float64 with operations that round alike on every machine.
+Everything is computed from the [replicas, blocks] matrix of norms that all ranks have gathered. All ranks come to the same
+result, because the computation is in float64 with operations that round alike on every machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
 
 EPSILON = 1e-6
 WARN_EXCLUSIONS = 5
-"""Number of consecutive rounds in which a block of a replica is excluded before a warning names it."""
+"""Number of consecutive rounds in which a block of a replica must be excluded before a warning names it."""
 CLIP_MARGIN = 0.99
-"""Share of the clip. If the weighted mean of the replicas' norms is below it, the norm of their mean is below the clip, and is
-not computed. The margin of 1 % covers the errors of norms and sums in fp32."""
+"""Share of the clip below which the weighted mean of the replicas' norms shows that the mean need not be clipped, so that the
+mean's norm is not computed. The margin of 1 % covers the errors of norms and sums in fp32."""
 
 
 class EditPenalty(Reduction):
@@ -32,9 +32,9 @@ class EditPenalty(Reduction):
     def __init__(
         self, section: EditPenaltySection, replicas: int, blocks: int, is_rounded: bool = False, is_mixed: bool = False
     ):
-        """Start without statistics. `is_rounded` says that messages are rounded. A mean may then be longer than the
-        pseudo-gradients from which it was made. `is_mixed` says that replicas mix the anchor with their own parameters, so that a
-        pseudo-gradient is not 0 at the start of a round."""
+        """Start without statistics. `is_rounded` says that messages are rounded, so that a mean may be longer than the
+        pseudo-gradients from which it was computed. `is_mixed` says that replicas mix the anchor with their own parameters, so that
+        a pseudo-gradient is not 0 at the start of a round."""
         self.section, self.is_rounded, self.is_mixed = section, is_rounded, is_mixed
         self.norms = RunningMoments((replicas, blocks), section.ema)
         self.steps = RunningMoments((replicas, blocks), section.ema)
@@ -44,7 +44,7 @@ class EditPenalty(Reduction):
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor) -> ReplicaWeights:
         """Return the weights for these norms [replicas, blocks] (float64), and update the statistics. `steps` and
-        `lr_sums` [replicas] have the number and the summed learning rates of each replica's local steps in the round."""
+        `lr_sums` [replicas] hold the number and the summed learning rates of each replica's local steps in the round."""
         scaled_norms = norms
         if self.section.statistics == "adaptive":
             scaled_norms = norms / torch.where(lr_sums > 0, lr_sums, 1.0)[:, None] * self._shortness(steps)
@@ -62,7 +62,8 @@ class EditPenalty(Reduction):
     def weigh_blocks(
         self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
     ) -> ReplicaWeights:
-        """Return the weights in these blocks, and update the statistics of these blocks only, on copies of their columns."""
+        """Return the weights in these blocks, and update the statistics of these blocks only. The computation uses copies of their
+        columns."""
         part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded, self.is_mixed)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
@@ -81,8 +82,9 @@ class EditPenalty(Reduction):
         return *self.norms.tensors(), *self.steps.tensors(), self.excluded
 
     def check_exclusions(self, names: Sequence[str], blocks: Sequence[int]) -> list[str]:
-        """Return a warning for each replica whose longest exclusion in these blocks has just reached WARN_EXCLUSIONS rounds in
-        a row. `names` has the names of all blocks. Raises TrainingError once it reaches `max_exclusions` rounds in a row."""
+        """Return a warning for each replica whose longest exclusion in these blocks has just reached WARN_EXCLUSIONS consecutive
+        rounds. `names` has the names of all blocks. Raises TrainingError once an exclusion reaches `max_exclusions` consecutive
+        rounds."""
         warnings, limit = [], self.section.max_exclusions
         for replica, counts in enumerate(self.excluded.tolist()):
             longest = max(counts[index] for index in blocks)
@@ -98,10 +100,10 @@ class EditPenalty(Reduction):
         return warnings
 
     def _shortness(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the factors [replicas, blocks] by which norms per summed learning rate are multiplied if they were measured
-        after fewer steps than usual: sqrt(steps / their running mean), at most 1. In a longer round, steps in changing directions
-        cancel each other, so that the norm grows at least with the square root of their number, but not in proportion to it. With
-        mixing, the factor is steps / their running mean, because what mixing leaves is as long after few steps as after many."""
+        """Return the factors [replicas, blocks], at most 1, that lower norms per summed learning rate if a round had fewer steps than
+        usual. The factor is sqrt(steps / running mean of steps): steps in changing directions partly cancel each other, so the norm
+        grows at least with the square root of their number, but not in proportion to it. With mixing, the factor is
+        steps / running mean of steps, because the part of the norm that mixing leaves does not depend on the number of steps."""
         usual = self.steps.mean
         ratio = torch.where(usual > 0, steps[:, None] / usual, 1.0).clamp(max=1)
         return ratio if self.is_mixed else ratio.sqrt()
@@ -117,9 +119,9 @@ class EditPenalty(Reduction):
     def _update(self, scaled_norms: torch.Tensor, steps: torch.Tensor, anomalous: torch.Tensor) -> None:
         """Add the round's norms and steps to the statistics.
 
-        `statistics: paper` does not add an excluded norm. `adaptive` clamps a finite excluded norm to mean + z std 2^(k - 1),
-        where k counts the rounds in a row, and adds it. It does not add norms of 0, because a frozen block says nothing about
-        the norms that it will have when it moves.
+        With `statistics: paper`, excluded norms are not added. With `adaptive`, a finite excluded norm is added, but limited to
+        mean + z std 2^(k - 1) in the k-th consecutive round of its exclusion. Norms of 0 are not added, because a frozen block says
+        nothing about the norms that it will have when it moves.
         """
         include = ~anomalous
         if self.section.statistics == "adaptive" and self.section.z is not None:
@@ -137,9 +139,9 @@ class EditPenalty(Reduction):
         return logits.softmax(0).masked_fill(anomalous.all(0), 0.0)
 
     def _target_norms(self, norms: torch.Tensor, weights: torch.Tensor, anomalous: torch.Tensor) -> torch.Tensor:
-        """Return the clip for each block whose mean may be longer than it, and infinity for the other blocks, whose means need no
-        norm. An unrounded mean is at most as long as the weighted mean of the replicas' norms [replicas, blocks]. In most rounds,
-        this bound saves computing the mean's norm, a collective."""
+        """Return the clip for each block whose mean may be longer than the clip, and infinity for the other blocks. The norm of an
+        unrounded mean is at most the weighted mean of the replicas' norms [replicas, blocks]. In most rounds, this bound saves the
+        collective that computes the mean's norm."""
         longest, clip = (weights * norms.masked_fill(anomalous, 0.0)).sum(0), self.section.clip
         if clip is None:
             return torch.full_like(longest, math.inf)
@@ -161,7 +163,7 @@ class EditPenalty(Reduction):
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the statistics for a run that resumes with a different number of replicas. Each new replica starts with the
-        merged statistics of all old replicas, and with no earlier exclusions."""
+        merged statistics of all old replicas and without earlier exclusions."""
         replicas, blocks = self.norms.count.shape
         before = EditPenalty(self.section, len(state["excluded"]), blocks)
         before.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Interface of the reductions that weigh replicas: how much each one counts in a block's mean, and how long the mean is to be.
+"""Interface of the reductions that weight replicas: they choose each replica's weight in a block's mean, and the mean's norm.
 
 Everything is computed from the local steps and from the [replicas, blocks] matrix of norms that all ranks have gathered, in
-float64 with operations that round alike on every machine. All ranks therefore find the same weights.
+float64 with operations that round alike on every machine. All ranks therefore compute the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from llmtrain.sync.local_steps import LocalSteps
 
 STATE_KEY = "penalty"
-"""Key of a reduction's state in the state of a schedule. It is from a time when EDiT's penalty was the only reduction, and stays
+"""Key of a reduction's state in a schedule's state. The name is from the time when EDiT's penalty was the only reduction, and stays
 because checkpoints contain it."""
 
 
@@ -25,12 +25,12 @@ class ReplicaWeights:
     """Weights, anomalies and target norms computed from one round."""
 
     weights: torch.Tensor
-    """[replicas, blocks], float64: the factor of each pseudo-gradient in the sum that is a block's mean. All are 0 in a block
-    in which all replicas are anomalous, which has no mean."""
+    """[replicas, blocks], float64: the factor of each pseudo-gradient in the sum that forms a block's mean. If all replicas are
+    anomalous in a block, all of its weights are 0, and it has no mean."""
     anomalous: torch.Tensor
     """[replicas, blocks], bool: True for replicas that are excluded from a block's mean."""
     target_norms: torch.Tensor
-    """[blocks], float64: the norm that a mean must have, or must not exceed; infinite if the mean is used as it arrives."""
+    """[blocks], float64: the norm that a mean must have or must not exceed; infinite if the mean is used as it arrives."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Reduction(ABC):
     def weigh_blocks(
         self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
     ) -> ReplicaWeights:
-        """Return the weights in these blocks, and update the statistics. `norms` [replicas, len(blocks)] are the norms of the
-        replicas' pseudo-gradients, float64; [replicas, 0] without `uses_norms`. `local_steps` has one entry per replica."""
+        """Return the weights in these blocks, and update the statistics. `norms` [replicas, len(blocks)], float64, holds the norms of
+        the replicas' pseudo-gradients; it is [replicas, 0] without `uses_norms`. `local_steps` has one entry per replica."""
 
     def factor(self, squared_norm: torch.Tensor, target_norm: float) -> torch.Tensor:
         """Return the factor by which a block's mean D is multiplied, a float64 scalar. `squared_norm` is ||D||^2 over all

@@ -1,5 +1,5 @@
 """Reductions without statistics of earlier rounds: means weighted by tokens, means of directions, and means of pseudo-gradients
-that are rescaled to equal norms."""
+rescaled to equal norms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llmtrain.sync.reductions.reduction import Reduction, ReplicaWeights
 
 
 class TokenWeighted(Reduction):
-    """Mean weighted by tokens x tokens per step (Decoupled DiLoCo, arXiv 2604.21428). Replicas that trained on more tokens, or
-    with larger batches, count more. Equal tokens and steps give the plain mean, bit for bit."""
+    """Mean weighted by tokens x tokens per step (Decoupled DiLoCo, arXiv 2604.21428). Replicas that train on more tokens, or
+    with larger batches, have larger weights. Equal tokens and steps give the plain mean, bit for bit."""
 
     uses_norms = False
 
@@ -35,7 +35,8 @@ class Radial(Reduction):
 
     The mean of N directions is lengthened by a factor of at most N. N orthogonal directions need a factor of sqrt(N). If
     directions cancel each other, their mean consists of rounding errors, which a larger factor would amplify. The paper was not
-    available to us. We infer that the mean direction becomes a unit vector, and that norms are of blocks and not of fragments.
+    available to us. We assume that the mean direction is normalized to a unit vector, and that norms are those of blocks, not of
+    fragments.
     """
 
     def __init__(self, replicas: int):
@@ -46,8 +47,8 @@ class Radial(Reduction):
     ) -> ReplicaWeights:
         counted, mean_norms = norms.isfinite(), _mean_of_finite(norms)
         moved = counted & (norms > 0)
-        # Send directions scaled to the mean norm and not unit vectors, because wire formats are made for values of the size of
-        # pseudo-gradients.
+        # Send directions that are scaled to the mean norm instead of unit vectors, because wire formats are made for values as large
+        # as those of pseudo-gradients.
         weights = torch.where(moved, mean_norms / torch.where(moved, norms, 1.0) / moved.sum(0).clamp(min=1), 0.0)
         return ReplicaWeights(weights, ~counted, torch.where(moved.any(0), mean_norms, torch.inf))
 
@@ -60,8 +61,8 @@ class MedianNorm(Reduction):
     """Mean of pseudo-gradients that are rescaled to the median of their norms, block by block (Covenant-72B, arXiv 2603.08163).
     Replicas whose norm is not finite are excluded.
 
-    The paper rescales what sparsification leaves. Here the norms are of complete pseudo-gradients, because replicas exchange
-    them before they send. Rescaling each block by itself is our choice.
+    The paper rescales pseudo-gradients after sparsification. Here the norms are those of complete pseudo-gradients, because replicas
+    exchange norms before they send. Rescaling each block by itself is our choice.
     """
 
     def weigh_blocks(

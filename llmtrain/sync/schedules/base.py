@@ -18,43 +18,43 @@ from llmtrain.sync.reductions.reduction import Reduction
 
 
 class Schedule(ABC):
-    """Order in which a synchronization is carried out, relative to training.
+    """Order in which the parts of a synchronization are carried out, relative to training.
 
-    The method calls `begin_step` and `end_step` in local steps only. The method passes in the period's decision on when a round
-    ends.
+    The method calls `begin_step` and `end_step` in local steps only. It passes the period's decision on when a round ends to
+    `end_step`.
     """
 
     staleness = 0
-    """Age in steps of the last message that was used, for the log: from taking its payload to applying its result."""
+    """Number of steps from taking the last applied message to applying its result, for the log."""
 
     def __init__(self, section: SyncScheduleSection, parts: ScheduleParts):
         """Create the schedule that a recipe's `sync.schedule` describes. A collective of all ranks."""
         self.section, self.block_sync = section, parts.block_sync
 
     def begin_step(self) -> None:
-        """Prepare a local step, before its forward."""
+        """Prepare a local step before its forward."""
 
     def before_block(self, index: int) -> None:
-        """Carry out the work that is due before block `index` is gathered. Called in every training forward, also in synchronous
-        steps, if the section says `syncs_in_forward`; otherwise never."""
+        """Carry out the work that is due before block `index` is gathered. If the section says `syncs_in_forward`, this is called in
+        every training forward, also in synchronous steps; otherwise never."""
 
     @abstractmethod
     def end_step(self, step: int, lr: float, ends_round: bool, tokens: float = 0) -> None:
-        """Complete local step `step`, whose learning rate was `lr` and whose gradient had `tokens` tokens of this rank. Start,
-        advance or complete synchronizations that are due. `ends_round` says that the round ends with this step."""
+        """Complete local step `step`, and start, advance or complete synchronizations that are due. The step had the learning rate
+        `lr`, and this rank's gradient covered `tokens` tokens. `ends_round` says that the round ends with this step."""
 
     def forget_tokens(self) -> None:
         """Count the tokens of the round from 0 again, because a rollback has undone its steps. The steps still count."""
 
     def flush(self) -> None:
-        """Carry out the work left to the next forward. Called before the parameters change without a forward."""
+        """Carry out the work that was left to the next forward. Called before the parameters change without a forward."""
 
     def wait_for_messages(self) -> None:
-        """Wait for the messages in flight, which are used at the same steps as without this call. A collective of all ranks."""
+        """Wait for the messages in flight, without changing the steps at which they are used. A collective of all ranks."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete what is in flight and synchronize the rest. Afterwards all replicas are equal."""
+        """Complete the synchronizations in flight and synchronize the rest. Afterwards, all replicas are equal."""
 
     def end_threads(self) -> None:
         """End threads after a step that all ranks have completed, and wait for them."""
@@ -65,10 +65,10 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def is_synchronized(self) -> bool:
-        """Return whether all replicas hold the same parameters and nothing is in flight."""
+        """True if all replicas hold the same parameters and nothing is in flight."""
 
     def shared_state(self) -> dict[str, BlockTensors]:
-        """Return state that is equal on all replicas, by block, other than anchor and momentum."""
+        """Return the state, by block, that is equal on all replicas, except for the anchors and the outer optimizer's state."""
         return {}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
@@ -84,7 +84,7 @@ class Schedule(ABC):
         """Load what `state_dict` returned. `tensors` holds the shared and per-replica state by name."""
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the plain values with which every replica resumes if their number has changed. `states` has one state per
+        """Return the plain values with which every replica resumes if the number of replicas has changed. `states` has one state per
         old replica."""
         return require_equal(states)
 

@@ -1,8 +1,8 @@
 """Schedules that synchronize all blocks in order, at the end of a round or in the forward that follows it.
 
-The end of a round *arms* a synchronization, and it stays armed until its last block is done. `BlockingSchedule` carries it out at
-once, while training stands still. `LayerwiseSchedule` leaves it to the next training forward, in which the engine's block hook
-synchronizes each block just before it is used. `flush` carries out what is armed without a forward.
+The end of a round *arms* a synchronization, which stays armed until its last block is done. `BlockingSchedule` carries the
+synchronization out at once, while training waits. `LayerwiseSchedule` leaves it to the next training forward, in which the engine's
+block hook synchronizes each block just before it is used. `flush` carries out an armed synchronization without a forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockingSchedule(Schedule):
         self.reduction, self.prefetch = parts.reduction, section.blocks_in_flight - 1
         self._weighing = Weighing(self.block_sync, self.reduction)
         self._round = LocalSteps()  # local steps since the last synchronization
-        # Next block to synchronize, while a synchronization is armed, and None otherwise.
+        # Next block to synchronize while a synchronization is armed; None otherwise.
         self._next_block: int | None = None
         # During a synchronization: agreed weights, reductions in flight by block, and sums over the blocks done so far.
         self._agreement: Agreement | None = None
@@ -72,7 +72,7 @@ class BlockingSchedule(Schedule):
                 "must run once, in order, in every training forward; use sync.schedule=blocking"
             )
         if index == 0:
-            self.block_sync.wait_for_device()  # for the local steps, whose time `_begin_synchronization` would count as exposed
+            self.block_sync.wait_for_device()  # or `_begin_synchronization` would count the time of local steps as exposed
         with self.block_sync.stats.time_exposed():
             if index == 0:
                 self._begin_synchronization()
@@ -107,7 +107,7 @@ class BlockingSchedule(Schedule):
             self.reduction.load_state_dict(state[STATE_KEY])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ with rounds of
+        """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ in rounds of
         seconds. A synchronization uses the same mean."""
         statistics = require_equal([state[STATE_KEY] for state in states])
         return {
@@ -117,8 +117,8 @@ class BlockingSchedule(Schedule):
         }
 
     def _begin_synchronization(self) -> None:
-        """Wait for the other replicas and gather their local steps. With a reduction, also agree on every replica's weight in every
-        block."""
+        """Wait for the other replicas and gather their local steps. With a reduction that weights replicas, also agree on the weights
+        in all blocks."""
         block_sync = self.block_sync
         self._opened_at = own_time()
         computed_seconds = self._opened_at - self._closed_at
@@ -128,8 +128,8 @@ class BlockingSchedule(Schedule):
         self._spread_squared = self._mean_squared = 0.0
 
     def _sync_block(self, index: int) -> None:
-        """Start the reductions that are due, and finish block `index`. Afterwards all replicas hold the same parameters in it:
-        those from which the outer optimizer continues or, without anchors, the mean."""
+        """Start the reductions that are due, and finish block `index`. Afterwards, all replicas hold the same parameters in this
+        block: those from which the outer optimizer continues or, without anchors, the mean."""
         block_sync, agreed = self.block_sync, self._agreement
         for ahead in block_sync.blocks[index : index + self.prefetch + 1]:
             if ahead not in self._pending and ahead not in agreed.rolled_back:
@@ -164,7 +164,7 @@ class BlockingSchedule(Schedule):
 
     def _end_synchronization(self) -> None:
         """Count the round and disarm the synchronization, after the last block."""
-        # Training waits until the device is done, except in a forward, where it continues.
+        # Training waits until the device is done, except if the synchronization is part of a forward, which continues.
         if not self.section.syncs_in_forward:
             self.block_sync.wait_for_device()
         self._closed_at = own_time()
@@ -175,8 +175,8 @@ class BlockingSchedule(Schedule):
         self._next_block, self._round = None, LocalSteps()
 
     def _squared_norms(self) -> list[torch.Tensor]:
-        """Return the squared norm of this rank's part of every block's pseudo-gradient; an empty list if the reduction needs
-        none."""
+        """Return the squared norms of this rank's parts of all blocks' pseudo-gradients; an empty list if the reduction needs no
+        norms."""
         if not self._weighing.uses_norms:
             return []
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)

@@ -1,4 +1,4 @@
-"""WAGMA's groups of S among P replicas, which average together and change in a butterfly pattern (arXiv 2005.00124).
+"""WAGMA's groups of S of the P replicas, whose members change in a butterfly pattern (arXiv 2005.00124).
 
 The formula is from the paper's text, because the printed algorithm and the published code skip bits.
 """
@@ -10,7 +10,7 @@ def groups_at(iteration: int, size: int, replicas: int) -> list[list[int]]:
     """Return the groups of `size` replicas that average in this iteration (from 0), each in ascending order. `size` and
     `replicas` are powers of 2.
 
-    The groups repeat after at most log2 P iterations. Another pattern of groups (pairs, a ring) needs another such function.
+    The groups repeat after at most log2 P iterations. Another pattern of groups (pairs, a ring) needs another function of this kind.
     """
     return partition(varying_bits(iteration, size, replicas), replicas)
 

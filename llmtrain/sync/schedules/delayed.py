@@ -17,7 +17,7 @@ class DelayedSchedule(FragmentSchedule):
 
     If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
     seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
-    excluded from a block, its anchor stays as it is."""
+    excluded from a block, its anchor does not change."""
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         super().load_state_dict(state, tensors)
@@ -33,14 +33,14 @@ class DelayedSchedule(FragmentSchedule):
                 self._messages[fragment] = None
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        # In rounds of seconds, `_take_turn` has sent it already, and replicas are at different steps.
+        # In rounds of seconds, `_take_turn` has sent the message already, and replicas are at different steps.
         if not self.period.section.is_timed:
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
     def _take_turn(self, fragment: int) -> None:
         previous = self._messages[fragment]
         if previous is not None:
-            previous.complete()  # before the next message is taken, which includes the rounding errors of this one
+            previous.complete()  # before the next message, which includes the rounding errors of the previous one, is taken
         self.staleness = int(self._local_steps[fragment].steps)
         taken = self._messages[fragment] = self._take_message(fragment)
         if self.period.section.is_timed:
@@ -51,10 +51,10 @@ class DelayedSchedule(FragmentSchedule):
             self.block_sync.reset_to_anchor(self.fragments[fragment])  # at the first turn, no earlier mean exists
 
     def _staleness_penalty(self, sent: LocalSteps, now: LocalSteps) -> float:
-        """Return the divisor of a late mean: the mean learning rate of its round, `sent`, over that of the current round, `now`,
-        and at least 1. Without the gap penalty it is 1.
+        """Return the divisor of a late mean: the mean learning rate of its round (`sent`) over that of the current round (`now`),
+        but at least 1. Without the gap penalty, the divisor is 1.
 
-        Mean rates are compared, not sums: if a single step follows the last complete round at the end of a run, the ratio of
+        The ratio is of mean rates, not of sums. If a single step followed the last complete round at the end of a run, the ratio of
         the sums would be near the round's length."""
         if not self.section.gap_penalty or now.lr_sum == 0 or sent.steps == 0:
             return 1.0

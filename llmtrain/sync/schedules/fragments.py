@@ -1,4 +1,4 @@
-"""Base of the schedules that synchronize fragments: the fragments send in turn, and use their means some steps later."""
+"""Base class of the schedules that synchronize fragments, which send in turn and use their means some steps later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmtrain.sync.weighing import Weighing
 
 class FragmentSchedule(Schedule):
     """Synchronization of P fragments, each a list of blocks. A fragment's *turn* is the step at whose end its pseudo-gradient
-    is taken. Fragment p has its turn after ceil((p + 1) H / P) steps of every round of H, p from 0."""
+    is taken. In every round of H steps, fragment p (from 0) has its turn after ceil((p + 1) H / P) steps."""
 
     def __init__(self, section: FragmentsSection, parts: ScheduleParts):
         super().__init__(section, parts)
@@ -51,15 +51,15 @@ class FragmentSchedule(Schedule):
 
     @abstractmethod
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        """Carry out what is due at the end of step `step` for a fragment's message in flight."""
+        """Carry out the work that is due at the end of step `step` for a fragment's message in flight."""
 
     @abstractmethod
     def _take_turn(self, fragment: int) -> None:
-        """Take and send a fragment's pseudo-gradient, and do what the schedule does with an earlier mean at the same time."""
+        """Take and send a fragment's pseudo-gradient, and if the schedule applies an earlier mean at the same time, apply it."""
 
     @property
     def is_synchronized(self) -> bool:
-        """Return whether nothing is in flight and no replica has taken a step since any fragment's last turn."""
+        """True if nothing is in flight and no replica has taken a step since any fragment's last turn."""
         idle = all(message is None for message in self._messages)
         return idle and not any(local_steps.steps for local_steps in self._local_steps)
 
@@ -68,7 +68,7 @@ class FragmentSchedule(Schedule):
         return {"arriving": self._by_block([message.means() for message in self._in_flight])}
 
     def per_replica_state(self) -> dict[str, BlockTensors]:
-        """Return the pseudo-gradients that are not sent yet, because their weights are not known. A resumed run weighs
+        """Return the pseudo-gradients that are not sent yet because their weights are not known. A resumed run weighs
         them again."""
         return {"unsent": self._by_block([message.unsent() for message in self._in_flight])} if self.weighing else {}
 
@@ -105,8 +105,8 @@ class FragmentSchedule(Schedule):
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state for all new replicas. Its rounds are the means of the old replicas' rounds, whose steps and tokens
-        may differ. If an old replica was excluded from a block, every new replica restarts that block, because all start from
-        a mean of parameters that includes the excluded ones."""
+        may differ. If an old replica was excluded from a block, every new replica restarts that block from the next anchor, because
+        all new replicas start from a mean that includes the excluded parameters."""
         if self.weighing is None:
             return require_equal(states)
         shared = require_equal([state | {"local_steps": None, "sent": None, "restarts": None} for state in states])
@@ -147,7 +147,7 @@ class FragmentSchedule(Schedule):
         return WeightedMessage(self.block_sync, self.fragments[fragment], local_steps, self.weighing)
 
     def _take_message(self, fragment: int) -> Message:
-        """Return a message with a fragment's present pseudo-gradients, and begin to count its local steps anew."""
+        """Return a message with a fragment's present pseudo-gradients, and count the fragment's local steps from 0 again."""
         local_steps, self._local_steps[fragment] = self._local_steps[fragment], LocalSteps()
         message = self._new_message(fragment, local_steps)
         message.take()

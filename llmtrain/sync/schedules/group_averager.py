@@ -1,8 +1,7 @@
 """Background thread that takes part in group averages on behalf of a late replica (WAGMA, arXiv 2005.00124).
 
-An iteration is the group average of one local step. Iterations run in order, once each. An iteration starts when the first
-replica arrives at it. Every replica's thread then contributes its replica's newest message, and keeps the sum until the
-replica collects it.
+An iteration is the group average of one local step. Each iteration runs once, in order. It starts when the first replica arrives.
+Every replica's thread then contributes its replica's newest message, and keeps the sum until the replica collects it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ WAKE_TIMEOUT = timedelta(days=1)
 
 
 class WakeSignal:
-    """Signal with which the first replica at an iteration wakes the others' threads, sent through the job's store.
+    """Signal with which the first replica at an iteration wakes the other replicas' threads, sent through the job's store.
 
-    The training thread announces and the background thread waits, each over its own connection to the store. Announcing an
-    iteration twice has no further effect, so several replicas may announce the same one.
+    The training thread announces and the background thread waits, each over its own connection to the store. Several replicas may
+    announce the same iteration; only the first announcement has an effect.
     """
 
     def __init__(self, store: dist.Store):
@@ -37,12 +36,12 @@ class WakeSignal:
         self._waiting.set_timeout(WAKE_TIMEOUT)
 
     def announce(self, iteration: int) -> None:
-        """Start iteration `iteration` on all replicas, if it has not started."""
+        """Start iteration `iteration` on all replicas, unless it has started."""
         self._announcing.set(_wake_key(iteration), b"go")
 
     def wait(self, iteration: int) -> bool:
-        """Wait until iteration `iteration` has started and return True, or return False once `end` rules it out."""
-        # `get` itself waits for the key, so a separate wait and its round trip are not needed.
+        """Wait until iteration `iteration` has started and return True, or return False once `end` announces that it never will."""
+        # `get` itself waits for the key, which saves the round trip of a separate wait.
         return self._waiting.get(_wake_key(iteration)) == b"go"
 
     def end(self, iteration: int) -> None:
@@ -50,7 +49,7 @@ class WakeSignal:
         self._announcing.set(_wake_key(iteration), b"end")
 
     def forget(self, iterations: Iterable[int]) -> None:
-        """Delete the keys of iterations that no thread will wait for any longer."""
+        """Delete the keys of iterations for which no thread will wait any more."""
         for iteration in iterations:
             self._announcing.delete_key(_wake_key(iteration))
 
@@ -69,7 +68,7 @@ class GroupAverager:
 
     The thread skips iterations for which `is_global` is true. In these, the training threads average over all replicas, and
     afterwards no replica contributes an older message. A message's version is the iteration in which it was published. In a
-    replica with several ranks, the first rank chooses the version that all of them contribute, and sends its number over
+    replica with several ranks, the first rank chooses the version that all ranks contribute, and sends its number over
     `shard_comms`.
     """
 
@@ -96,7 +95,7 @@ class GroupAverager:
         self._thread: threading.Thread | None = None
 
     def start(self, iteration: int, newest: int, message: Payloads) -> None:
-        """Start the thread at `iteration`. `message` is this replica's newest so far, from iteration `newest`."""
+        """Start the thread at `iteration`. `message` is this replica's newest message so far, from iteration `newest`."""
         self._posted, self._done, self._forgotten = {newest: message}, iteration - 1, iteration
         self._thread = threading.Thread(target=self._run, name="group averages", daemon=True)
         self._thread.start()
@@ -119,8 +118,8 @@ class GroupAverager:
 
     def collect(self, iteration: int) -> tuple[Payloads, int]:
         """Wait until the thread has run `iteration`, and return (sum over the group, iteration of the message that this
-        replica contributed). The wait does not depend on when other replicas arrive, because their threads contribute for
-        them. Raises TrainingError if a peer is gone or too slow."""
+        replica contributed). The wait does not depend on when other replicas arrive, because their threads contribute on their
+        behalf. Raises TrainingError if a peer is gone or too slow."""
         with self._changed:
             self._wait(lambda: iteration in self._sums, f"the group's sum of iteration {iteration}")
             return self._sums.pop(iteration)
@@ -141,7 +140,7 @@ class GroupAverager:
             while self.is_global(iteration):
                 iteration += 1
             self.wake_signal.end(iteration)
-            self._thread.join(2 * self.timeout_seconds)  # one iteration may be running, and another be due
+            self._thread.join(2 * self.timeout_seconds)  # one iteration may be running, and another may be due
             if self._thread.is_alive():
                 raise TrainingError(
                     f"the last group average has not ended within {2 * self.timeout_seconds:g} s (twice run.timeout_seconds); a peer "
@@ -150,7 +149,7 @@ class GroupAverager:
             self._thread = None
 
     def close(self) -> None:
-        """Make the thread stop after a failure, without waiting for it. A thread that is blocked on the store or in a
+        """Tell the thread to stop, after a failure, without waiting for it. A thread that is blocked on the store or in a
         collective ends with the process at the latest."""
         with self._changed:
             self._closing = True
@@ -188,8 +187,8 @@ class GroupAverager:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")
             if self._closing:
                 return
-            # Drop older messages first, so that a replica that is never late keeps two models in CPU memory, as planned, and not
-            # three.
+            # Drop older messages first, so that a replica that is never late keeps two models in CPU memory, as the memory plan
+            # assumes, and not three.
             self._posted = {i: posted for i, posted in self._posted.items() if i >= version}
             message = [copy_of(part, part) for part in self._posted[version]]
         group = self.group_of(iteration)
@@ -197,7 +196,7 @@ class GroupAverager:
         in_flight = [group.start_all_reduce(part, what, self.wire) for part in message]
         for pending in in_flight:
             pending.start_second_phase()
-        # Into the message, which is in pinned memory if there is a GPU.
+        # Copy into the message, which is in pinned memory if there is a GPU.
         sums = [part.copy_(pending.wait()) for part, pending in zip(message, in_flight, strict=True)]
         with self._changed:
             self._sums[iteration] = sums, version

@@ -1,9 +1,9 @@
-"""Group averages of replicas in one process, at the times of their virtual clocks (WAGMA, arXiv 2005.00124).
+"""Group averages of the replicas of one process, timed by their virtual clocks (WAGMA, arXiv 2005.00124).
 
-Which replica is late follows from the durations of steps, which all replicas know. It is therefore known in advance which message
-is contributed to which average. A replica that has the turn may run ahead of others or behind them, because it waits until the
-messages are there. The results are those of `GroupAverager`'s threads if steps took exactly these times and messages took no
-time.
+All replicas know the durations of all steps. They therefore know in advance which replicas are late, and which message
+each replica contributes to each average. The replica that has the turn may be ahead of the others or behind them,
+because it waits until the messages that it needs are published. The results are those that `GroupAverager`'s threads
+would produce if steps took exactly these durations and messages took no time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmtrain.turns import Turns
 
 
 class SharedAverages:
-    """Messages and sums of all replicas of a process. Iterations run in order, each as soon as its messages are there."""
+    """Messages and sums of all replicas of a process. Iterations run in order, each as soon as its messages are published."""
 
     def __init__(
         self,
@@ -35,15 +35,17 @@ class SharedAverages:
         self.turns, self.groups_at, self.is_global, self.seconds_of = turns, groups_at, is_global, seconds_of
         self.wire = wire
         self.posted: list[dict[int, Payloads]] = [{} for _ in range(turns.count)]
-        """Messages by iteration, for each replica: those that may still be contributed."""
+        """For each replica, its messages by iteration, without those that can no longer be contributed."""
         self.sums: dict[tuple[int, int], tuple[Payloads, int]] = {}
-        """Sums of the groups, each with the iteration of the replica's message in it, by (iteration, replica)."""
+        """By (iteration, replica): the sum of the replica's group, and the iteration of the replica's message in this sum."""
         self._arrivals: list[deque[tuple[int, float]]] = []
-        """Arrivals of each replica: (iteration, seconds since the last global average) of its newest message and of later ones."""
+        """For each replica, (iteration, seconds from the last global average to its arrival) of the message that it
+        contributes next and of later messages."""
         self._iteration: int | None = None  # the next one to run
 
     def start(self, replica: int, iteration: int, message: Payloads) -> None:
-        """Let a replica begin at `iteration`, with the message of the one before it. All replicas begin at the same one."""
+        """Let a replica begin at `iteration` with its message of the previous iteration. All replicas begin at the same
+        iteration."""
         self.posted[replica][iteration - 1] = message
         if self._iteration is None:
             self._begin_round(iteration - 1)
@@ -55,9 +57,9 @@ class SharedAverages:
         self._run_all_due()
 
     def collect(self, replica: int, iteration: int) -> tuple[Payloads, int]:
-        """Return (a copy of the group's sum, iteration of the replica's message in it). Let other replicas run until the sum is
-        there. Messages from a GPU are in pinned memory, so the copy is, too, and the host need not wait for its way to the
-        GPU."""
+        """Return (a copy of the group's sum, iteration of the replica's message in it). Let other replicas run until
+        the sum exists. On a GPU, messages are in pinned memory. The copy is then pinned, too, so that the host need not
+        wait while it is copied to the GPU."""
         key = (iteration, replica)
         self.turns.wait_for(lambda: key in self.sums, lambda: f"the group's sum of iteration {iteration}")
         total, version = self.sums.pop(key)
@@ -71,7 +73,7 @@ class SharedAverages:
             self.turns.changed.notify_all()
 
     def _run_if_due(self) -> bool:
-        """Run the next iteration if all of its messages are there, and return whether they are."""
+        """Run the next iteration if all of its messages are published, and return whether they are."""
         iteration = self._iteration
         if self.is_global(iteration):
             if not all(iteration in posted for posted in self.posted):
@@ -91,13 +93,13 @@ class SharedAverages:
         return True
 
     def _begin_round(self, common: int) -> None:
-        """Begin a round after iteration `common`, at whose end all replicas were at the same time."""
+        """Begin a round after iteration `common`, which all replicas completed at the same virtual time."""
         self._arrivals = [deque([(common, 0.0)]) for _ in range(self.turns.count)]
         self._schedule(common + 1)
 
     def _schedule(self, iteration: int) -> None:
-        """Set the next iteration. It starts when the first replica arrives at it; what other replicas have published by then
-        counts."""
+        """Set the next iteration. It starts when the first replica arrives at it. Every replica contributes the newest
+        message that it has published by then."""
         self._iteration = iteration
         for replica, arrivals in enumerate(self._arrivals):
             arrivals.append((iteration, arrivals[-1][1] + self.seconds_of(replica, iteration)))
@@ -121,7 +123,7 @@ class MemoryAverager:
         self.is_running = False
 
     def start(self, iteration: int, newest: int, message: Payloads) -> None:
-        """Begin at `iteration`. `message` is this replica's newest so far, from iteration `newest`, which is the one before."""
+        """Begin at `iteration`. `message` is this replica's newest message, from `newest`, the previous iteration."""
         assert newest == iteration - 1, (newest, iteration)
         self.is_running = True
         self.shared.start(self.replica, iteration, message)
@@ -143,20 +145,20 @@ class MemoryAverager:
         return max(posted), posted[max(posted)]
 
     def prune(self, iteration: int) -> None:
-        """Do nothing: there is no store."""
+        """Do nothing: no store is used, so there are no keys to delete."""
 
     def finish(self, iteration: int) -> None:
         """End before `iteration`."""
         self.is_running = False
 
     def close(self) -> None:
-        """End after a failure, which ends the others' waits."""
+        """End after a failure. `Turns` ends the waits of the other replicas."""
         self.is_running = False
 
 
 def summed(parts: Sequence[torch.Tensor], wire: WireFormat | None) -> torch.Tensor:
-    """Return the sum of flat tensors in their order. With a wire format, they are rounded as `QuantizedAllReduce` rounds them: each
-    message, and then the sum."""
+    """Return the sum of flat tensors, added in their order. With a wire format, round as `QuantizedAllReduce` does:
+    first each message, then the sum."""
     if wire is None:
         total = parts[0].clone()
         for part in parts[1:]:

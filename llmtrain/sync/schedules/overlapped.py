@@ -16,8 +16,9 @@ class OverlappedSchedule(FragmentSchedule):
     """Overlapped synchronization of fragments. At a fragment's turn, every replica sends the fragment's pseudo-gradient.
     `section.steps` local steps later, it takes the outer step and mixes its parameters with the new anchor.
 
-    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. A replica that
-    is excluded from a block sets it to the new anchor, as if alpha were 0: its own parameters may be NaN, or far away."""
+    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. A
+    replica that is excluded from a block sets this block to the new anchor, as if alpha were 0, because its own
+    parameters may be NaN or far from the anchor."""
 
     def __init__(self, section: OverlappedSection, parts: ScheduleParts):
         super().__init__(section, parts)
@@ -29,7 +30,7 @@ class OverlappedSchedule(FragmentSchedule):
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._apply(fragment)
-                    if self.section.alpha == 0:  # the steps since its turn are not kept
+                    if self.section.alpha == 0:  # this has discarded the local steps since the fragment's turn
                         self._local_steps[fragment] = LocalSteps()
             has_short_round = False
             for fragment, local_steps in enumerate(self._local_steps):
@@ -42,7 +43,7 @@ class OverlappedSchedule(FragmentSchedule):
                     else:
                         self._take_message(fragment).apply()
                 elif self._is_mixed:
-                    # Nothing was trained since its turn, so another outer step would consist of the mixing and of momentum alone.
+                    # No local step since its turn: another outer step would consist only of the mixing and of momentum.
                     self.block_sync.reset_to_anchor(self.fragments[fragment])
             if has_short_round:
                 self.block_sync.complete_round()

@@ -122,7 +122,8 @@ class WaitAvoidingSchedule(Schedule):
         self._round = LocalSteps()
 
     def _publish_zeros(self) -> None:
-        """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older one is contributed."""
+        """Publish zeros, the pseudo-gradient at the new anchor, so that no message relative to an older anchor is
+        contributed."""
         if self.averager is None:
             return
         zeros = [torch.zeros_like(anchor, device="cpu") for anchor in self.block_sync.anchors.anchor]
@@ -138,8 +139,8 @@ class WaitAvoidingSchedule(Schedule):
         return self.averager.latest() if running else self._resumed
 
     def _message(self) -> Payloads:
-        """Return the pseudo-gradients. From a GPU they are copied to pinned memory, which torch uses again when no thread holds
-        the message any longer and no copy from it is in flight. The host waits once for all blocks."""
+        """Return the pseudo-gradients on the CPU. From a GPU, they are copied to pinned memory, which torch reuses once
+        no thread holds the message and no copy from it is in flight. The host waits once for all blocks."""
         visited = self.block_sync.anchors.iter_prefetched(self.block_sync.blocks)
         message = [self.block_sync.payload(index).to("cpu", non_blocking=True) for index in visited]
         self.block_sync.wait_for_device()
@@ -152,8 +153,8 @@ class WaitAvoidingSchedule(Schedule):
 
 
 def _averager(size: int, parts: ScheduleParts) -> GroupAverager | MemoryAverager:
-    """Return the averager that takes part in groups of `size` for late replicas: a thread with process groups or, in one process,
-    an object that they share."""
+    """Return the averager that takes part in groups of `size` when this replica is late: a thread with process groups
+    or, if all replicas are in one process, this replica's side of an object that they share."""
     replica = parts.block_sync.replica_comms
     last_length = parts.period.round_length(parts.total_steps + 1)  # of the rounds beyond `total_steps`
 
@@ -173,7 +174,7 @@ def _averager(size: int, parts: ScheduleParts) -> GroupAverager | MemoryAverager
 def _memory_averager(
     parts: ScheduleParts, groups_at: Callable[[int], list[list[int]]], is_global: Callable[[int], bool]
 ) -> MemoryAverager:
-    """Return this replica's averager in a process of several replicas, which share one object."""
+    """Return this replica's averager in a process of several replicas, all of which share one `SharedAverages`."""
     replica = parts.block_sync.replica_comms
 
     def seconds_of(number: int, iteration: int) -> float:
