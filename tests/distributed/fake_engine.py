@@ -37,6 +37,8 @@ Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 """Shapes of tensors: [block][tensor]."""
 SHAPES: Shapes = (((5, 3), (7,)), ((1,), (2, 2, 3), (9,)), ((4, 4),), ((1,), (1, 3)))
 """Shapes of odd sizes. With two shards, the second rank holds nothing of some tensors and nothing at all of the last block."""
+SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
+"""`scales` of a scenario: an anomalous replica, one that is not finite, and a block in which all replicas are anomalous."""
 
 
 def choices(method: str, every: int | None = None, **changes: Any) -> SyncSection:

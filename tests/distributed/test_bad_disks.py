@@ -36,7 +36,7 @@ from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
 from tests.distributed.reshard_runs import Part, Seen, fit, recipe_of, trainer_of, write_texts
-from tests.end_to_end.runs import exact
+from tests.end_to_end.runs import exact_lines, lines_of
 from tests.mounts import mounted, read_only
 from tests.unit.test_checkpoint_state import Training
 
@@ -57,7 +57,7 @@ def whole(ranks: RankPool, folder: Path) -> list[dict]:
     """Provide the metrics of an undisturbed run."""
     recipe = recipe_of(folder, "whole", *KEYS)
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
-    return lines_of(folder / "runs/whole")
+    return exact_lines(folder / "runs/whole")
 
 
 def train(recipe: Recipe, meddle: Meddle) -> str:
@@ -101,10 +101,6 @@ def fill_disk(trainer: Trainer, recipe: Recipe) -> None:
     after_step(trainer, 7, fill)
 
 
-def lines_of(run: Path) -> list[dict]:
-    return [exact(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(run: Path) -> list[int]:
     """Return the steps of a run's checkpoints, and check that all of them are whole."""
     for path in complete_checkpoints(run / "checkpoints").values():
@@ -126,7 +122,7 @@ def test_a_full_disk_ends_all_ranks_with_the_reason_and_loses_nothing(
         assert not list((disk / "full/checkpoints").glob("*.tmp"))
         (disk / "others").unlink()
         assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
-        assert steps_of(disk / "full") == [3, 6, 9, 12] and lines_of(disk / "full") == whole
+        assert steps_of(disk / "full") == [3, 6, 9, 12] and exact_lines(disk / "full") == whole
 
 
 def take_over(trainer: Trainer, recipe: Recipe) -> None:
@@ -257,7 +253,7 @@ def test_checkpoints_that_become_read_only_end_all_ranks_and_stay(
         assert "step-00000009 could not be written: " in first and "Read-only file system" in first
     assert steps_of(run) == [3, 6]
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
-    assert steps_of(run) == [3, 6, 9, 12] and lines_of(run) == whole
+    assert steps_of(run) == [3, 6, 9, 12] and exact_lines(run) == whole
 
 
 class Refusing(JsonlLogger):
@@ -299,7 +295,7 @@ def test_metrics_that_cannot_be_written_end_all_ranks_before_a_checkpoint_with_a
     )
     assert steps_of(run) == [3], "a checkpoint of step 6 would lack the metrics of step 6"
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
-    assert lines_of(run) == whole
+    assert exact_lines(run) == whole
     rarely = recipe_of(folder, "rarely", *KEYS, "checkpoint.every=100")
     first, second = ranks.run(train, rarely, refuse_lines, world_size=2)
     assert first == second and "rarely/metrics.jsonl could not be written: [Errno 5]" in first
@@ -358,7 +354,7 @@ def test_a_flipped_bit_in_a_token_shard_ends_all_ranks_with_what_to_do(
     assert first.endswith(f"delete {shard.parent} and start the same command again: it prepares the same tokens")
     shutil.rmtree(shard.parent)
     assert ranks.run(train, recipe, nothing, world_size=2) == ["done", "done"]
-    assert shard.read_bytes() == good and lines_of(run) == whole
+    assert shard.read_bytes() == good and exact_lines(run) == whole
 
 
 def jump_back(trainer: Trainer, recipe: Recipe) -> None:
@@ -380,8 +376,8 @@ def test_a_clock_that_jumps_back_changes_nothing(ranks: RankPool, folder: Path, 
     keys = [key for key in KEYS if not key.startswith("checkpoint.keep")]
     run, recipe = folder / "runs/clock", recipe_of(folder, "clock", *keys, "checkpoint.keep=2")
     assert ranks.run(jump_and_train, recipe, world_size=2) == ["done", "done"]
-    assert steps_of(run) == [9, 12] and lines_of(run) == whole
-    seconds = [json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps_of(run) == [9, 12] and exact_lines(run) == whole
+    seconds = [line["seconds"] for line in lines_of(run)]
     assert seconds == sorted(seconds) and seconds[0] >= 0 and seconds[-1] < 600
 
     # Between the runs: the older checkpoint is of tomorrow, the newest of 1970, and a half-written one of next year.
@@ -396,4 +392,4 @@ def test_a_clock_that_jumps_back_changes_nothing(ranks: RankPool, folder: Path, 
     os.utime(run / "metrics.jsonl", (0, 0))
     assert steps_of(run) == [6, 9], "the newest must be last"
     assert ranks.run(jump_and_train, recipe, world_size=2) == ["done", "done"]
-    assert not half_written.exists() and steps_of(run) == [9, 12] and lines_of(run) == whole
+    assert not half_written.exists() and steps_of(run) == [9, 12] and exact_lines(run) == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -15,7 +14,7 @@ from llmtrain.train.run_dir import RunDirectory
 from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import recipe_of, write_texts
 from tests.distributed.stored_runs import STEPS, STOPPED_AFTER, train
-from tests.end_to_end.runs import exact
+from tests.end_to_end.runs import exact, lines_of
 
 KEYS = (*STEPS, "train.global_batch=8", "train.micro_batch=1", "parallel.precision=fp64")
 UNEQUAL = "train.batch_shares=[3, 1]"
@@ -29,22 +28,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(ranks: RankPool, folder: Path, name: str, *overrides: str, stops: Sequence[int | None] = (None,)) -> Recipe:
-    """Train a run on two replicas, with a stop after each of the steps `stops`, and return its recipe."""
+def trained(ranks: RankPool, folder: Path, name: str, *overrides: str, stops: Sequence[int | None] = (None,)) -> Path:
+    """Train a run on two replicas, with a stop after each of the steps `stops`, and return its folder."""
     recipe = recipe_of(folder, name, *KEYS, *overrides)
     for stop in stops:
         assert ranks.run(train, recipe, (2, 1), stop, world_size=2) == ["signal" if stop else "done"] * 2
-    return recipe
-
-
-def lines_of(recipe: Recipe) -> list[dict]:
-    return [json.loads(line) for line in RunDirectory(recipe).metrics.read_text().splitlines()]
+    return RunDirectory(recipe).path
 
 
 def test_synchronous_training_is_the_same_with_any_shares(ranks: RankPool, folder: Path) -> None:
     keys = ("sync.method=synchronous", "sync.period={kind: every_step}")
-    recipes = [trained(ranks, folder, *run, *keys) for run in (("equal",), ("unequal", UNEQUAL))]
-    equal, unequal = ([line for line in lines_of(recipe) if "train/loss" in line] for recipe in recipes)
+    runs = [trained(ranks, folder, *run, *keys) for run in (("equal",), ("unequal", UNEQUAL))]
+    equal, unequal = ([line for line in lines_of(run) if "train/loss" in line] for run in runs)
     assert equal[-1]["step"] == 13
     for key in ("train/loss", "train/grad_norm"):
         assert [line[key] for line in unequal] == pytest.approx([line[key] for line in equal], rel=1e-9)

@@ -332,7 +332,7 @@ def test_a_checkpoint_of_another_recipe_with_the_same_model(run: Path) -> None:
         exported(run)
 
 
-def test_what_a_run_does_not_have(run: Path, tmp_path: Path) -> None:
+def test_what_a_run_does_not_have(run: Path) -> None:
     for wanted, message in (
         (lambda: find_source(run, 3), r"has no checkpoint of step 3; there are: 4, 5"),
         (lambda: find_source(run.parent / "rum"), r"rum does not exist; give one that training made"),
@@ -348,7 +348,7 @@ def test_what_a_run_does_not_have(run: Path, tmp_path: Path) -> None:
         find_source(run)
 
 
-def test_without_an_anchor(plain: Path, tmp_path: Path) -> None:
+def test_without_an_anchor(plain: Path) -> None:
     source = find_source(plain, IN_A_ROUND)
     source.state["shared"]["anchor"] = []
     with pytest.raises(UserError, match=r"has no anchor \(.*\); use mean"):

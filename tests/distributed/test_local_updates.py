@@ -17,6 +17,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
 from llmtrain.sync import LocalUpdates
 from llmtrain.sync.own_loop.module_replica import ModuleReplica, layers_of
+from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 
 LR, OUTER_LR, MOMENTUM, EVERY, WARMUP, STEPS = 0.05, 0.7, 0.9, 3, 2, 9
@@ -310,16 +311,9 @@ def test_a_parameter_that_a_replica_does_not_use_has_the_gradient_zero_there(ran
             torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
 
 
-def shared_store() -> dist.Store:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = [store.port if store else None]
-    dist.broadcast_object_list(port)
-    return store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
-
-
 def train_wagma_twice(steps: int) -> list[int]:
     """Run two loops with one store, the second longer than the first. Return the number of synchronizations of each."""
-    counts, store = [], shared_store()
+    counts, store = [], meeting_store()
     for length in (steps, 2 * steps):
         model = Layered()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)

@@ -15,15 +15,16 @@ from torch.distributed.fsdp import fully_shard
 
 from llmtrain.errors import RecipeError
 from llmtrain.sync import LocalUpdates
+from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
-from tests.distributed.test_local_updates import LR, Layered, backward, shared_store
+from tests.distributed.test_local_updates import LR, Layered, backward
 
 
 def load_into_a_running_loop() -> str:
     model = Layered()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     updates = LocalUpdates(
-        model, optimizer, "wagma", store=shared_store(), period=3, warmup_steps=0, timeout_seconds=20
+        model, optimizer, "wagma", store=meeting_store(), period=3, warmup_steps=0, timeout_seconds=20
     )
     backward(model, 1)
     optimizer.step()
@@ -47,7 +48,7 @@ def resume_with_a_shorter_warmup(method: str) -> list[int]:
         model = Layered()
         model.load_state_dict(weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        options = {"store": shared_store(), "timeout_seconds": 20} if method == "wagma" else {}
+        options = {"store": meeting_store(), "timeout_seconds": 20} if method == "wagma" else {}
         updates = LocalUpdates(model, optimizer, method, period=5, warmup_steps=warmup, **options)
         if state is not None:
             updates.load_state_dict(state)

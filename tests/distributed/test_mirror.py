@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -21,7 +20,7 @@ from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.real_engine import mesh_of
 from tests.distributed.reshard_runs import recipe_of, write_texts
-from tests.end_to_end.runs import exact
+from tests.end_to_end.runs import exact_lines
 from tests.unit.test_checkpoint_files import flip
 
 ALONE = World(0, 1, 0, 1)
@@ -37,10 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def mirrored(folder: Path, name: str, *overrides: str) -> Recipe:
     return recipe_of(folder, name, *KEYS, f"checkpoint.mirror={folder / 'there'}", *overrides)
-
-
-def lines_of(run: Path) -> list[dict]:
-    return [exact(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps_of(run: Path) -> list[int]:
@@ -85,11 +80,11 @@ def test_a_run_whose_last_checkpoint_is_not_copied_has_failed_until_it_is(folder
         run_training(recipe, ALONE, obstruct)
     run = RunDirectory(recipe)
     assert run.summary()["stopped"] == "error" and steps_of(run.path) == [3, 6, 9]
-    lines = lines_of(run.path)
+    lines = exact_lines(run.path)
     assert load_recipe(there.parent / "recipe.yaml") == recipe
     there.unlink()
     assert run_training(recipe, ALONE) == DONE
-    assert run.summary()["mirrored"] == 9 and lines_of(run.path) == lines
+    assert run.summary()["mirrored"] == 9 and exact_lines(run.path) == lines
     assert (there / "step-00000009/state.json").is_file()
 
 
@@ -142,7 +137,7 @@ def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.Capt
     recipe = mirrored(folder, "damaged")
     run, there = RunDirectory(recipe), folder / "there/damaged"
     assert run_training(recipe, ALONE) == DONE
-    lines = lines_of(run.path)
+    lines = exact_lines(run.path)
     for damaged, of_mirror, newest in (([9], [], 9), ([3, 6, 9], [9], 6)):
         (run.path / "summary.json").unlink()
         for step in damaged:
@@ -155,7 +150,7 @@ def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.Capt
         assert f"fetched {there}/checkpoints/step-{newest:08d}\n" in said
         assert said.count("is damaged: __0_0.distcp is not what was written") == len(damaged) + len(of_mirror)
         assert f"continuing from {run.checkpoints}/step-{newest:08d}\n" in said
-        assert lines_of(run.path) == lines and steps_of(run.path) == [3, 6, 9]
+        assert exact_lines(run.path) == lines and steps_of(run.path) == [3, 6, 9]
     assert RemoteRun(str(there)).complete() == [3, 6, 9]
 
     (run.path / "summary.json").unlink()
@@ -168,4 +163,4 @@ def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.Capt
         run_training(recipe, ALONE)
     shutil.rmtree(run.path)
     shutil.rmtree(there)
-    assert run_training(recipe, ALONE) == DONE and lines_of(run.path) == lines
+    assert run_training(recipe, ALONE) == DONE and exact_lines(run.path) == lines

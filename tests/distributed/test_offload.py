@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llmtrain.parallel.comms import Comms
-from tests.distributed.fake_engine import Scenario, choices, edit, train
+from tests.distributed.fake_engine import SPIKES, Scenario, choices, edit, train
 from tests.distributed.threads import simulate
 from tests.distributed.trace import assert_same_bits
 
@@ -73,8 +73,6 @@ def never_waited_for(device: torch.device) -> LateCopies:
 
 OVERLAPPED = {"kind": "overlapped", "steps": 2, "fragments": 2, "alpha": 0.5}
 PENALTY = {"z": 6.0, "min_rounds": 3, "temperature": 0.3, "clip": 0.5}
-SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
-"""Factors on updates: an anomalous replica, one that is not finite, and a block in which all replicas are anomalous."""
 RUNS = {
     **{
         f"edit, prefetch {ahead}": (edit, {"penalty": PENALTY, "schedule": {"kind": "layerwise", "prefetch": ahead}})

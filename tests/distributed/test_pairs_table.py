@@ -17,7 +17,7 @@ def is_covered_by_oracle(method: str, schedule: str) -> bool:
     """Return whether a pair needs no row. Under the wait-avoiding schedule, methods without pulls differ only in their
     outer step and their period, and test_wagma.py compares all of these with the oracle. WAGMA under another schedule
     is Local SGD, which has rows."""
-    return (schedule == "wait_avoiding") == (method not in ("wagma", "palsgd"))
+    return method != "palsgd" and (schedule == "wait_avoiding") != (method == "wagma")
 
 
 @cache

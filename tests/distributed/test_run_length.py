@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from llmtrain.train.trainer import Trainer
 from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import recipe_of, write_texts
 from tests.distributed.stored_runs import KEYS, train
-from tests.end_to_end.runs import exact
+from tests.end_to_end.runs import exact_lines, lines_of
 
 ALONE = World(0, 1, 0, 1)
 FIRST, SECOND, CHECKPOINT = 7, 20, 14
@@ -39,10 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("length")
     write_texts(folder)
     return folder
-
-
-def lines_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def replicas_are_equal(checkpoint: Path) -> bool:
@@ -86,10 +81,10 @@ def test_a_finished_run_continues_for_longer(ranks: RankPool, folder: Path, meth
         assert read_state(final)["ranks"][0]["method"]["period"]["warmup"] == OLD_PERIOD.get(method, 2)
     assert replicas_are_equal(final)
     if method in ("post_local_sgd", "qsr", "streaming_diloco", "co2", "wagma"):
-        before = [exact(line) for line in lines_of(directory.path)]
+        before = exact_lines(directory.path)
         shutil.rmtree(final)
         assert ranks.run(train, recipes[1], (2, 1), None, world_size=2) == ["done", "done"]
-        assert [exact(line) for line in lines_of(directory.path)] == before, "with its new length, it resumes exactly"
+        assert exact_lines(directory.path) == before, "with its new length, it resumes exactly"
 
 
 @pytest.mark.parametrize("method", ["post_local_sgd", "wagma"])

@@ -29,7 +29,7 @@ from llmtrain.train.validation import validate
 from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import recipe_of
 from tests.distributed.stored_runs import KEYS, STEPS, STOPPED_AFTER, train
-from tests.end_to_end.runs import exact
+from tests.end_to_end.runs import exact, lines_of
 
 TEXTS = {"a": ("this", "bisect", "heapq", "textwrap"), "b": ("queue", "shlex", "sched", "stat")}
 ENTRIES = "data.{key}=[{{source: {folder}/a, weight: 3}}, {{source: {folder}/b}}]"
@@ -60,10 +60,6 @@ def recipe(folder: Path, name: str, key: str, *overrides: str) -> Recipe:
     return recipe_of(folder, name, *texts, f"data.tokenizer={folder}/tokenizer", *STEPS, "eval.tokens=3000", *overrides)
 
 
-def lines_of(recipe: Recipe) -> list[dict]:
-    return [json.loads(line) for line in RunDirectory(recipe).metrics.read_text().splitlines()]
-
-
 def of_steps(lines: list[dict]) -> list[dict]:
     return [exact(line) | {tag: value for tag, value in line.items() if tag.startswith("eval/")} for line in lines]
 
@@ -75,7 +71,7 @@ def test_two_sites_train_are_validated_and_resume_by_every_method(ranks: RankPoo
     one = recipe(folder, f"two-sites-{method}", "per_replica", f"sync.method={method}", *KEYS[method])
     for stop_after, ending in ((STOPPED_AFTER, "signal"), (None, "done")):
         assert ranks.run(train, one, (2, 1), stop_after, world_size=2) == [ending] * 2
-    validations = [line for line in lines_of(one) if "eval/loss" in line]
+    validations = [line for line in lines_of(RunDirectory(one).path) if "eval/loss" in line]
     assert validations[0]["step"] == 0 and validations[-1]["step"] >= 13
     for line in validations:
         assert (
@@ -94,7 +90,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(ranks: RankPool, folder
     for one, stops in zip(runs, ([None], [STOPPED_AFTER, None]), strict=True):
         for stop_after in stops:
             ranks.run(train, one, (2, 1), stop_after, world_size=2)
-    once, twice = (of_steps(lines_of(one)) for one in runs)
+    once, twice = (of_steps(lines_of(RunDirectory(one).path)) for one in runs)
     assert once[-1] == twice[-1] and "eval/b/loss" in once[-1]
     assert [line for line in twice if line["step"] in {12, 13}] == [line for line in once if line["step"] in {12, 13}]
     state = json.loads((RunDirectory(runs[1]).checkpoints / "step-00000013" / "state.json").read_text())
@@ -107,7 +103,7 @@ def test_a_mixture_is_validated_by_weight(ranks: RankPool, folder: Path) -> None
         folder, "weighted", "sources", "sync.method=edit", *KEYS["edit"], "train.steps=2", "sync.warmup_steps=1"
     )
     ranks.run(train, one, (2, 1), None, world_size=2)
-    for line in (line for line in lines_of(one) if "eval/loss" in line):
+    for line in (line for line in lines_of(RunDirectory(one).path) if "eval/loss" in line):
         assert line["eval/loss"] == pytest.approx(0.75 * line["eval/a/loss"] + 0.25 * line["eval/b/loss"])
         assert line["eval/bpb"] == pytest.approx(0.75 * line["eval/a/bpb"] + 0.25 * line["eval/b/bpb"])
 

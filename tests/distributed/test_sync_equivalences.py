@@ -15,13 +15,11 @@ from llmtrain.parallel.collectives import PendingCollective
 from llmtrain.parallel.comms import Comms
 from llmtrain.sync.build_method import build_method
 from llmtrain.sync.method import Method
-from tests.distributed.fake_engine import SHAPES, FakeEngine, Scenario, choices, edit, train
+from tests.distributed.fake_engine import SHAPES, SPIKES, FakeEngine, Scenario, choices, edit, train
 from tests.distributed.threads import simulate
 from tests.distributed.trace import Trace, assert_close, assert_same_bits, assert_same_run
 
 MESHES = [pytest.param(2, 2, id="2x2"), pytest.param(4, 1, id="4x1", marks=pytest.mark.deep)]
-SPIKES = {(9, 1, 1): 50.0, (11, 0, 2): float("nan"), **{(13, replica, 3): 50.0 for replica in range(4)}}
-"""Factors on updates: an anomalous replica, one that is not finite, and a block in which all replicas are anomalous."""
 
 
 @cache

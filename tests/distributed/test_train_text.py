@@ -30,9 +30,9 @@ from llmtrain.train.trainer import Trainer
 from tests.distributed.fake_engine import meeting_store
 from tests.distributed.pool import RankPool
 from tests.distributed.reshard_runs import write_texts
-from tests.distributed.test_run_length import ALONE, alone, lines_of
+from tests.distributed.test_run_length import ALONE, alone
 from tests.distributed.test_same_tokens import TEXTS
-from tests.end_to_end.runs import exact, wait_until
+from tests.end_to_end.runs import exact, lines_of, wait_until
 
 FIRST = 600
 MANY = 10**9

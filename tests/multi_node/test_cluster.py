@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
 import pytest
 
 from llmtrain.compare.cluster import processes
@@ -25,7 +26,7 @@ from llmtrain.compare.cluster.hosts import (
 from llmtrain.compare.cluster.limits import HostLimits, controller
 from llmtrain.compare.cluster.processes import cluster_of, marks
 from llmtrain.errors import ClusterError
-from tests.end_to_end.runs import ROOT
+from tests.end_to_end.runs import ROOT, is_gone
 from tests.multi_node.runs import needs_hosts
 
 SECONDS = 60
@@ -92,11 +93,6 @@ def state(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-def is_gone(pid: int) -> bool:
-    """Return whether a process has ended. A zombie counts as ended."""
-    return state(pid) in ("", "Z")
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +213,7 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
         process, bystander = host.popen(["sh", "-c", TREE]), other.popen(["sleep", "600"])
         wait_for(lambda: len(host.pids()) == 3, "not three processes")
         pids = host.pids()
+        family = list(map(psutil.Process, pids))
         assert process.pid in pids and bystander.pid not in pids
         host.pause()
         assert [state(pid) for pid in pids] == ["T"] * 3
@@ -224,7 +221,7 @@ def test_all_processes_of_one_host_are_paused_resumed_and_killed(kind: str):
         wait_for(lambda: "T" not in map(state, pids), "not resumed")
         host.pause()
         host.kill()
-        assert all(map(is_gone, pids)) and host.pids() == [] and process.returncode == -signal.SIGKILL
+        assert all(map(is_gone, family)) and host.pids() == [] and process.returncode == -signal.SIGKILL
         assert bystander.poll() is None
     assert bystander.returncode == -signal.SIGKILL  # killed at the end of the cluster
 
@@ -296,11 +293,11 @@ with virtual_cluster(limits) if kind == "virtual" else loopback_cluster(1) as ho
 """
 
 
-def start_parent(*arguments: str) -> tuple[subprocess.Popen, list[int]]:
-    """Start a process that creates its own cluster and stays. Return the process and the process ids in the cluster."""
+def start_parent(*arguments: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """Start a process that creates its own cluster and stays. Return the process and the processes in the cluster."""
     command = [sys.executable, "-c", PARENT, *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+    return process, [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
 
 
 def traces(pid: int) -> list[str]:

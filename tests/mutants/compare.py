@@ -174,7 +174,6 @@ TABLES = {
           + if False and (problem
         compare: a folder from before restarts had batches counts as another comparison
           -  if line.strip() != "global_batch: null"
-    seen by unit/test_compare_runner.py
         compare: failed trials enter the estimate of the time left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number

@@ -213,9 +213,10 @@ TABLES = {
         torchrun: torch's message that other nodes are still busy is shown
           - "Received %s death signal", "Error waiting on exit barrier"
           + "Received %s death signal", "Received"
-        launch: the first line is not printed before torch is imported
+        launch: the first line is printed after torch is imported
           -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
           +     import torch  # noqa: F401
+          +     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
     seen by unit/test_text_list.py
         sites: remaining nodes read the first texts
           - rank=member)) for member in attempt.members)

@@ -250,6 +250,9 @@ TABLES = {
         metrics: a rise during warm-up from trained weights counts as divergence
           - (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)
           + CLEAR_RISE
+        metrics: the number of the last round of seconds is one too high
+          - .count + (not state.is_done) if
+          + .count + 1 if
     seen by distributed/test_resume_training.py
         trainer: a rank stops on its own request alone
           - self._stop_agreed |= line.any("stop")
@@ -258,10 +261,6 @@ TABLES = {
         documents: padding counts as tokens
           - tokens = count_tokens(micro_batches)
           + tokens = count_positions(micro_batches)
-    seen by unit/test_sample.py
-        metrics: the number of the last round of seconds is one too high
-          - .count + (not state.is_done) if
-          + .count + 1 if
     """,
     "llmtrain/train/mirror.py": r"""
     seen by unit/test_mirror.py

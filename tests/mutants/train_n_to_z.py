@@ -202,11 +202,10 @@ TABLES = {
           + is_end = self.step == total
     """,
     "llmtrain/train/run_log.py": r"""
-    seen by unit/test_sample.py
+    seen by unit/test_run_log.py
         metrics: files are continued at this replica's own step
           - self.directory, state.global_step, tokens
           + self.directory, state.step, tokens
-    seen by unit/test_run_log.py
         metrics: a full disk hides the reason of a failure
           - with suppress(Exception):  # the disk may have ended the run
           + with suppress():  # the disk may have ended the run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import tarfile
 from argparse import Namespace
@@ -13,7 +12,7 @@ import pytest
 
 from llmtrain.sync.methods import METHODS
 from tests import ROOT
-from tests.unit.test_benchmarks import row_of
+from tests.unit.test_benchmarks import row_of, write_diloco_run
 
 pytestmark = pytest.mark.deep
 
@@ -25,33 +24,7 @@ rounding, step_overhead, stream = map(importlib.import_module, ("rounding", "ste
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Write a DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000 bytes, summed over ranks."""
-    summary = {
-        "method": "diloco",
-        "replicas": 4,
-        "steps": 300,
-        "gradient_steps": 241.25,
-        "tokens": 1_228_800,
-        "train_seconds": 150.0,
-        "final_eval_loss": 2.0,
-        "bytes_sent": 43_000,
-        "sync_count": 13,
-        "exposed_sync_seconds": 3.25,
-    }
-    lines = [
-        {"step": 10, "tokens": 1, "comm/bytes_total": 6_000, "sync/count": 0},
-        {"step": 60, "tokens": 2, "comm/bytes_total": 30_000, "sync/count": 0},
-        {"step": 60, "tokens": 2, "eval/loss": 3.0},
-        {"step": 70, "tokens": 3, "comm/bytes_total": 31_000, "sync/count": 1},
-        {"step": 300, "tokens": 4, "comm/bytes_total": 43_000, "sync/count": 13},
-        {"step": 300, "tokens": 4, "eval/loss": 2.0},
-    ]
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "recipe.yaml").write_text("run: {name: run}\n")
-    return folder
+    return write_diloco_run(tmp_path / "run")
 
 
 def test_a_methods_row(run: Path) -> None:

@@ -66,14 +66,38 @@ def test_a_checkout_of_exo_gym_is_named_by_its_file_or_by_git(tmp_path: Path) ->
     assert in_process.source_of(tmp_path) == "a copy"
 
 
+def write_diloco_run(folder: Path) -> Path:
+    """Write a DiLoCo run of 4 replicas: 50 synchronous steps of 600 bytes and 13 rounds of 1000 bytes, summed over ranks.
+    Return its folder."""
+    summary = {
+        "method": "diloco",
+        "replicas": 4,
+        "steps": 300,
+        "gradient_steps": 241.25,
+        "tokens": 1_228_800,
+        "train_seconds": 150.0,
+        "final_eval_loss": 2.0,
+        "bytes_sent": 43_000,
+        "sync_count": 13,
+        "exposed_sync_seconds": 3.25,
+    }
+    lines = [
+        {"step": 10, "tokens": 1, "comm/bytes_total": 6_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "comm/bytes_total": 30_000, "sync/count": 0},
+        {"step": 60, "tokens": 2, "eval/loss": 3.0},
+        {"step": 70, "tokens": 3, "comm/bytes_total": 31_000, "sync/count": 1},
+        {"step": 300, "tokens": 4, "comm/bytes_total": 43_000, "sync/count": 13},
+        {"step": 300, "tokens": 4, "eval/loss": 2.0},
+    ]
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text("run: {name: run}\n")
+    return folder
+
+
 def test_bytes_per_round_are_without_the_synchronous_steps(tmp_path: Path) -> None:
-    """The run has 4 replicas, 50 synchronous steps of 600 bytes and 13 rounds of 1000 bytes, summed over ranks."""
-    (tmp_path / "summary.json").write_text('{"replicas": 4}')
-    totals = [(10, 6_000, 0), (60, 30_000, 0), (70, 31_000, 1), (300, 43_000, 13)]
-    lines = [{"step": step, "comm/bytes_total": sent, "sync/count": count} for step, sent, count in totals]
-    lines.insert(2, {"step": 60, "eval/loss": 3.0})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert wires.bytes_per_round(tmp_path) == 1000 / 4
+    assert wires.bytes_per_round(write_diloco_run(tmp_path / "run")) == 1000 / 4
 
 
 def test_runs_name_the_commits_at_which_they_were_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -296,6 +296,7 @@ def test_ended_trials_that_were_made_otherwise_are_not_mixed_with_others(
     assert outcome(retry=True) == STOPPED_EARLY
 
 
+@pytest.mark.usefixtures("goes_no_further")
 @pytest.mark.parametrize(
     ("hosts", "shaping", "warned"),
     [
@@ -315,13 +316,8 @@ def test_hosts_that_want_more_cores_than_there_are(
     shaping: bool,
     warned: dict[str, str],
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(runner, "usable_cores", lambda: 2)
     monkeypatch.setattr(runner, "why_no_cluster", lambda: None)
-    monkeypatch.setattr(runner, "prepare_texts", interrupted)
-    monkeypatch.chdir(tmp_path)
     text = FILE.replace("{count: 2}", hosts) + "conditions: {plain: , wide: {hosts: {1: {cpus: 1}}}}\n"
     assert runner.run_comparison(written(tmp_path, text), shaping=shaping) == STOPPED_EARLY
     lines = [line for line in capsys.readouterr().out.splitlines() if "cores together" in line]

@@ -19,7 +19,8 @@ from llmtrain.data.dataset import open_dataset
 from llmtrain.data.prepare import cache_path, prepare
 from llmtrain.errors import DataError, UnavailableError
 from tests.end_to_end.runs import is_gone, wait_until
-from tests.unit.test_data_stream import MANY, begun, data, expected, growing, tokens_of
+from tests.unit.test_data_damage import all_tokens
+from tests.unit.test_data_stream import MANY, begun, data, expected, growing
 
 __all__ = ["data", "expected"]  # the fixtures
 TIMEOUT = 600.0
@@ -151,8 +152,8 @@ def test_the_process_ends_with_the_run_and_keeps_what_it_has(
     assert is_gone(process)
     kept = open_dataset(prepared.directory)
     assert before + 300 < kept.index.splits["train"].tokens < len(expected)
-    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
-    assert tokens_of(prepare(data, MANY, 100)) == expected
+    assert all_tokens(kept) == expected[: kept.index.splits["train"].tokens]
+    assert all_tokens(prepare(data, MANY, 100)) == expected
 
 
 @pytest.mark.deep

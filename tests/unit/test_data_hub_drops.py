@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.local_hub import LocalHub
 from llmtrain.config import DataSection
-from llmtrain.data.dataset import TokenDataset, open_dataset
+from llmtrain.data.dataset import open_dataset
 from llmtrain.data.prepare import prepare
+from tests.unit.test_data_damage import all_tokens
 
 TEXTS = [f"Document {i} says {i * i}. " * 20 for i in range(400)]
 FILES = 4
@@ -34,14 +35,6 @@ for attempt in range(200):
     except DataError as error:
         assert "start the same command again" in str(error) or "needs the Hugging Face hub" in str(error), error
 """
-
-
-def all_tokens(prepared: TokenDataset) -> dict[str, list[int]]:
-    found = {}
-    for split in ("train", "validation"):
-        tokens = prepared.tokens(split)
-        found[split] = tokens.window(0, len(tokens)).tolist()
-    return found
 
 
 @pytest.mark.deep
@@ -69,4 +62,5 @@ def test_connections_that_break_lose_and_repeat_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert hub.dropped > 3, "too few connections were dropped"
     [index] = (tmp_path / "disturbed").glob("*/index.json")
-    assert all_tokens(open_dataset(index.parent)) == all_tokens(expected)
+    for split in ("train", "validation"):
+        assert all_tokens(open_dataset(index.parent), split) == all_tokens(expected, split)

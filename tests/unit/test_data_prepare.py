@@ -22,7 +22,7 @@ from llmtrain.data.sources import TextStream, documents
 from llmtrain.errors import DataError
 from tests.mother import session
 from tests.unit import processes
-from tests.unit.test_data_damage import searched
+from tests.unit.test_data_damage import all_tokens, searched
 
 TEXTS = [f"Document {i}.\n\n  It says <|endoftext|> {i * i} times.\té" for i in range(400)]
 
@@ -120,7 +120,7 @@ def test_cache_is_reused_made_larger_and_never_changes_what_a_run_reads(data: Da
     assert len(prepare(data, 10, 100).tokens("train")) > 3000, "without a limit, files are tokenized whole"
 
 
-def test_other_choices_go_to_other_folders(data: DataSection, tmp_path: Path) -> None:
+def test_other_choices_go_to_other_folders(data: DataSection) -> None:
     prepare(data, 100, 100)
     for change in ({"tokenizer": "train:330"}, {"validation_fraction": 0.3}, {"separator": "~~~"}):
         prepare(data.model_copy(update=change), 100, 100)
@@ -152,11 +152,6 @@ def interrupted_after(count: int, error: type[BaseException]) -> type[TextStream
                 yield found
 
     return Interrupted
-
-
-def all_tokens(prepared: TokenDataset, split: str) -> list[int]:
-    tokens = TokenDataset(prepared.directory, prepared.index).tokens(split)
-    return tokens.window(0, len(tokens)).tolist()
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -316,7 +311,7 @@ def test_a_lost_tokenizer_is_named(data: DataSection, tokens: int) -> None:
         prepare(data.model_copy(update={"max_tokens": tokens}), 1000, 100)
 
 
-def test_a_split_without_documents_is_refused(data: DataSection, tmp_path: Path) -> None:
+def test_a_split_without_documents_is_refused(data: DataSection) -> None:
     with pytest.raises(
         DataError, match=r"no validation documents; give more of them, change data\.validation_f.*=FILE$"
     ):

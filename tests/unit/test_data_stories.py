@@ -32,7 +32,7 @@ def selected(text: str) -> list[str]:
     return sorted(fitting, key=lambda story: hashlib.blake2b(story.encode(), digest_size=8).digest())
 
 
-def test_stories_are_cut_without_the_notice_and_split_without_overlap(tmp_path: Path) -> None:
+def test_stories_are_cut_without_the_notice_and_split_without_overlap() -> None:
     train, validation = list(documents(STORIES, "train")), list(documents(STORIES, "validation"))
     assert len({*train, *validation}) == len(train) + len(validation) == 5269
     assert all(story.startswith("Once upon a time") and SEPARATOR not in story for story in train + validation)

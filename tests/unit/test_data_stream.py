@@ -30,7 +30,7 @@ from llmtrain.data.stream import GrowingTokens, first_block, shuffles_in_blocks,
 from llmtrain.data.tokens import Tokens
 from llmtrain.errors import DataError, UnavailableError
 from tests.end_to_end.runs import wait_until
-from tests.unit.test_data_damage import searched
+from tests.unit.test_data_damage import all_tokens, searched
 from tests.unit.test_data_prepare import TEXTS
 
 MANY = 10**9
@@ -52,14 +52,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSection:
     return DataSection(source=str(tmp_path / "stories.txt"), separator="\n~~~\n", shuffle="blocks", **keys)
 
 
-def tokens_of(prepared: TokenDataset, split: str = "train") -> list[int]:
-    tokens = TokenDataset(prepared.directory, prepared.index).tokens(split)
-    return tokens.window(0, len(tokens)).tolist()
-
-
 @pytest.fixture
 def expected(data: DataSection) -> list[int]:
-    return tokens_of(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-undisturbed"}), MANY, MANY))
+    return all_tokens(prepare(data.model_copy(update={"cache_dir": data.cache_dir + "-undisturbed"}), MANY, MANY))
 
 
 def begun(data: DataSection, limit: int | None = None) -> TokenDataset:
@@ -286,5 +281,5 @@ def test_ctrl_c_within_a_commit_leaves_no_half_shard(
         signal.signal(signal.SIGINT, before)
     kept = open_dataset(cache_path(data))
     assert searched(kept) is None
-    assert tokens_of(kept) == expected[: kept.index.splits["train"].tokens]
-    assert tokens_of(prepare(data, MANY, 100)) == expected
+    assert all_tokens(kept) == expected[: kept.index.splits["train"].tokens]
+    assert all_tokens(prepare(data, MANY, 100)) == expected

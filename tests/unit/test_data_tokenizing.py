@@ -26,7 +26,8 @@ from llmtrain.data.sources import TextStream
 from llmtrain.data.tokenizing import BatchTokenizer, processes_of
 from llmtrain.errors import DataError, UnavailableError
 from tests.end_to_end.runs import is_gone, wait_until
-from tests.unit.test_data_prepare import TEXTS, all_tokens
+from tests.unit.test_data_damage import all_tokens
+from tests.unit.test_data_prepare import TEXTS
 
 MANY = 10**9
 PREPARE = """

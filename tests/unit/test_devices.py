@@ -40,17 +40,30 @@ class Cycle:
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000", None),
     ],
 )
-def test_a_part_or_a_variant_of_a_card_is_another_one(device: str, card: str | None) -> None:
+def test_the_card_and_its_peak_are_those_of_this_very_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, card: str | None
+) -> None:
+    """A card whose name begins like another card's is not mistaken for that card, nor is a part or a variant of a card."""
     found = card_of(device)
     assert (found and found.name) == card
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device_index: device)
+    peaks = {one.name: one.peak_flops for one in CARDS}
+    assert peak_flops(torch.device("cuda", 0)) == peaks.get(card)
+    assert peaks["H100"] == 989e12
 
 
 def test_garbage_goes_at_fixed_steps_and_at_no_other() -> None:
@@ -164,26 +177,6 @@ def test_segments_expand_on_gpus_unless_the_user_has_chosen(
     use_expandable_segments()
     ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if on_gpu and given is None else chosen
     assert {name: os.environ[name] for name in VARIABLES if name in os.environ} == ours
-
-
-def test_the_peak_is_that_of_this_very_card(monkeypatch):
-    """A card whose name begins like another card's is not mistaken for that card."""
-    names = {
-        "NVIDIA H100 80GB HBM3": "H100",
-        "NVIDIA H100 PCIe": "H100 PCIe",
-        "NVIDIA GH200 480GB": "GH200",
-        "NVIDIA GB200": "GB200",
-        "NVIDIA A100-SXM4-80GB": "A100",
-        "NVIDIA RTX A1000": None,
-        "NVIDIA L40": "L40",
-        "NVIDIA L4": "L4",
-        "NVIDIA A10G": None,
-    }
-    peaks = {card.name: card.peak_flops for card in CARDS}
-    for name, card in names.items():
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda", 0)) == peaks.get(card), name
-    assert peaks["H100"] == 989e12
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cpu", (None, [])), ("cuda", (":4096:8", [True]))])

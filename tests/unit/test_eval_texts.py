@@ -180,7 +180,7 @@ def test_a_continuation_keeps_the_space_that_its_tokenizer_strips_from_a_text(mo
     assert generate(Path(), "once  upon") == "once  upon a time"
 
 
-def test_the_default_window_is_no_longer_than_training_sequences(tmp_path: Path) -> None:
+def test_the_default_window_is_no_longer_than_training_sequences() -> None:
     config = AutoConfig.for_model(
         "llama", vocab_size=4, max_position_embeddings=8, hidden_size=8, num_attention_heads=2
     )
@@ -237,7 +237,9 @@ def fake_harness(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> Non
         monkeypatch.setitem(sys.modules, name, fake)
 
 
-def test_weights_that_a_folder_lacks_are_not_drawn_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_a_folder_lacks_are_not_drawn_at_random_to_evaluate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny("llama", 8)
     without = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(tmp_path, state_dict=without)

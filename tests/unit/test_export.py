@@ -349,7 +349,7 @@ def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: P
     assert len(ids) == len("<|endoftext|>") and 256 not in ids
 
 
-def test_weights_that_a_folder_lacks_are_not_drawn_at_random(model: Path) -> None:
+def test_weights_that_a_folder_lacks_are_not_drawn_at_random_to_generate(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

@@ -70,7 +70,7 @@ def test_every_recipe_shows_within_100_columns(path: Path) -> None:
     assert min(totals[0], totals[2]) > totals[1] >= totals[3] > 0
 
 
-def test_the_recipes_own_mesh_is_shown(tmp_path: Path) -> None:
+def test_the_recipes_own_mesh_is_shown() -> None:
     def meshes(*overrides: str, hardware: Hardware = CPU) -> list[str]:
         text = shown(STDLIB, *overrides, hardware=hardware)
         estimates = text[text.index("Estimated") :]

@@ -99,7 +99,7 @@ def test_a_mirror_that_cannot_be_reached_is_refused(
     )
 
 
-def test_a_folder_that_holds_another_recipe_is_refused(tmp_path: Path, keys: list[str]) -> None:
+def test_a_folder_that_holds_another_recipe_is_refused(keys: list[str]) -> None:
     from llmtrain.train.run_dir import RunDirectory
 
     directory = RunDirectory(load_recipe(RECIPE, keys))
@@ -271,9 +271,7 @@ def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_pa
     assert check_here(recipe).prepared is None
     prepare_texts(recipe, show_progress=False)
     assert check_here(recipe).prepared is not None
-    with pytest.raises(
-        DataError, match=r"eval\.sets\.held: .*none\.npy: no file|eval\.sets\.held: .*none\.npy: no such file"
-    ):
+    with pytest.raises(DataError, match=r"eval\.sets\.held: .*none\.npy: no such file"):
         check_here(load_recipe(RECIPE, [*keys, f"eval.sets={{held: {tmp_path}/none.npy}}"]))
 
 

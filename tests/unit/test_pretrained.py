@@ -300,7 +300,7 @@ def test_a_folder_of_an_export_is_compared_with_its_digests(folder: Path) -> Non
     assert "export.json is damaged; export the model again" in refusal(recipe)
 
 
-def test_hosts_with_other_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_other_files_are_named(folder: Path) -> None:
     recipe = recipe_of(folder)
     weights, theirs = (check_initial_weights(recipe) for _ in range(2))
     weights.verify(ALONE)
@@ -324,7 +324,7 @@ def test_hosts_with_other_files_are_named(folder: Path, monkeypatch: pytest.Monk
         weights.verify(SimpleNamespace(world=World(0, 2, 0, 1), all_ranks=both))
 
 
-def test_paths_that_are_no_weights_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_no_weights_are_one_line(folder: Path) -> None:
     (folder.parent / "runs/none").mkdir(parents=True)
     (folder.parent / "runs/none/recipe.yaml").touch()
     (folder.parent / "state.json").write_text("[]")

@@ -107,8 +107,7 @@ def test_commands_name_recipes_and_keys_that_exist(page: Path):
     for command in commands(page):
         found = RECIPE_COMMAND.match(command)
         assert found, command
-        overrides = [word for word in shlex.split(without_options(found[2])) if word not in ("RECIPE",)]
-        check(load_recipe(ROOT / found[1], overrides), None)
+        check(load_recipe(ROOT / found[1], shlex.split(without_options(found[2]))), None)
 
 
 def without_options(words: str) -> str:

@@ -1,5 +1,5 @@
-"""Tests of the lines that a run shows and writes: its loggers after a failure, the warning about a rising loss, and the bytes of
-averaged gradients."""
+"""Tests of the lines that a run shows and writes: its loggers after a failure and after a resume, the warning about a rising loss,
+the bytes of averaged gradients, and the numbers of rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 from llmtrain.errors import TrainingError
 from llmtrain.train import run_log
 from llmtrain.train.loggers import Console
-from llmtrain.train.metrics import rise_of_loss
+from llmtrain.train.metrics import Metrics, rise_of_loss
 from llmtrain.train.run_log import RunLog
 from llmtrain.train.state import TrainState
 from llmtrain.train.summary import every_step_bytes
@@ -72,3 +72,25 @@ def test_what_averaged_gradients_would_send_is_counted_for_the_replicas_of_each_
 
     two = [line(1, **{"comm/replicas": 2}), line(40, **{"comm/replicas": 2}), {"step": 40, "eval/loss": 3.0}]
     assert every_step_bytes([*two, line(44, **{"comm/replicas": 4})], 10) == 80 * (40 * 1 + 4 * 3)
+
+
+def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all(monkeypatch) -> None:
+    """The replica's own step is beyond that of the checkpoint. Lines of steps after the checkpoint are logged again."""
+    opened = []
+    monkeypatch.setattr(run_log, "open_loggers", lambda recipe, directory, *resumed: opened.append(resumed[:2]))
+    period = SimpleNamespace(round_number=lambda step: None)
+    quiet = SimpleNamespace(print=print, start=lambda *given: opened.append(given), stop=lambda: None)
+    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
+    log = RunLog(None, SimpleNamespace(metrics=None), quiet, io_errors, is_main=True)
+    method, interval = SimpleNamespace(period=period), SimpleNamespace(steps=3)
+    fake = SimpleNamespace(run_log=log, tokens=700, interval=interval, method=method)
+    with Metrics.open(fake, TrainState(total_steps=20, step=9, global_step=6)):
+        pass
+    assert opened == [(6, 700), (6, 20, None)]
+
+
+@pytest.mark.parametrize(("step", "number"), [(15, 4), (20, 3)])
+def test_a_round_of_seconds_has_the_number_after_those_counted_except_at_the_end(step: int, number: int) -> None:
+    period, stats = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(count=3)
+    fake = SimpleNamespace(method=SimpleNamespace(period=period, stats=stats))
+    assert Metrics._round_number(fake, TrainState(total_steps=20, step=step, global_step=step)) == number

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from llmtrain.config import Recipe
-from llmtrain.train import run_log
-from llmtrain.train.metrics import Metrics
-from llmtrain.train.run_log import RunLog
 from llmtrain.train.sample import Sampler
-from llmtrain.train.state import TrainState
 from llmtrain.train.validation import Validation, ValidationSet, Validator
 
 
@@ -81,25 +77,3 @@ class Bars:
 
     def __exit__(self, *error: object) -> None:
         pass
-
-
-def test_a_fast_replica_of_a_timed_run_continues_its_files_after_the_step_of_all(monkeypatch) -> None:
-    """The replica's own step is beyond that of the checkpoint. Lines of steps after the checkpoint are logged again."""
-    opened = []
-    monkeypatch.setattr(run_log, "open_loggers", lambda recipe, directory, *resumed: opened.append(resumed[:2]))
-    period = SimpleNamespace(round_number=lambda step: None)
-    quiet = SimpleNamespace(print=print, start=lambda *given: opened.append(given), stop=lambda: None)
-    io_errors = SimpleNamespace(check=lambda: None, write=lambda path, work: work())
-    log = RunLog(None, SimpleNamespace(metrics=None), quiet, io_errors, is_main=True)
-    method, interval = SimpleNamespace(period=period), SimpleNamespace(steps=3)
-    fake = SimpleNamespace(run_log=log, tokens=700, interval=interval, method=method)
-    with Metrics.open(fake, TrainState(total_steps=20, step=9, global_step=6)):
-        pass
-    assert opened == [(6, 700), (6, 20, None)]
-
-
-@pytest.mark.parametrize(("step", "number"), [(15, 4), (20, 3)])
-def test_a_round_of_seconds_has_the_number_after_those_counted_except_at_the_end(step: int, number: int) -> None:
-    period, stats = SimpleNamespace(round_number=lambda step: None), SimpleNamespace(count=3)
-    fake = SimpleNamespace(method=SimpleNamespace(period=period, stats=stats))
-    assert Metrics._round_number(fake, TrainState(total_steps=20, step=step, global_step=step)) == number

@@ -252,7 +252,7 @@ def test_qsr_rounds_grow_with_the_learning_rate() -> None:
     assert all("power: 1}" in run.overrides()[-1] for run in made), "the last key counts"
 
 
-def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_come_in_the_order_of_the_stages_and_none_twice() -> None:
     first = stages.pending(["main"], {})
     assert [run.id for run in first[:5]] == [
         *(f"synchronous-m4-b64-trial-0{number}" for number in range(3)),
@@ -274,7 +274,7 @@ def test_runs_come_in_the_order_of_the_stages_and_none_twice(capsys: pytest.Capt
     assert [cell.name for cell in cells[:10]] == [*(cell.name for cell in MAIN[:4]), *first]
 
 
-def test_a_finished_run_becomes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_becomes_a_line(tmp_path: Path) -> None:
     run, folder = stages.pending(["main"], {})[3], tmp_path / "run"
     folder.mkdir()
     summary = {"final_eval_loss": 3.25, "final_train_loss": 3.5, "steps": 195, "tokens": 10, "sync_count": 6}

@@ -41,7 +41,7 @@ def test_suites_of_the_repository_load(name: str) -> None:
     assert all(task.task in local for task in suite.tasks if task.task.startswith("offline_"))
 
 
-def test_the_briefs_suites_are_there() -> None:
+def test_the_repository_has_these_suites_and_tasks() -> None:
     assert suite_names() == ["edit_paper", "offline", "small", "tinystories"]
     tasks = [task.task for task in load_suite("small")[1].tasks]
     assert tasks == ["lambada_openai", "blimp", "hellaswag", "arc_easy", "piqa"]

@@ -85,7 +85,7 @@ def test_a_start_keeps_the_spans_of_steps_that_it_does_not_repeat(tmp_path: Path
         assert [line["step"] for line in spans(path)] == expected
 
 
-def test_without_a_trace_nothing_happens(tmp_path: Path) -> None:
+def test_without_a_trace_nothing_happens() -> None:
     with step_span(1), span("gradient"):
         assert message("unseen", 1.0) is None
 
