@@ -54,6 +54,7 @@ from study_times import (
 )
 from table import Row, markdown, parser, show
 
+BILLION = 1e9
 BY_ROUNDS = ("diloco", "local_sgd", "edit")
 """Methods whose losses are listed by number of rounds."""
 HEAT_RATES = tuple(dict.fromkeys(rate for rate, *_ in HEAT_STEPS))
@@ -146,7 +147,17 @@ def formula_rows(done: Records) -> list[Row]:
         loss = mean_loss(cell, done)
         other = mean_loss(synchronous_beside(cell), done)
         if cell.method == "diloco" and loss is not None and other is not None:
-            rows.append((cell.replicas, (str(cell.replicas), f"{loss / other - 1:+.1%}", published_gap(cell.replicas))))
+            rows.append(
+                (
+                    cell.replicas,
+                    (
+                        str(cell.replicas),
+                        f"{loss / other - 1:+.1%}",
+                        published_gap(cell.replicas),
+                        published_gap(cell.replicas, BILLION),
+                    ),
+                )
+            )
     return [row for _, row in sorted(rows)]
 
 
@@ -184,7 +195,7 @@ def tables_of(done: Records, first: Records) -> list[tuple[str, str, Sequence[st
     seeds = ("method", *(f"seed {seed}" for seed in FINAL_SEEDS), "mean")
     rates = ("momentum", *(f"learning rate {rate:g}" for rate in HEAT_RATES))
     by_rounds = ("method", "H", "synchronous steps", "rounds", *texts.COLUMNS[2:5], "sent")
-    fit = ("replicas", "DiLoCo to synchronous", "published fit")
+    fit = ("replicas", "DiLoCo to synchronous", "published fit", "the fit for 1 B parameters")
     of_clocks = ("clock", "method", "loss ± seeds", *texts.COLUMNS[4:6], "time", "speed to its loss")
     short = ("method", "loss", "± seeds", "to synchronous", "chosen")
     found += [

@@ -14,8 +14,18 @@ from study_losses import (
 )
 from study_plan import BATCH, Cell, Records
 from study_stages import STAGES
-from study_texts import CHANGES, CHANGES_TEXT, IN_SHORT, IN_SHORT_NAMES, REACHED, REACHED_TEXT, SUMMARY, TEXT_NAMES
-from study_times import MESSAGES, reach_rows, step_speed, timed_cells, token_speed
+from study_texts import (
+    ALONE,
+    CHANGES,
+    CHANGES_TEXT,
+    IN_SHORT,
+    IN_SHORT_NAMES,
+    REACHED,
+    REACHED_TEXT,
+    SUMMARY,
+    TEXT_NAMES,
+)
+from study_times import MESSAGES, reach_rows, step_speed, time_of, timed_cells, token_speed
 from table import ROOT, Row, markdown
 
 RESULTS_PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
@@ -23,6 +33,8 @@ BEGIN, END = "<!-- study: written by benchmarks/study/study_page.py -->", "<!-- 
 FIT = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """(A, alpha) of the fits A N^alpha of arXiv 2503.09799 to the losses of DiLoCo with so many replicas; 0: data parallel."""
 PARAMETERS = 320_000
+NO_MESSAGE = 1e-6
+"""Time of a message, in steps, that is short enough not to count."""
 
 
 def summary_rows(done: Records) -> list[Row]:
@@ -55,15 +67,32 @@ def summary_rows(done: Records) -> list[Row]:
 
 
 def short_rows(done: Records) -> list[Row]:
-    """Return the rows of the table in README.md: the cells of `IN_SHORT_NAMES` whose times are known, in that order."""
+    """Return the rows of the table in README.md: one replica alone, and the cells of `IN_SHORT_NAMES` whose times are known, in that
+    order."""
     cells = {label_with_rounds(cell): cell for cell in timed_cells(done)}
-    rows = []
+    networks = MESSAGES[1:]
+    alone = (ALONE, "+0.0 %", "100 %", "0 %", *(speed_text(speed_alone(done, steps)) for steps in networks))
+    rows = [alone] if cells else []
     for label, name in IN_SHORT_NAMES.items():
         if (cell := cells.get(label)) is not None:
-            gap, share = figures_of(cell, done)[2], share_of_bytes(cell, done)
-            speeds = (f"{speed_to_loss(cell, done, steps):#.2g}".rstrip(".") for steps in MESSAGES[1:])
-            rows.append((name, gap.replace("%", " %"), f"{share:.1%}".replace("%", " %"), *speeds))
+            gap, tokens, *_ = figures_of(cell, done)[2:]
+            columns = gap, tokens.partition(" %")[0] + "%", f"{share_of_bytes(cell, done):.1%}"
+            speeds = (speed_text(speed_to_loss(cell, done, steps)) for steps in networks)
+            rows.append((name, *(column.replace("%", " %") for column in columns), *speeds))
     return rows
+
+
+def speed_text(speed: float) -> str:
+    """Return a speedup with two digits."""
+    return f"{speed:#.2g}".rstrip(".")
+
+
+def speed_alone(done: Records, message_steps: float) -> float:
+    """Return how many times as fast as synchronous training with four replicas one replica alone trains with the same batches: it
+    computes the parts of all replicas one after another, and sends nothing."""
+    together = STAGES["main"][0]
+    computing = time_of(together, done, NO_MESSAGE).run
+    return time_of(together, done, message_steps).run / (together.replicas * computing)
 
 
 def share_of_bytes(cell: Cell, done: Records) -> float | None:
@@ -78,9 +107,9 @@ def speed_to_loss(cell: Cell, done: Records, message_steps: float) -> float:
     return equal_loss_share(mean_loss(cell, done), cell, done) * step_speed(cell, done, message_steps)
 
 
-def published_gap(replicas: int) -> str:
-    """Return the published fit's distance of DiLoCo to data parallel training, extrapolated to this size."""
-    fit, base = (scale * PARAMETERS**power for scale, power in (FIT[replicas], FIT[0]))
+def published_gap(replicas: int, parameters: float = PARAMETERS) -> str:
+    """Return the published fit's distance of DiLoCo to data parallel training, by default extrapolated to the study's size."""
+    fit, base = (scale * parameters**power for scale, power in (FIT[replicas], FIT[0]))
     return f"{fit / base - 1:+.1%}"
 
 

@@ -26,11 +26,13 @@ SUMMARY = (
 IN_SHORT = (
     "method",
     "loss above synchronous",
+    "tokens to equal loss",
     "bytes",
     "speedup at 1 step",
     "at 10 steps",
-    "at 100 steps",
+    "at 100 steps (extrapolated)",
 )
+ALONE = "one replica's devices alone"
 IN_SHORT_NAMES = {
     "synchronous-int8": "synchronous, int8 gradients",
     "diloco-auto, H = 10": "DiLoCo, `sync.outer=auto`, rounds of 10 steps",

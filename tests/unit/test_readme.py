@@ -23,7 +23,8 @@ PAGES = [
     *(README, ROOT / "CONTRIBUTING.md", ROOT / "eval" / "README.md"),
     *(page for folder in ("docs", "launch") for page in sorted((ROOT / folder).glob("*.md"))),
 ]
-RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?(recipes/\S+\.yaml)(.*?)(?:  +#.*)?$")
+RECIPE_COMMAND = re.compile(r"^(?:\w+=\S+ )*.*?recipes/(\S+)\.yaml(.*?)(?: +#.*)?$")
+NAME_COMMAND = re.compile(r"^llmtrain (?:launch|train|recipe (?:show|check)) ([a-z]\w*)(?!\S)(.*?)(?: +#.*)?$")
 
 PATH = re.compile(
     r"(?<![\w./~-])(?:(?:llmtrain|tests)/[\w./*-]*[\w*]|(?:docs|recipes|launch|benchmarks|examples|eval)/[\w./*-]*\.\w+)"
@@ -34,11 +35,12 @@ NOT_OURS = {"launch/hostfile", "tests/COVERAGE.md", "tests/MUTANTS.md"}
 
 
 def commands(page: Path) -> list[str]:
-    """Return the indented lines and `code` that name a recipe, continued lines joined."""
+    """Return the indented lines and `code` that name a recipe by its file or its name, continued lines joined."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     paragraphs = "\n\n".join(" ".join(lines.split()) for lines in re.split(r"\n\n|^    .+$", text, flags=re.MULTILINE))
     code = re.findall(r"^    (.+)$", text, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", paragraphs)
-    return [line for line in code if re.search(r"recipes/\w+\.yaml", line) and "…" not in line]
+    found = (line for line in code if re.search(r"recipes/\w+\.yaml", line) or NAME_COMMAND.match(line))
+    return [line for line in found if "…" not in line]
 
 
 def test_the_table_of_methods_is_up_to_date():
@@ -105,9 +107,9 @@ def test_paths_in_pages_exist():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_recipes_and_keys_that_exist(page: Path):
     for command in commands(page):
-        found = RECIPE_COMMAND.match(command)
+        found = RECIPE_COMMAND.match(command) or NAME_COMMAND.match(command)
         assert found, command
-        check(load_recipe(ROOT / found[1], shlex.split(without_options(found[2]))), None)
+        check(load_recipe(ROOT / "recipes" / f"{found[1]}.yaml", shlex.split(without_options(found[2]))), None)
 
 
 def without_options(words: str) -> str:
@@ -170,7 +172,6 @@ COVERED = {
     "llmtrain generate": "tests/distributed/test_export.py::test_generate_writes_the_same_from_a_run_and_from_its_export",
     "llmtrain eval": "tests/end_to_end/test_eval_of_runs.py::test_the_small_suites_tasks_from_local_files",
     "llmtrain launch": "tests/unit/test_wheel.py::test_the_quickstart_runs_from_an_empty_folder",
-    "llmtrain train RECIPE": "tests/end_to_end/test_training.py::test_one_process_trains_without_a_launcher",
     "NNODES=2": "tests/multi_node/test_hosts.py::test_two_hosts_by_train_sh",
     "pip install '.[zero]'": "tests/unit/test_wheel.py::test_an_installation_has_deepspeed_only_with_the_extra_zero",
     "pip install .": "tests/unit/test_wheel.py::test_a_wheel_holds_suites_tasks_templates_recipes_and_stories",

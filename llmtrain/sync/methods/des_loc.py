@@ -15,7 +15,7 @@ Differs   moments that are due are averaged at the end of a round, while trainin
 """
 
 PAPER = "arXiv 2505.22549"
-CHOOSE_WHEN = "AdamW's moments outlast a round"
+CHOOSE_WHEN = "rounds are short, or betas near 1"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 32},

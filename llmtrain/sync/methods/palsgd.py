@@ -15,7 +15,7 @@ Differs   all tensors are pulled (the published code pulls the first one only), 
 """
 
 PAPER = "arXiv 2504.18454"
-CHOOSE_WHEN = "compute and bandwidth are both limited"
+CHOOSE_WHEN = "you study steps without gradients"
 PRESET = {
     "warmup_steps": 32,
     "period": {"kind": "steps", "every": 32},
