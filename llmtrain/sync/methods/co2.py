@@ -19,7 +19,7 @@ Differs   the paper's exact L, which also depends on the parameters, was not ava
 """
 
 PAPER = "arXiv 2401.16265"
-CHOOSE_WHEN = "fp32 messages take up to one round, and you can tune it"
+CHOOSE_WHEN = "fp32 messages take a round; it needs tuning"
 PRESET = {
     "warmup_steps": 0,
     "period": {"kind": "steps", "every": 48},
