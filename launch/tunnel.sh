@@ -115,5 +115,5 @@ done
 
 echo "joined over $card: start node K (from 0) on the host with the address $net.(K+1), for example"
 for mine in "${!hosts[@]}"; do
-  echo "  on ${hosts[mine]%%=*}: NNODES=${#hosts[@]} NODE_RANK=$mine MASTER_ADDR=$net.1 bash launch/train.sh RECIPE parallel.replica_network=$card"
+  echo "  on ${hosts[mine]%%=*}: NNODES=${#hosts[@]} NODE_RANK=$mine MASTER_ADDR=$net.1 bash launch/train.sh RECIPE parallel.replica_network=$card parallel.replica_backend=gloo"
 done

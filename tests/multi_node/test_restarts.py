@@ -95,6 +95,29 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
 
 
 @pytest.mark.deep
+def test_a_network_that_fails_for_a_while_costs_only_time(runs: Runs) -> None:
+    """The link is restored within half of run.timeout_seconds, because TCP may pause for about as long as it was down."""
+    steps, name = 300, "outage"
+    keys = ("run.restarts=0", f"train.steps={steps}", "schedule.warmup_steps=2", "checkpoint.every=50")
+
+    def last_step() -> int:
+        return max((line["step"] for line in runs.lines(name) if "train/loss" in line), default=0)
+
+    with virtual_cluster([HostLimits()] * 2) as hosts:
+        launchers = train_sh(hosts, runs, name, *keys)
+        runs.wait_for(name, 50)
+        hosts[1].unplug()
+        time.sleep(1)  # for what has been sent
+        before = last_step()
+        time.sleep(TIMEOUT / 3 - 1)
+        assert last_step() == before < steps, "the run did not need the network"
+        hosts[1].plug_in()
+        ended = ends(launchers, SECONDS)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert [line["step"] for line in runs.lines(name) if "train/loss" in line] == list(range(1, steps + 1))
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize(("choice", "batch"), [("continue", 12), ("continue", 18), ("stop", 12)])
 def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
     """Three replicas can share a batch of 12 or 18 sequences. Two replicas can share 12, but of 18 only 16."""

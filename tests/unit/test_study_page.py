@@ -78,7 +78,9 @@ def test_the_page_compares_with_synchronous_runs(
         assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
     table = results.read_text()
     assert "\n| diloco |" in table and "| 4 replicas, H = 3 | 64 |" in table
-    assert "\n| one replica's devices alone | +0.0 % | 100 % | 0 % | 0.39 | 2.6 | 25 |\n| DiLoCo | " in front.read_text()
+    assert (
+        "\n| one replica's devices alone | +0.0 % | 100 % | 0 % | 0.39 | 2.6 | 25 |\n| DiLoCo | " in front.read_text()
+    )
 
 
 def test_the_published_fit_stands_beside_the_runs_that_it_is_about() -> None:

@@ -134,6 +134,10 @@ class VirtualHost(Host):
         """Disconnect ethN, as if its cable were unplugged."""
         run("ip", "-n", self.switch, "link", "set", f"{self.name}net{network}", "down")
 
+    def plug_in(self, network: int = 0) -> None:
+        """Connect ethN again, after `unplug`."""
+        run("ip", "-n", self.switch, "link", "set", f"{self.name}net{network}", "up")
+
     def _count(self, direction: str, network: int) -> int:
         [shown] = json.loads(run("ip", "-n", self.mark, "-s", "-j", "link", "show", "dev", f"eth{network}"))
         return shown["stats64"][direction]["bytes"]
