@@ -132,6 +132,10 @@ def _pace(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], ha
     advice = " on this machine; give --gpu or --tflops" if is_too_long else ""
     table.add_row("run", *(f"{format_duration(one.run)}{advice}" for one in paces), style="bold")
     table.add_row("of it computing", *(f"{one.computing:.1%}" for one in paces))
+    # Ranks that share this CPU would be faster alone, and replicas in one process have no devices of their own.
+    if any(replicas > 1 for replicas, _ in meshes) and not (hardware.is_this_cpu or recipe.parallel.in_process):
+        alone = [estimate_time(recipe, size, 1, shards, hardware.rates) for _, shards in meshes]
+        table.add_row("run, one replica alone", *(format_duration(one.run) for one in alone))
     table.add_section()
     total = recipe.train.total_steps
     for name, every in (("checkpoints", recipe.checkpoint.every), ("log lines", recipe.log.every)):

@@ -220,6 +220,13 @@ TABLES = {
         show: a checkpoint's period may exceed the run
           - steps = min(every or total, total)
           + steps = every or total
+    seen by unit/test_plan_methods.py
+        show: one replica alone has the devices of all replicas
+          - alone = [estimate_time(recipe, size, 1, shards, hardware.rates) for _, shards in meshes]
+          + alone = [estimate_time(recipe, size, *mesh, hardware.rates) for mesh in meshes]
+        show: ranks that share a CPU would be no faster alone
+          - and not (hardware.is_this_cpu or recipe.parallel.in_process)
+          + and not recipe.parallel.in_process
     """,
     "llmtrain/plan/time_estimate.py": r"""
     seen by unit/test_plan_methods.py

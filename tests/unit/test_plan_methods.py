@@ -1,8 +1,10 @@
-"""Output of `recipe show --methods`: the times for which a recipe with each method would wait for the network."""
+"""Output of `recipe show --methods`: the times for which a recipe with each method would wait for the network. And the time that
+one replica alone would take, which is what several replicas compete with."""
 
 from __future__ import annotations
 
 import io
+import re
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from llmtrain.errors import UserError
 from llmtrain.plan.hardware import Hardware
 from llmtrain.plan.method_table import MethodTimes, method_times, show_methods
 from llmtrain.plan.model_size import size_of
+from llmtrain.plan.show import show_plan
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time
+from llmtrain.quantities import format_duration
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.sync.methods import METHODS
 
@@ -59,6 +63,7 @@ def test_a_table_fits_and_names_the_recipes_own_method_in_bold() -> None:
     show_methods(load_recipe(STDLIB, keys), partial(load_recipe, STDLIB, keys), console, HARDWARE)
     text = console.file.getvalue()
     assert "…" not in text
+    assert "One replica alone would train as fast as 4 replicas that compute for 25.0% of the time." in text
     bold = [line for line in text.splitlines() if "\x1b[1m" in line and "co2" in line]
     assert len(bold) == 1 and "delayed" in bold[0]
     assert "qsr: " in text and "every step" in text and "overlapped, 5 " in text
@@ -98,3 +103,19 @@ def test_only_one_micro_batch_of_a_step_hides_messages(method: str) -> None:
     assert one.step == two.step == four.step
     hidden = one.message - one.waiting * (1 if method == "synchronous" else recipe.sync.period.every)
     assert hidden > 0 and one.waiting < two.waiting < four.waiting
+
+
+def test_one_replica_alone_trains_on_all_tokens_without_a_network() -> None:
+    keys, name = (*MESH, "train.steps=100"), "run, one replica alone"
+    recipe = load_recipe(STDLIB, keys)
+
+    def shown(*overrides: str, is_this_cpu: bool = False) -> str:
+        hardware = Hardware(RATES, "each rank", "--tflops", on_gpu=True, is_this_cpu=is_this_cpu)
+        console = Console(file=io.StringIO(), width=100)
+        show_plan(load_recipe(STDLIB, [*keys, *overrides]), console, hardware)
+        return console.file.getvalue()
+
+    seconds = 4 * 100 * estimate_time(recipe, size_of(recipe), 4, 1, RATES).step
+    assert re.search(rf"{name} +{format_duration(seconds)} *\n", shown())
+    without = shown("parallel.replicas=1"), shown("parallel.in_process=true"), shown(is_this_cpu=True)
+    assert not [text for text in without if name in text]
