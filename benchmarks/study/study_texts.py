@@ -137,11 +137,13 @@ UNEVEN_TEXT = """\
 others one. Messages take no time, so these are the times of waiting for slow replicas alone. `time` is that of all tokens, to
 that of synchronous training; `speed to its loss` is `tokens to equal loss` divided by it."""
 EVEN_TEXT = """\
-How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous training
-with gradients in this format; above that, the method is faster. *Below 0.1* and *above 100*: it is faster, or not, with all message
-times in the range that was looked at. *No int8 run*: synchronous training with the method's inner optimizer (Muon) was not run with int8
-gradients. *Has its own wire*: the method's messages are rounded already. Methods have the wires of their runs: fp32, but for Streaming
-DiLoCo (int4), SparseLoCo (topk) and synchronous training. In the last column, they would be in int8, at the same loss, which was measured for DiLoCo alone. Nor were int8 gradients with four times the tokens (`x4`): the row assumes that they raise the loss as little there."""
+How many steps sending the whole model once in fp32 takes, where a method is predicted to reach its loss as fast as synchronous
+training with gradients in this format; above that, the method is faster. *Below 0.1* and *above 100*: it is faster, or not, with all
+message times in the range that was looked at. *No int8 run*: synchronous training with the method's inner optimizer (Muon) was not
+run with int8 gradients. *Has its own wire*: the method's messages are rounded already. Methods have the wires of their runs: fp32,
+but for Streaming DiLoCo (int4), SparseLoCo (topk) and synchronous training. In the last column, they would be in int8, at the same
+loss, which was measured for DiLoCo alone. Nor were int8 gradients with four times the tokens (`x4`): the row assumes that they raise
+the loss as little there."""
 TRAINED_TEXT = """\
 The last training loss is the mean of the last log interval, on text that is read once, with each replica's own parameters. Losses of all
 other tables are of the replicas' mean, on packages that are not in the training text."""
