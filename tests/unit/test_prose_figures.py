@@ -15,10 +15,6 @@ from tests.unit.test_study import runs
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOSS = re.compile(r"(?<![\d.,])[2-9]\.\d{3,4}(?![\d.]*\d)")
-DERIVED = {"3.288"}
-"""Losses that are interpolated between others."""
-UNRECORDED = {"3.366", "3.948", "3.971"}
-"""Losses of probes that are to be repeated. So far, only PROTOCOL.md has them."""
 
 
 @cache
@@ -45,7 +41,7 @@ def unknown(text: str) -> Iterator[str]:
     shortened = {f"{float(number):.3f}" for number in on_pages}
     for match in LOSS.finditer(text):
         number = match[0]
-        if number not in rounded[len(number) - 2] | on_pages | shortened | DERIVED | UNRECORDED:
+        if number not in rounded[len(number) - 2] | on_pages | shortened:
             yield text[max(0, match.start() - 60) : match.end()]
 
 
@@ -54,13 +50,6 @@ def unknown(text: str) -> Iterator[str]:
 )
 def test_losses_in_the_documentation_are_of_committed_results(path: str) -> None:
     assert not list(unknown((ROOT / path).read_text()))
-
-
-def test_losses_without_a_record_are_in_the_protocol_and_still_have_none() -> None:
-    losses, _ = measured()
-    protocol = LOSS.findall((ROOT / "benchmarks" / "study" / "PROTOCOL.md").read_text())
-    assert {f"{float(number):.3f}" for number in protocol} >= UNRECORDED
-    assert not UNRECORDED & {f"{loss:.3f}" for loss in losses}
 
 
 def test_a_loss_of_no_result_is_found() -> None:
