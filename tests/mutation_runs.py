@@ -130,7 +130,7 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether no run is in progress."""
+        """True if no run is in progress."""
         return self._keeper is None
 
     def start(self, run: Run, change: tuple[str, str, str] | None) -> None:

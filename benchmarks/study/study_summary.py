@@ -18,10 +18,10 @@ from study_texts import (
     ALONE,
     CHANGES,
     CHANGES_TEXT,
-    IN_SHORT,
-    IN_SHORT_NAMES,
     REACHED,
     REACHED_TEXT,
+    README_COLUMNS,
+    README_ROWS,
     SUMMARY,
     TEXT_NAMES,
 )
@@ -66,14 +66,14 @@ def summary_rows(done: Records) -> list[Row]:
     return rows
 
 
-def short_rows(done: Records) -> list[Row]:
-    """Return the rows of the table in README.md: one replica alone, and the cells of `IN_SHORT_NAMES` whose times are known, in that
+def readme_rows(done: Records) -> list[Row]:
+    """Return the rows of the table in README.md: one replica alone, and the cells of `README_ROWS` whose times are known, in that
     order."""
     cells = {label_with_rounds(cell): cell for cell in timed_cells(done)}
     networks = MESSAGES[1:]
     alone = (ALONE, "+0.0 %", "100 %", "0 %", *(speed_text(speed_alone(done, steps)) for steps in networks))
     rows = [alone] if cells else []
-    for label, name in IN_SHORT_NAMES.items():
+    for label, name in README_ROWS.items():
         if (cell := cells.get(label)) is not None:
             gap, tokens, *_ = figures_of(cell, done)[2:]
             columns = gap, tokens.partition(" %")[0] + "%", f"{share_of_bytes(cell, done):.1%}"
@@ -146,7 +146,7 @@ def results_tables(done: Records) -> str:
 
 def tables_of_pages(done: Records) -> dict[Path, str]:
     """Return the text between the marks of each page."""
-    return {RESULTS_PAGE: results_tables(done), README: markdown(IN_SHORT, short_rows(done))}
+    return {RESULTS_PAGE: results_tables(done), README: markdown(README_COLUMNS, readme_rows(done))}
 
 
 def write_summaries(done: Records) -> None:

@@ -23,7 +23,7 @@ SUMMARY = (
     "tokens/s at 0.1 / 1 / 10 / 100",
     "speed to its loss at 0.1 / 1 / 10 / 100",
 )
-IN_SHORT = (
+README_COLUMNS = (
     "method",
     "loss above synchronous",
     "tokens to equal loss",
@@ -33,7 +33,7 @@ IN_SHORT = (
     "at 100 steps (extrapolated)",
 )
 ALONE = "one replica's devices alone"
-IN_SHORT_NAMES = {
+README_ROWS = {
     "synchronous-int8": "synchronous, int8 gradients",
     "diloco-auto, H = 10": "DiLoCo, `sync.outer=auto`, rounds of 10 steps",
     "qsr": "QSR",

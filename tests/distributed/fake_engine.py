@@ -82,18 +82,18 @@ class Scenario:
     resume_after: int | Collection[int] | None = None
     """Step or steps after which everything is built anew and loaded from the saved state."""
     switches_offload: bool = False
-    """Whether each resumed run reverses the choice of offloading anchors."""
+    """True if each resumed run reverses the choice of offloading anchors."""
     save_after: Collection[int] = ()
     """Steps after which the state is saved and the run goes on."""
     saves_when_agreed: bool = False
-    """Whether the state is saved and resumed after steps of the whole run, and only those that all ranks know, as in the trainer.
-    Otherwise each replica counts its own steps."""
+    """True if the state is saved and resumed after steps of the whole run, and only those that all ranks know, as in the trainer.
+    Otherwise, each replica counts its own steps."""
     copies: Callable[[torch.device], StreamOffload | None] = host_offload
     """Constructor of the anchors' offload, if the recipe offloads anchors."""
     adapts: bool = False
-    """Whether the inner optimizer has moments."""
+    """True if the inner optimizer has moments."""
     equal_tokens: bool = False
-    """Whether all steps of all replicas have the same number of tokens."""
+    """True if all steps of all replicas have the same number of tokens."""
 
     @cached_property
     def rates(self) -> LRSchedule:

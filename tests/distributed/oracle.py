@@ -265,7 +265,7 @@ class Oracle:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether displacements from an anchor are sent instead of the parameters themselves."""
+        """True if displacements from an anchor are sent instead of the parameters themselves."""
         is_mean = self.sync.reduction.kind == "mean"
         is_plain = isinstance(self.sync.outer, AverageSection) and is_mean and self.sync.pull is None
         return not is_plain or self.sync.wire.kind != "fp32"

@@ -59,7 +59,7 @@ class Case:
     global_batch: int = 8
     micro_batch: int = 2
     same_data: bool = False
-    """Whether every replica gets the same batches."""
+    """True if every replica gets the same batches."""
     device: str = "cpu"
     """Device of all ranks. If it is a GPU, all ranks share it, and each is a replica of its own."""
     network: str = "gloo"

@@ -45,7 +45,7 @@ class Started:
     weights: dict[str, torch.Tensor]
     """Weights of the replica, on the first rank of its shard group."""
     has_anchor: bool
-    """Whether the anchor equals the parameters bit for bit."""
+    """True if the anchor equals the parameters bit for bit."""
     recorded: dict | None
 
 

@@ -19,9 +19,9 @@ class Trace:
     counts: tuple[int, int, int]
     """Numbers of synchronizations, anomalies and rollbacks."""
     agreed: list[list[tuple[int, int]]]
-    """By replica: (its step, the global step), each time that all ranks know the global step."""
+    """Pairs (step of the replica, global step), one each time that all ranks know the global step, by replica."""
     says_synchronized: list[bool] = field(default_factory=list)
-    """Whether the method reports that all replicas are equal, after each step and at the end."""
+    """True if the method reports that all replicas are equal, after each step and at the end."""
     bytes_sent: float = 0.0
     """Bytes that all ranks have sent over the replica axis."""
     squares: tuple[float, float] | None = None

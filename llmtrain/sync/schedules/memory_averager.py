@@ -35,12 +35,12 @@ class SharedAverages:
         self.turns, self.groups_at, self.is_global, self.seconds_of = turns, groups_at, is_global, seconds_of
         self.wire = wire
         self.posted: list[dict[int, Payloads]] = [{} for _ in range(turns.count)]
-        """For each replica, its messages by iteration, without those that can no longer be contributed."""
+        """Messages by replica and iteration, without those that can no longer be contributed."""
         self.sums: dict[tuple[int, int], tuple[Payloads, int]] = {}
-        """By (iteration, replica): the sum of the replica's group, and the iteration of the replica's message in this sum."""
+        """Sum of a replica's group and iteration of the replica's message in this sum, by (iteration, replica)."""
         self._arrivals: list[deque[tuple[int, float]]] = []
-        """For each replica, (iteration, seconds from the last global average to its arrival) of the message that it
-        contributes next and of later messages."""
+        """Iterations and arrival times (seconds since the last global average) of the message that a replica contributes next
+        and of its later messages, by replica."""
         self._iteration: int | None = None  # the next one to run
 
     def start(self, replica: int, iteration: int, message: Payloads) -> None:
