@@ -14,7 +14,7 @@ import typer
 
 import llmtrain
 from llmtrain.completion import Overrides, complete_recipe
-from llmtrain.errors import STOPPED_EARLY, ResultsError, UserError, exit_with_status, reason
+from llmtrain.errors import STOPPED_EARLY, ResultsError, UserError, exit_with_status, leave, reason
 from llmtrain.recipe_commands import UNKNOWN_OPTIONS, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
@@ -74,7 +74,7 @@ def train(
     stop_without_torchrun()
     loaded = load_recipe(recipe, overrides or ())
     check_not_moved(loaded, recipe, overrides or ())
-    raise typer.Exit(run_training(loaded, World.from_environment()))
+    leave(run_training(loaded, World.from_environment()))
 
 
 @app.command(context_settings=UNKNOWN_OPTIONS)

@@ -162,17 +162,18 @@ def exit_with_status(command: Callable[[], object]) -> None:
             print(f"error: {error}", file=sys.stderr)
         elif isinstance(error, TrainingError):
             time.sleep(HEAD_START_SECONDS)
-        _leave(error.exit_code if isinstance(error, UserError) else FAILED)
+        leave(error.exit_code if isinstance(error, UserError) else FAILED)
     except Exception:
         traceback.print_exc()
-        _leave(FAILED)
+        leave(FAILED)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Exit with `code`, without the interpreter's shutdown if CUDA is initialized.
 
-    A normal shutdown could hang: it waits for the work on the GPU, which may wait for other ranks. The launcher stops
-    those only after this process has exited.
+    After a failure, a normal shutdown could hang: it waits for the work on the GPU, which may wait for other ranks. The
+    launcher stops those only after this process has exited. After a complete run, it could abort the process: a daemon
+    thread that returns from torch's code during the shutdown ends it with SIGABRT.
     """
     torch = sys.modules.get("torch")  # never imported just for this check
     if torch is not None and torch.cuda.is_initialized():

@@ -97,8 +97,8 @@ TABLES = {
           + pass
     seen by unit/test_errors.py
         errors: a wrong recipe ends with exit code 1
-          - _leave(error.exit_code if isinstance(error, UserError) else FAILED)
-          + _leave(FAILED)
+          - leave(error.exit_code if isinstance(error, UserError) else FAILED)
+          + leave(FAILED)
         errors: a rank that is first for one of two launchers prints errors
           - for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
           + for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"),):

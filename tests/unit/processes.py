@@ -18,7 +18,7 @@ from llmtrain.data import loader
 from llmtrain.data import prepare as preparing
 from llmtrain.data.dataset import ShardWriter, TokenShards
 from llmtrain.data.loader import PrefetchLoader
-from llmtrain.errors import DataError, TrainingError, exit_with_status
+from llmtrain.errors import DONE, DataError, TrainingError, exit_with_status, leave
 from llmtrain.launch import torchrun, watchdog
 
 ERRORS = {
@@ -34,8 +34,9 @@ KILLED_AT = {
 """Points at which `prepare_until_killed` is killed: the owner and name of a function, and the number of its call."""
 
 
-def fail(message: str, on_gpu: bool) -> None:
-    """Fail as a command does, while a thread is still running. The thread ends after a moment, or never if `on_gpu`."""
+def end(message: str, on_gpu: bool) -> None:
+    """Fail as a command does, or end with DONE if `message` is empty, while a thread is still running. The thread ends
+    after a moment, or never if `on_gpu`."""
     torch.cuda.is_initialized = lambda: on_gpu
     goes_on = threading.Event()
 
@@ -45,7 +46,10 @@ def fail(message: str, on_gpu: bool) -> None:
 
     def command() -> None:
         threading.Thread(target=wait_for_others).start()
-        raise ERRORS[message]
+        if message:
+            raise ERRORS[message]
+        print("complete")
+        leave(DONE)
 
     exit_with_status(command)
     raise AssertionError("it went on")

@@ -10,8 +10,8 @@ from tests.unit import processes
 
 
 def ended(message: str, on_gpu: bool) -> tuple[int, str]:
-    """Return the exit code and the output of a process that fails."""
-    process = session().fork(processes.fail, message, on_gpu, capture=True)
+    """Return the exit code and the output of a process that fails, or that ends if `message` is empty."""
+    process = session().fork(processes.end, message, on_gpu, capture=True)
     output, _ = process.communicate(timeout=60)
     return process.returncode, output
 
@@ -28,6 +28,10 @@ def test_a_rank_that_fails_alone_says_why_and_does_not_wait_for_its_gpu(message:
     """At a normal exit, the interpreter would wait for a thread that never ends."""
     found, output = ended(message, on_gpu=True)
     assert found == code and output.startswith(said)
+
+
+def test_a_complete_run_does_not_wait_for_its_gpu() -> None:
+    assert ended("", on_gpu=True) == (0, "complete\n")
 
 
 def test_without_a_gpu_the_interpreter_ends_in_order() -> None:
