@@ -4,10 +4,10 @@ need. Reading them does not require lm-evaluation-harness, and loads none of the
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,16 @@ def _module_of(function: str) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether the package of a module that is not next to the task file is installed. False for a module without
+    """Return whether a module that is not next to the task file is part of an installed package. False for a module without
     a package, because a forgotten file, such as code.py, may have the name of a module of Python's standard library."""
-    package, in_package, _ = module.partition("/")
-    return bool(in_package) and package.isidentifier() and importlib.util.find_spec(package) is not None
+    names = module.removesuffix(".py").split("/")
+    folders: Sequence[str] | None = None  # at first those of sys.path
+    for name in names:
+        spec = PathFinder.find_spec(name, folders) if name.isidentifier() else None
+        if spec is None:
+            return False
+        folders = spec.submodule_search_locations or ()
+    return len(names) > 1
 
 
 def _listed(value: Any) -> list[Any]:

@@ -198,7 +198,7 @@ def test_task_files_of_the_harness_are_accepted(tmp_path: Path) -> None:
     digest = digest_of([tmp_path / "sub", tmp_path])
     (tmp_path / "b").write_text("dataset_kwargs: {file: c.jsonl}")
     assert digest_of([tmp_path / "sub", tmp_path]) != digest
-    for wrong in ("quiz.text", "code.text", "sub.other.text", ".text", "text"):
+    for wrong in ("quiz.text", "code.text", "sub.other.text", "json.other.text", "code.text.text", ".text", "text"):
         (tmp_path / "quiz.yaml").write_text(f"{text}doc_to_text: !function {wrong}")
         with pytest.raises(SuiteError, match=r"which is missing; copy it from where the task file comes from"):
             local_tasks([tmp_path])
