@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from llmtrain.compiling import compiled
 from llmtrain.errors import ModelError
 
 IGNORE_INDEX = -100
@@ -73,7 +74,7 @@ def _logits(
 def _compiled(dynamic: bool) -> Callable[..., torch.Tensor]:
     # Without `dynamic`, the function is compiled for two shapes, a full chunk and the remainder, or for more if batches
     # differ in length.
-    return torch.compile(_loss_and_gradient, dynamic=dynamic)
+    return compiled(_loss_and_gradient, dynamic=dynamic)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -117,7 +118,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         # In place, because memory use is near its peak now. A second backward would scale twice, but torch does not allow it.
-        scaled = (None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in ctx.saved_tensors)
+        # A factor with a dimension keeps its precision, where a 0-dimensional one would be rounded to the gradient's.
+        factor = upstream.view(1)
+        scaled = (None if grad is None else grad.mul_(factor) for grad in ctx.saved_tensors)
         return *scaled, None, None, None, None, None
 
 

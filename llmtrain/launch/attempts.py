@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmtrain.errors import BAD_USAGE, FAILED, TrainingError
+from llmtrain.errors import BAD_USAGE, DONE, FAILED, TrainingError
 from llmtrain.launch.nodes import Nodes
 
 
@@ -60,7 +60,7 @@ def train_with_restarts(
             raise TrainingError(f"node {nodes.rank} was silent for too long: the others continue without it")
         lost = [member for member in members if member not in endings]
         codes = [ended.code for ended in endings.values()]
-        if not lost and FAILED not in codes:
+        if FAILED not in codes and (not lost or set(codes) == {DONE}):
             return mine.code
         final = any(ended.by_signal for ended in endings.values()) or BAD_USAGE in codes
         if final or number == restarts:

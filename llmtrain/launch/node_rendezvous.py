@@ -215,9 +215,7 @@ class NodeLink:
         if self._store is None:
             return {0: mine}
         with self.needs_node_0("tell how their ranks ended"):
-            told = self._exits_of_all_nodes(attempt, mine, allow_node_loss)
-        self._members = list(told)
-        return told
+            return self._exits_of_all_nodes(attempt, mine, allow_node_loss)
 
     def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
         if mine.code in (FAILED, BAD_USAGE):
@@ -244,8 +242,10 @@ class NodeLink:
         else:
             self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
         told = json.loads(self._store.get(f"{outcome} 0"))
+        exits = {int(node): NodeExit(**ended) for node, ended in told.items()}
+        self._members = list(exits)  # a lost node acknowledges nothing
         self._linger_until_acked(outcome)
-        return {int(node): NodeExit(**ended) for node, ended in told.items()}
+        return exits
 
     def has_failed(self, attempt: int) -> bool:
         """Return whether any node has reported that its ranks or its launcher failed in this attempt; False if the store does not
@@ -257,8 +257,11 @@ class NodeLink:
 
     def announce_failure(self, message: str) -> None:
         """Publish the reason for a failure, unless another reason is published already. This ends the other nodes' current or next
-        wait, and also their ranks, unless this node's ranks have ended. Do nothing if node 0 is gone."""
+        wait, and also their ranks, unless this node's ranks have ended. Do nothing if node 0 is gone, or if the others continue
+        without this node."""
         try:
+            if self._has(f"given up {self.nodes.rank}"):
+                return
             self._store.set(f"failed {self._attempt}", "yes")
             if not self._has("failure"):
                 self._store.set("failure", f"node {self.nodes.rank} on {self._host} failed: {message}")

@@ -70,7 +70,14 @@ class Nodes:
         rank = environment_number("NODE_RANK", 0)
         if rank >= count:
             raise RecipeError(f"NODE_RANK={rank} is not one of the {count} nodes of NNODES; they are 0 to {count - 1}")
-        return cls(count, rank, os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))
+        address = os.environ["MASTER_ADDR"]
+        try:
+            address.encode("idna")
+        except UnicodeError as error:
+            raise RecipeError(
+                f"MASTER_ADDR={address} is no host name ({error}); give node 0's name or IP address"
+            ) from error
+        return cls(count, rank, address, environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))
 
     @classmethod
     def _from_slurm(cls, tasks: int, nodes: int) -> Nodes:

@@ -22,12 +22,11 @@ from unittest.mock import patch
 
 import psutil
 
+from llmtrain.stop_signals import STOP_SIGNALS, blocked_stop_signals
+
 FORKED_RANK = Path(__file__).with_name("forked_rank.py")
 SPAWNED = ("-m", "llmtrain", "train")
 FORKED = ("--start-method", "forkserver", "--run-path", str(FORKED_RANK))
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to every process of a job. Ranks and the launcher handle them; the server must outlive
-the ranks."""
 
 
 @contextmanager
@@ -73,13 +72,12 @@ def _fork(interpreter: str, arguments: Sequence[str], descriptors: Sequence[int]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else each rank would write the buffered output again
     gc.freeze()  # a collection in a rank then copies no page that it shares with the other ranks
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    if not (process := os.fork()):
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    with blocked_stop_signals():
+        if not (process := os.fork()):
+            for number in STOP_SIGNALS:  # ranks and the launcher handle them; the server must outlive the ranks
+                signal.signal(number, signal.SIG_IGN)
+    if not process:
         _become(arguments[-1], descriptors)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     return process
 
 

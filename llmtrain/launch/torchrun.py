@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from llmtrain.errors import (
     RecipeError,
     TrainingError,
     UserError,
+    first_line,
     one_line,
 )
 from llmtrain.files import revalidate
@@ -49,9 +51,10 @@ from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
 from llmtrain.startup import import_transformers, imports_without_gc, note_command_start, single_threaded_imports
+from llmtrain.stop_signals import STOP_SIGNALS
 from llmtrain.train.output import outlive_readers
 from llmtrain.train.run_length import batch_problem
-from llmtrain.train.signals import REQUESTS, handled
+from llmtrain.train.signals import handled
 from llmtrain.waiting import announced
 
 if TYPE_CHECKING:
@@ -303,6 +306,7 @@ def torchrun_arguments(recipe: Recipe, attempt: Attempt, per_node: int) -> list[
 
 
 def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> NodeExit:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -335,6 +339,9 @@ def _run(arguments: Sequence[str], directory: RunDirectory, nodes: Nodes) -> Nod
             raise StopRequested(error.sigval, "before training began") from None
         patience = 0 if nodes.rank == 0 or are_killed() else SUMMARY_SECONDS
         return NodeExit(_exit_code_after_signal(directory, patience), by_signal=True)
+    except DistError as error:  # another node's torchrun did not arrive; if that node is lost, `exchange_exits` says so
+        print(f"error: node {nodes.rank} could not start its ranks: {first_line(error)}", file=sys.stderr, flush=True)
+        return NodeExit(FAILED)
     return NodeExit(DONE)
 
 
@@ -372,5 +379,5 @@ def _stop_requests_raise(when: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(number), when)
 
-    with handled(REQUESTS, stop):
+    with handled(STOP_SIGNALS, stop):
         yield

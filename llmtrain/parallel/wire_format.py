@@ -7,10 +7,10 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 import torch
 
+from llmtrain.compiling import Compilable, compiled
 from llmtrain.pieces import PIECE_VALUES, pieces
 
 SCALE_GROUP_SIZE = 128
@@ -28,7 +28,6 @@ COMPILED_PIECE_VALUES = 2**19
 """Values per piece in compiled code, which passes over them only twice, for the scales and for the codes. A call then
 costs more than reading values that have left the cache."""
 
-Compilable = TypeVar("Compilable", bound=Callable)
 Encoder = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """groups -> (codes, scales); see `_encode_int8` for the shapes."""
 Decoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -227,8 +226,8 @@ def _compiled_groups(function: Compilable) -> Compilable:
     have the same bits. Triton's own division is approximate."""
     for option in DIVISION_OPTIONS:
         with suppress(RuntimeError):  # not all versions of torch have this option
-            return torch.compile(function, dynamic=True, options={option: True})
-    return torch.compile(function, dynamic=True)
+            return compiled(function, dynamic=True, options={option: True})
+    return compiled(function, dynamic=True)
 
 
 DIVISION_OPTIONS = ("eager_numerics.division_rounding", "emulate_divison_rounding")

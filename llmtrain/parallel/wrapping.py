@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from llmtrain.compiling import compiled
 from llmtrain.config import ParallelSection
 from llmtrain.loss import LossHead
 from llmtrain.model import LanguageModel, ModelBlock
@@ -41,7 +42,7 @@ def wrap_layers(blocks: Sequence[ModelBlock], parallel: ParallelSection, lengths
         if parallel.activation_checkpointing:
             forward = _checkpointed(forward, selective=parallel.activation_checkpointing == "selective")
         if parallel.compile:
-            forward = torch.compile(forward, dynamic=lengths_vary)  # dynamic kernels fit all lengths, but are slower
+            forward = compiled(forward, dynamic=lengths_vary)  # dynamic kernels fit all lengths, but are slower
         if forward != layer.forward:  # not `is not`: each access makes a new bound method
             layer.forward = forward
     for head in (m for block in blocks for m in block.modules if isinstance(m, LossHead)):

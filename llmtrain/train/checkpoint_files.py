@@ -248,7 +248,7 @@ class CheckpointWriter:
         self._planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=shared_by_first)
         self.final, self.temporary, self._tensors, self._comms = final, final.with_suffix(".tmp"), tensors, comms
         self._state, self._progress, self._on_complete = state, json.dumps(progress), on_complete
-        self._size = sum(tensor.nbytes for tensor in tensors.values())
+        self._largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
         self._holder = holder
         self.seconds = 0.0
         """Seconds that writing took, set when the writer is done."""
@@ -300,10 +300,10 @@ class CheckpointWriter:
             self._commit()
         except (CheckpointException, Exception) as error:  # the first is a BaseException
             self.error = _in_one_line(error)
-        if self.error is not None:
+        if self.error is not None and self._tensors:  # the tensors are not written
             with suppress(OSError):  # the folder may be missing, because it could not be created
                 free = shutil.disk_usage(self.final.parent).free
-                if free < self._size:  # torch's writer may report only a position in its archive
+                if free < self._largest:  # torch's writer may report only a position in its archive
                     self.error = f"no space left: {free / 1e6:.0f} MB are free ({self.error})"
         if self.error is not None and self._comms.rank == 0 and self._taken_over() is None:
             shutil.rmtree(self.temporary, ignore_errors=True)  # frees space if the disk is full

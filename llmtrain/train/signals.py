@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from llmtrain.errors import FAILED, is_local_rank_zero
+from llmtrain.stop_signals import STOP_SIGNALS, signals_noticed
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for the processes that it starts."""
 RUN = "LLMTRAIN_RUN"
@@ -39,22 +39,29 @@ class StopRequest:
         self.seen: Callable[[], bool] = lambda: False
         """Function that returns whether this rank knows that any rank was asked; always False if ranks agree only at
         log lines."""
-        self._asked_at = dict.fromkeys(REQUESTS, math.inf)
+        self._asked_at = dict.fromkeys(STOP_SIGNALS, math.inf)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Set `requested`, or end the process on a second request. Uses no collective and no lock, because a signal can
-        arrive at any moment."""
+        """Set `requested`. Uses no collective and no lock, because a signal can arrive at any moment."""
         name = signal.Signals(number).name
-        if time.monotonic() - self._asked_at[number] > SAME_REQUEST_SECONDS:
-            with suppress(OSError):
-                os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
-            os._exit(FAILED)
         if not self.requested and TORCHRUN not in os.environ and is_local_rank_zero():  # a launcher says so itself
             again = f"another {name} ends this process at once"
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, f"{name}: stopping within two log lines, with a checkpoint; {again}\n".encode())
         self.requested = True
-        self._asked_at[number] = min(self._asked_at[number], time.monotonic())
+
+    def notice(self, number: int) -> None:
+        """End the process if `number`, a signal that has just arrived, is a second request. Called on another thread than
+        `handle`, which can run much later."""
+        if number not in STOP_SIGNALS:
+            return
+        asked_at = self._asked_at[number]
+        if time.monotonic() - asked_at > SAME_REQUEST_SECONDS:
+            name = signal.Signals(number).name
+            with suppress(OSError):
+                os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
+            os._exit(FAILED)
+        self._asked_at[number] = min(asked_at, time.monotonic())
 
 
 _installed: list[StopRequest] = []
@@ -127,10 +134,10 @@ def stop_requests() -> Iterator[StopRequest]:
         return
     _installed.append(request)
     try:
-        with handled(REQUESTS, request.handle):
+        with signals_noticed(request.notice), handled(STOP_SIGNALS, request.handle):
             yield request
     except BaseException:
-        for number in REQUESTS if TORCHRUN in os.environ else ():
+        for number in STOP_SIGNALS if TORCHRUN in os.environ else ():
             if not is_ignored(number):
                 signal.signal(number, request.handle)
         raise

@@ -3,6 +3,9 @@
 TABLES = {
     "llmtrain/launch/attempts.py": r"""
     seen by unit/test_attempts.py
+        attempts: a complete run whose node is lost at the end has failed
+          - (not lost or set(codes) == {DONE})
+          + not lost
         attempts: there is one restart too few
           - if final or number == restarts:
           + if final or number >= restarts - 1:
@@ -22,16 +25,21 @@ TABLES = {
           +         leave_soon()
     """,
     "llmtrain/launch/node_rendezvous.py": r"""
-    seen by unit/test_node_rendezvous.py
+    seen by unit/test_lost_nodes.py
         roll call: a live launcher counts as gone
           - if node not in heard or beats != heard[node][0]:
           + if node not in heard:
         launch: a node that was given up ends the others' run
           - isinstance(error, RecipeError | ReturnedError) and
           + isinstance(error, RecipeError) and
+        launch: a node that was given up while it was paused ends the others' run
+          - if self._has(f"given up {self.nodes.rank}"):
+          -                 return
+          + pass
         roll call: a node that was given up is waited for again
-          -         self._members = list(told)
+          -         self._members = list(exits)  # a lost node acknowledges nothing
           -
+    seen by unit/test_node_rendezvous.py
         roll call: a node number that is in use counts as gone
           - if self._store.add(f"beat {rank}", 0) == beats:
           + if self._store.add(f"beat {rank}", 0) >= beats:

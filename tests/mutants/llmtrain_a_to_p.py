@@ -12,6 +12,12 @@ TABLES = {
           - sees = (row < key) & (key <= row + window)
           + sees = (row <= key) & (key <= row + window)
     """,
+    "llmtrain/compiling.py": r"""
+    seen by unit/test_compile.py
+        compiling: a stop signal ends the compiler's processes
+          - with blocked_stop_signals():
+          + if True:
+    """,
     "llmtrain/consistency.py": r"""
     seen by unit/test_rendezvous.py
         recipe: a host may not have its own folders
@@ -170,8 +176,11 @@ TABLES = {
           - torch.is_grad_enabled() and any(
           + any(
         loss: the gradient is not scaled
-          - grad.mul_(upstream.to(grad.dtype))
+          - grad.mul_(factor)
           + grad
+        loss: the factor of the gradient is rounded to the gradient's precision
+          - grad.mul_(factor)
+          + grad.mul_(factor.to(grad.dtype))
     """,
     "llmtrain/lr.py": r"""
     seen by unit/test_wsd.py

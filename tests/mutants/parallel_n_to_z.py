@@ -286,11 +286,11 @@ TABLES = {
     "llmtrain/parallel/wrapping.py": r"""
     seen by unit/test_compile.py
         wrapping: layers are compiled for dynamic shapes
-          - torch.compile(forward, dynamic=lengths_vary)
-          + torch.compile(forward)
+          - compiled(forward, dynamic=lengths_vary)
+          + compiled(forward)
         documents: a layer is compiled anew for each length
-          - torch.compile(forward, dynamic=lengths_vary)
-          + torch.compile(forward, dynamic=False)
+          - compiled(forward, dynamic=lengths_vary)
+          + compiled(forward, dynamic=False)
     seen by unit/test_model.py
         checkpointing: the output of attention with dropout is kept
           - name.startswith(ATTENTION) and not _has_dropout(args, kwargs)

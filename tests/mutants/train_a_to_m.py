@@ -203,6 +203,10 @@ TABLES = {
           + if self._rounds is None else
     """,
     "llmtrain/train/metric_gather.py": r"""
+    seen by unit/test_metric_gather.py
+        metrics: a rank without a gradient lowers the norm
+          - (columns["grad_norm_sum"] / gradients)[gradients > 0].mean()
+          + (columns["grad_norm_sum"] / gradients.clamp(min=1)).mean()
     seen by distributed/test_bad_numbers.py
         metrics: the loss of a skipped step counts
           - torch.where(skipped.bool(), 0.0, number)

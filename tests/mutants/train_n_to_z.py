@@ -262,8 +262,8 @@ TABLES = {
           - if not any(stop.requested for stop in _installed):
           + if True:
         signals: a repeated signal ends the run immediately
-          - SAME_REQUEST_SECONDS = 2.0
-          + SAME_REQUEST_SECONDS = -1.0
+          - if time.monotonic() - asked_at > SAME_REQUEST_SECONDS:
+          + if asked_at < math.inf:
         signals: a failed rank can be ended before it reports the reason
           - if not is_ignored(number):
           -                 signal.signal(number, request.handle)

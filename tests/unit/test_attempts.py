@@ -59,6 +59,11 @@ def test_what_a_restart_would_not_change_is_the_end(endings: dict[int, NodeExit]
     assert story.code() == code and len(story.runs) == 1
 
 
+def test_a_node_that_is_lost_after_its_ranks_were_done_makes_no_failure() -> None:
+    story = Story({0: NodeExit(DONE), 2: NodeExit(DONE)})
+    assert story.code(restarts=0) == DONE and len(story.runs) == 1
+
+
 def test_nodes_that_are_left_are_numbered_anew() -> None:
     story = Story(
         {0: NodeExit(FAILED), 2: NodeExit(FAILED)},

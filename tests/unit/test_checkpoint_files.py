@@ -314,6 +314,18 @@ def test_a_full_disk_loses_nothing_and_is_given_back(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+def test_a_bad_disk_is_not_called_full_once_the_tensors_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path, names: list[str]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "digests", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(TrainingError, match=r"could not be written: \[Errno 5\] Input/output error; older checkpoints"):
+        write(tmp_path, 10)
+
+
 def test_a_disk_that_hangs_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     answer = threading.Event()
 

@@ -1,15 +1,19 @@
-"""Tests of torch.compile on the layers of a model: graphs have no breaks, and are compiled once per shape."""
+"""Tests of torch.compile: a model's layers have graphs without breaks, compiled once per shape; stop signals do not reach the
+compiler's processes."""
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 
 import pytest
 import torch
 
+from llmtrain.compiling import compiled
 from llmtrain.config import ModelSection, ParallelSection
 from llmtrain.model import blocks_of, build, initialize, model_config
 from llmtrain.parallel.wrapping import wrap_layers
+from llmtrain.stop_signals import STOP_SIGNALS
 from tests.distributed.real_engine import GPT_NEO, LLAMA, SEED, VOCABULARY
 from tests.inside_torch import compilations, forget_compilations
 
@@ -72,3 +76,18 @@ def test_layers_for_all_lengths_are_compiled_before_torch_gives_up(
             model.hidden(tokens)
         graphs.append(compilations().graphs)
     assert graphs[-1] == graphs[2] < 8 and not compilations().breaks
+
+
+def test_stop_signals_are_blocked_while_the_first_call_starts_processes() -> None:
+    """A child process inherits the blocked signals."""
+    blocked: list[set[int]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> torch.fx.GraphModule:
+        blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return graph
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    double = compiled(lambda numbers: 2 * numbers, backend=backend)
+    assert double(torch.ones(3)).tolist() == [2.0] * 3
+    assert blocked == [before | {*STOP_SIGNALS}] and before.isdisjoint(STOP_SIGNALS)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -33,6 +33,8 @@ LAYERS = [
         "threads",
         "turns",
         "startup",
+        "stop_signals",
+        "compiling",
         "attention",
         "pieces",
         "process_limits",

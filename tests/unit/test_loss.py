@@ -49,6 +49,22 @@ def test_chunked_loss_and_gradients_are_those_of_cross_entropy(chunk, with_bias)
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_a_factor_of_the_loss_is_not_rounded_to_the_gradients_precision() -> None:
+    """The factor, 1 / tokens of a batch, would be off by up to 0.4 % in bf16, and with it all gradients."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, generator=generator).bfloat16().requires_grad_() for rows in (256, 50))
+    labels = torch.randint(0, 50, (256,), generator=generator)
+    factor = 1 / 122_880
+    sums = []
+    for scale in (1.0, factor):
+        gradients = torch.autograd.grad(
+            scale * summed_cross_entropy(hidden, weight, None, labels, 64), (hidden, weight)
+        )
+        sums.append([float(gradient.double().abs().sum()) for gradient in gradients])
+    for whole, scaled in zip(*sums, strict=True):
+        assert scaled == pytest.approx(whole * factor, rel=3e-4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "chunk", "close"),
     [

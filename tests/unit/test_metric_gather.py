@@ -57,6 +57,15 @@ def line(step: int = 10, **changed: list[float]) -> LogLine:
     return LogLine(step=step, seconds=1.0, common={"train/lr": 1e-3}, numbers=DeviceNumbers({}), columns=gathered)
 
 
+def test_ranks_without_a_gradient_do_not_lower_the_norm() -> None:
+    """They have only pulled, or have skipped all steps."""
+    reducer = MetricReducer(MESH, 1e9, None)
+    assert (
+        reducer.tags(line(gradients=[4.0, 4.0, 0.0, 0.0], grad_norm_sum=[8.0, 8.0, 0.0, 0.0]))["train/grad_norm"] == 2.0
+    )
+    assert math.isnan(reducer.tags(line(gradients=[0.0] * 4, grad_norm_sum=[0.0] * 4))["train/grad_norm"])
+
+
 def test_tags_are_reduced_over_ranks():
     tags = MetricReducer(MESH, flops_per_token=1e9, peak=1e12).tags(line())
     assert tags["train/loss"] == pytest.approx(520 / 200)

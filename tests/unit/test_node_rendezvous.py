@@ -1,4 +1,4 @@
-"""Launchers of several nodes: their meeting, data prepared one after another, exits of all nodes, and lost nodes."""
+"""Launchers of several nodes: their meeting, data prepared one after another, and exits of all nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmtrain.errors import BAD_USAGE, DONE, FAILED, DataError, RecipeError, Tra
 from llmtrain.launch import node_rendezvous
 from llmtrain.launch.attempts import NodeExit
 from llmtrain.launch.node_info import NodeInfo, check_nodes
-from llmtrain.launch.node_rendezvous import NodeLink, ReturnedError, connect_nodes
+from llmtrain.launch.node_rendezvous import NodeLink, connect_nodes
 from llmtrain.launch.nodes import Nodes
 from llmtrain.launch.timeout_store import TimeoutStore
 from llmtrain.parallel.network import unused_port
@@ -284,107 +284,6 @@ def test_all_nodes_learn_how_all_ended() -> None:
     first = {0: NodeExit(DONE), 1: NodeExit(FAILED), 2: NodeExit(DONE, by_signal=True)}
     outcomes = Meeting().hold([0, 1, 2], 3, attend)
     assert [outcome[1:] for outcome in outcomes] == [[True, False, first, all_ended(DONE, DONE, DONE)]] * 3
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make launchers send heartbeats often, and wait for silent ones only as long as a busy machine may need."""
-    monkeypatch.setattr(node_rendezvous, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(node_rendezvous, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 2.5)
-    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 10.0)
-
-
-def leave(call: NodeLink) -> None:
-    """Acknowledge the ends of later waits, so that node 0 does not stay LINGER_SECONDS for this node, which is gone."""
-    for wait in ("outcome0", "failure"):
-        call._store.set(f"heard {wait} {call.nodes.rank}", "yes")
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("allow_node_loss", [True, False])
-def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bool) -> None:
-    def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
-        if call.nodes.rank == 1:
-            return leave(call)
-        if call.nodes.rank == 2:  # trains for longer than a launcher may be silent
-            threading.Event().wait(1.5 * node_rendezvous.SILENCE_SECONDS)
-        told = call.exchange_exits(0, NodeExit(FAILED), allow_node_loss)
-        return told, call.exchange_exits(1, NodeExit(DONE), allow_node_loss)
-
-    first, _, third = Meeting().hold([0, 1, 2], 3, attend)
-    if allow_node_loss:
-        assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
-    else:
-        assert type(first) is type(third) is TrainingError
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(third)
-        assert str(third).startswith(f"node 0 on {HERE} failed: ")
-
-
-@pytest.mark.usefixtures("soon")
-def test_nobody_waits_again_for_a_launcher_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(call: NodeLink) -> list[dict[int, NodeExit]] | None:
-        if call.nodes.rank == 1:
-            return leave(call)
-        told = [call.exchange_exits(0, NodeExit(FAILED), True)]
-        monkeypatch.setattr(node_rendezvous, "SILENCE_SECONDS", 600.0)
-        return [*told, call.exchange_exits(1, NodeExit(DONE), True)]
-
-    first, _ = Meeting().hold([0, 1], 2, attend)
-    assert first == [{0: NodeExit(FAILED)}, {0: NodeExit(DONE)}]
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_rendezvous, "LINGER_SECONDS", 2.0)  # node 1 is gone and does not acknowledge the failure
-
-    def attend(call: NodeLink) -> str | None:
-        return None if call.nodes.rank == 1 else call.main_first(lambda: "", lambda: None)
-
-    first, _, third = Meeting().hold([0, 1, 2], 3, attend)
-    for outcome in (first, third):
-        assert isinstance(outcome, TrainingError)
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(outcome)
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
-    """A scheduler that replaces a lost node must not take the error for one of the recipe."""
-    meeting, outcomes = Meeting(), []
-
-    def heartbeats() -> int:
-        return [thread.name for thread in threading.enumerate()].count("heartbeat")
-
-    def attend(call: NodeLink) -> None:
-        if call.nodes.rank == 1:
-            return leave(call)
-        wait_until(lambda: heartbeats() == 1, "node 0 is not alone")
-        outcomes.extend(meeting.hold([1], 2, lambda call: None))
-        outcomes.append(call.exchange_exits(0, NodeExit(DONE), True))
-
-    wait_until(lambda: heartbeats() == 0, "launchers of an earlier test are still there")
-    meeting.hold([0, 1], 2, attend)
-    assert type(outcomes[0]) is ReturnedError
-    assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
-    assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without node 1"
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_node_that_comes_back_after_it_was_given_up_does_not_end_the_run() -> None:
-    meeting, outcomes = Meeting(), []
-
-    def attend(call: NodeLink) -> tuple[dict[int, NodeExit], ...] | None:
-        if call.nodes.rank == 1:
-            return leave(call)
-        first = call.exchange_exits(0, NodeExit(FAILED), True)
-        if call.nodes.rank == 0:
-            outcomes.extend(meeting.hold([1], 3, lambda call: None))
-        return first, call.exchange_exits(1, NodeExit(DONE), True)
-
-    first, _, third = meeting.hold([0, 1, 2], 3, attend)
-    assert type(outcomes[0]) is ReturnedError
-    assert str(outcomes[0]).startswith("node 1 was lost, and the others continue without it")
-    assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
 
 
 def test_node_0_hears_why_another_launcher_gave_up_and_waits_no_longer() -> None:

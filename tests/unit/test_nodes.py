@@ -108,6 +108,8 @@ def test_nodes_come_from_the_known_variables_or_from_slurm(nodes_in, variables, 
         ({"NNODES": "-1"}, "NNODES='-1' in the environment is not a whole number of at least 1"),
         ({"NNODES": "2", "NODE_RANK": "-1", "MASTER_ADDR": "a"}, "NODE_RANK='-1' in the environment"),
         ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": " "}, "NNODES=2 needs MASTER_ADDR in"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a..b"}, "MASTER_ADDR=a..b is no host name"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": 64 * "a"}, "MASTER_ADDR=a+ is no host name"),
         (
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
             "MASTER_PORT='99999' in the environment is not a whole number from 1 to 65535",

@@ -19,7 +19,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from llmtrain.launch.rank_server import FORKED, IGNORED, SPAWNED, rank_server
+from llmtrain.launch.rank_server import FORKED, SPAWNED, rank_server
+from llmtrain.stop_signals import STOP_SIGNALS
 from tests.mother import session
 
 MARK = "imported_by_the_launcher"
@@ -45,7 +46,7 @@ def forked_report() -> int | None:
 
 def use_server(file: str) -> None:
     """Act as a launcher with an open file, buffered text and signal handlers, and send the server a scheduler's signals."""
-    for number in IGNORED:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: sys.exit(f"{signal.Signals(number).name} in the launcher's code"))
     sys.modules[MARK] = ModuleType(MARK)
     # A process of tests.mother forks the tracker, too, so it must start before text is in the buffer.
@@ -56,7 +57,7 @@ def use_server(file: str) -> None:
         assert program == FORKED
         [server] = [child for child in psutil.Process().children() if forks(child)]
         assert forked_report() == 0
-        for number in IGNORED:
+        for number in STOP_SIGNALS:
             server.send_signal(number)
         assert forked_report() == 0
     assert not server.is_running()

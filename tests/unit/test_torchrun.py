@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -201,6 +202,20 @@ def test_a_signal_before_the_ranks_have_met_ends_like_one_before_training(
     else:
         assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(code, by_signal=True)
     assert asked == [directory.path] * 2, "NFS remembers for a minute that there was no recipe"
+
+
+def test_a_node_whose_torchrun_does_not_arrive_is_a_failure_of_this_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launchers then find out which node is lost, and may continue without it."""
+    directory = RunDirectory(load_recipe(ROOT / RECIPE, [f"run.out_dir={tmp_path}", "run.name=a"]))
+    absent = DistStoreError("Timed out after 6 seconds waiting for clients. 1/3 clients joined.")
+    monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=absent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    arguments = torchrun.torchrun_arguments(directory.recipe, Attempt(0, THREE), 2)
+    assert torchrun._run([*arguments, "train.py"], directory, THREE) == NodeExit(FAILED)
+    assert capsys.readouterr().err == f"error: node {THREE.rank} could not start its ranks: {absent}\n"
 
 
 @pytest.mark.parametrize(
