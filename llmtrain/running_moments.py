@@ -20,9 +20,9 @@ class RunningMoments:
 
     def __init__(self, shape: tuple[int, int], ema: float):
         self.ema = ema
-        self.count = torch.zeros(shape, dtype=torch.int64)
-        self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.variance = torch.zeros(shape, dtype=torch.float64)
+        self.count = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        self.mean = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        self.variance = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def z_scores(self, values: torch.Tensor) -> torch.Tensor:
         """Return (value - mean) / std. If the variance is 0, a value above the mean gives infinity, any other 0."""
@@ -66,13 +66,13 @@ class RunningMoments:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in STATE_NAMES:
-            setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype))
+            setattr(self, key, torch.tensor(state[key], dtype=getattr(self, key).dtype, device="cpu"))
 
 
 def power(base: float, exponents: torch.Tensor) -> torch.Tensor:
     """Return `base` to the power of each of the `exponents` (integers of at least 0), in float64. The result has the same bits on
     every processor, whereas the rounding of torch.pow depends on the vector instructions."""
-    result, square = torch.ones(exponents.shape, dtype=torch.float64), base
+    result, square = torch.ones(exponents.shape, dtype=torch.float64, device="cpu"), base
     while exponents.any():
         result = torch.where(exponents % 2 == 1, result * square, result)
         square, exponents = square * square, exponents // 2

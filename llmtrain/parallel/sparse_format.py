@@ -71,7 +71,7 @@ class SparseFormat:
         if not self.is_rounded:
             return torch.cat([values.view(torch.uint8).reshape(-1), _pack_indices(indices).reshape(-1)])
         larger = (kept + 1) // 2
-        levels = torch.zeros(len(chunks), LEVELS, device=chunks.device)
+        levels = torch.zeros(len(chunks), LEVELS, dtype=torch.float32, device=chunks.device)
         levels[:, 1] = magnitudes[:, :larger].mean(1)
         if kept > larger:
             levels[:, 0] = magnitudes[:, larger:].mean(1)

@@ -134,11 +134,7 @@ class QsrPeriod(Period):
         while self._ends[-1] < lr_schedule.total_steps:
             lr = lr_schedule.at(max(self._ends[-1] + 1, lr_schedule.warmup_steps))
             longest = lr_schedule.total_steps - self._ends[-1]
-            # Without the margin, rounding could turn (2 x lr / lr)^2 into 3.99..., whose floor is 3. At a rate of 0, the
-            # round lasts until the end of the run.
-            grown = math.floor((section.alpha / lr) ** section.power * (1 + 1e-12)) if lr > 0 else longest
-            length = max(section.base, grown)
-            self._ends.append(self._ends[-1] + min(length, longest))
+            self._ends.append(self._ends[-1] + min(max(section.base, _grown(section, lr)), longest))
 
     def is_synchronous(self, step: int) -> bool:
         return step <= self.warmup
@@ -161,6 +157,15 @@ class QsrPeriod(Period):
     def round_number(self, step: int) -> int:
         index, beyond = bisect_left(self._ends, step), step - self._ends[-1]
         return index if index < len(self._ends) else index + (beyond - 1) // self.section.base
+
+
+def _grown(section: QsrSection, lr: float) -> float:
+    """Return the number of steps of a round that begins at the rate `lr`, by the rule without `base`; infinite at a rate of 0."""
+    try:
+        # Without the margin, rounding could turn (2 x lr / lr)^2 into 3.99..., whose floor is 3.
+        return math.floor((section.alpha / lr) ** section.power * (1 + 1e-12))
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def warmup_of(sync: SyncSection, lr_schedule: LRSchedule) -> int:

@@ -144,7 +144,7 @@ class TimedPeriod(Period):
         """Return the seconds since the last exchange and whether a stop was requested, both as the replica's first rank knows
         them. A collective of the shard group."""
         # On the CPU: reading the values from a GPU would wait, in every step, for all work that is queued on it.
-        mine = torch.tensor([self.clock() - self._exchanged_at, self.stop_seen()], dtype=torch.float64)
+        mine = torch.tensor([self.clock() - self._exchanged_at, self.stop_seen()], dtype=torch.float64, device="cpu")
         elapsed, stop = self.shard_comms.all_gather(mine, "reading the replica's clock")[0]
         return float(elapsed), bool(stop)
 

@@ -60,7 +60,7 @@ class Weighing:
         that this replica took to compute. The result has shape [replicas, 1 + len(ROUND_VALUES) + blocks], float64. A
         collective of the shard group and of the replica group."""
         replica_comms, shard_comms = self.block_sync.replica_comms, self.block_sync.shard_comms
-        row = torch.tensor([computed_seconds, *local_steps.state().values()], dtype=torch.float64)
+        row = torch.tensor([computed_seconds, *local_steps.state().values()], dtype=torch.float64, device="cpu")
         target = replica_comms.device
         if self.reduction is not None:
             device = squares[0].device if squares else shard_comms.device  # with ZeRO's offload, masters are on the CPU

@@ -99,26 +99,35 @@ class OverlappedOracle(FragmentOracle):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.sent: dict[int, Sent] = {}  # by block, of the newest turn
+        self.is_sent = [False for _ in self.turns]  # by part: its newest mean is still to be used
+        self.since = [min(self.warmup, self.last) for _ in self.turns]  # by part: later steps are in no mean yet
 
     def after_step(self, step: int) -> None:
         for part, turns in enumerate(self.turns):
             for number, turn in enumerate(turns):
                 next_turn = turns[number + 1] if number + 1 < len(turns) else self.last + 1
                 due = min(turn + self.sync.schedule.steps, next_turn)
-                if step == due > turn:
-                    self.use(part, self.sync.schedule.alpha)
+                if step == due > turn and self.is_sent[part]:
+                    self.use_late(part, step)
                 if step == turn:
-                    self.send(part, number)
+                    self.send(part, step)
                     if due == turn:
-                        self.use(part, self.sync.schedule.alpha)
+                        self.use_late(part, step)
 
-    def send(self, part: int, number: int) -> None:
-        """Send part `part` at its turn `number`."""
-        turns = self.turns[part]
-        since = turns[number - 1] if number else self.warmup
-        lrs = [self.rates.at(step) for step in range(since + 1, turns[number] + 1)]
-        for block in self.of(part):
-            self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
+    def send(self, part: int, step: int) -> None:
+        """Send part `part` after `step`, unless nothing was trained that a mean does not have or has not replaced."""
+        lrs = [self.rates.at(trained) for trained in range(self.since[part] + 1, step + 1)]
+        self.is_sent[part], self.since[part] = bool(lrs), step
+        if lrs:
+            for block in self.of(part):
+                self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
+
+    def use_late(self, part: int, step: int) -> None:
+        """Use the newest mean of a part after `step`. Without mixing, it replaces what was trained since."""
+        self.use(part, self.sync.schedule.alpha)
+        self.is_sent[part] = False
+        if self.sync.schedule.alpha == 0:
+            self.since[part] = step
 
     def use(self, part: int, mix: float) -> None:
         for block in self.of(part):
@@ -131,21 +140,16 @@ class OverlappedOracle(FragmentOracle):
         self.count += part == len(self.turns) - 1
 
     def finish(self) -> None:
-        for part, turns in enumerate(self.turns):
-            if turns and turns[-1] + self.sync.schedule.steps > self.last:
-                self.use(part, self.sync.schedule.alpha)
+        for part in range(len(self.turns)):
+            if self.is_sent[part]:
+                self.use_late(part, self.last)
         rounds, has_short_round = self.count, False
         for part, turns in enumerate(self.turns):
-            newest = turns[-1] if turns else min(self.warmup, self.last)
-            if turns and newest + self.sync.schedule.steps > self.last and self.sync.schedule.alpha == 0:
-                newest = self.last  # the last mean has replaced what was trained since
-            lrs = [self.rates.at(step) for step in range(newest + 1, self.last + 1)]
-            for block in self.of(part):
-                if lrs:
-                    self.sent[block] = self.sent_from(block, [lrs for _ in self.replicas])
-                elif turns:  # nothing was trained since the part's last turn
-                    self.theta[block][:] = self.anchor[block]
-            if lrs:
+            self.send(part, self.last)
+            if self.is_sent[part]:
                 has_short_round = True
                 self.use(part, 0.0)
+            elif turns:  # nothing was trained since the part's last turn
+                for block in self.of(part):
+                    self.theta[block][:] = self.anchor[block]
         self.count = rounds + has_short_round

@@ -148,6 +148,7 @@ OVERLAPPED = {
     "accumulated": overlapped(2, 2, 0.5, outer=momentum(normalize="lr_sum")),
     "qsr": overlapped(2, 3, 0.5, every=None, period=QSR, outer=nesterov(normalize="lr_sum")),
     "qsr-short-last": overlapped(4, 2, 0.5, every=None, period={"kind": "qsr", "base": 4, "alpha": 2.0}),
+    "qsr-short-last-unmixed": overlapped(3, 2, 0.0, every=None, period={"kind": "qsr", "base": 4, "alpha": 2.0}),
     "pull": overlapped(2, 2, 0.5, pull={"probability": 0.4, "strength": 0.3}),
 }
 

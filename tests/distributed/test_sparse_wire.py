@@ -57,6 +57,17 @@ def test_bytes_are_those_that_are_published_and_two_magnitudes_per_chunk() -> No
     assert SparseFormat(64, "fp32").size(CHUNK) == 64 * 12 // 8 + 64 * 4
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_message_is_the_same_with_another_default_dtype(default: torch.dtype) -> None:
+    wire, values = SparseFormat(64, "2bit"), values_of(5000, torch.float32)
+    expected = wire.encode(values)
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(wire.encode(values), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_decoded_values_are_added() -> None:
     wire, values = SparseFormat(100, "2bit"), values_of(5000)
     total = torch.ones_like(values)

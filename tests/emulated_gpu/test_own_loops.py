@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,6 +58,38 @@ def test_shards_that_only_nccl_joins(gpu_ranks: RankPool) -> None:
     found = gpu_ranks.run(train_over_gloo_and_nccl, 4)
     for one, other in ((0, 2), (1, 3)):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[one], found[other], strict=True))
+
+
+def train_with_the_gpu_as_default_device(method: str, choices: dict[str, Any]) -> list[torch.Tensor]:
+    """Train as a user who has called torch.set_default_device, and return the parameters."""
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        updates = LocalUpdates(model, optimizer, method, **choices)
+        for step in range(8):
+            model(torch.full((8, 4), step + dist.get_rank() / 2)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.finish()
+    finally:
+        torch.set_default_device(None)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("method", "choices"),
+    [
+        ("diloco", {"period": 3, "warmup_steps": 2}),
+        ("diloco", {"period": 3, "reduction": "median_norm", "offload": True}),
+        ("edit", {"period": 3, "warmup_steps": 0, "schedule": "blocking"}),
+        ("des_loc", {"period": 2, "moments": {"first": 1, "second": 2}}),
+    ],
+)
+def test_the_default_device_may_be_the_gpu(gpu_ranks: RankPool, method: str, choices: dict[str, Any]) -> None:
+    one, other = gpu_ranks.run(train_with_the_gpu_as_default_device, method, choices, world_size=2)
+    assert all(map(torch.equal, one, other))
 
 
 def train_example(main: Callable[[], nn.Module], seen: dict[str, str]) -> tuple[list[str], list[torch.Tensor]]:

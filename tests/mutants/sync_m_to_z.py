@@ -132,8 +132,8 @@ TABLES = {
           - (section.alpha / lr) ** section.power
           + (section.alpha / lr) ** 2
         period: QSR's rounds may exceed the longest one
-          - self._ends.append(self._ends[-1] + min(length, longest))
-          + self._ends.append(self._ends[-1] + length)
+          - self._ends.append(self._ends[-1] + min(max(section.base, _grown(section, lr)), longest))
+          + self._ends.append(self._ends[-1] + max(section.base, _grown(section, lr)))
         length: QSR's rounds of a shorter run are kept
           - self.warmup, self._ends = steps, [steps]
           + self.warmup, self._ends = steps, getattr(self, "_ends", [steps])

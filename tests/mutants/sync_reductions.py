@@ -39,7 +39,7 @@ TABLES = {
           - tested &= self.norms.variance > (EPSILON * self.norms.mean) ** 2
           + pass
         penalty: the excluded rounds in a row are not in the checkpoint
-          - self.excluded = torch.tensor(state["excluded"])
+          - self.excluded = torch.tensor(state["excluded"], device="cpu")
           + pass
         penalty: the count of excluded rounds in a row never returns to 0
           - torch.where(anomalous, self.excluded + 1, 0)

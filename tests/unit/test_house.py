@@ -96,6 +96,7 @@ SYNC_SEES = {
 COMMANDS = {"cli", "recipe_commands"}
 """Modules whose functions have the names of commands."""
 MAX_LINES = 400
+FACTORIES = {f"torch.{name}" for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn")}
 PUBLIC_IN_SPITE_OF_ITS_NAME = {"os._exit"}
 
 
@@ -255,6 +256,17 @@ def test_methods_are_known_by_their_choices_alone() -> None:
 USERS_OF_PRIVATE_TORCH = {ROOT / "tests/emulated_gpu/races.py", ROOT / "tests/inside_torch.py"}
 """Files that use private parts of torch, for which there is no public API: they tell torch's search for data races what its streams
 would tell it, keep a stream busy, count compilations, and empty caches."""
+
+
+def test_tensors_of_the_host_name_their_device() -> None:
+    """In a user's own loop, torch's default device may be a GPU."""
+
+    def names_none(node: ast.AST) -> bool:
+        is_factory = isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
+        return is_factory and "device" not in {keyword.arg for keyword in node.keywords}
+
+    files = [path for path in PACKAGE if part_of(path) in ("sync", "running_moments")]
+    assert files and not at_fault({name_of(path): [*filter(names_none, nodes(parsed(path)))] for path in files})
 
 
 def test_no_private_names_of_others() -> None:

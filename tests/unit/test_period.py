@@ -238,6 +238,13 @@ def test_rounds_are_numbered_and_the_last_number_is_how_many_there_are():
     assert [timed(Hands([0.0])).round_number(step) for step in (1, 2, 3)] == [0, 0, None], "counted when they end"
 
 
+@pytest.mark.parametrize("rule", [{"alpha": 1e200}, {"alpha": 1e308, "power": 1}])
+def test_a_round_of_the_quadratic_rule_that_is_too_long_for_a_number_lasts_to_the_end(rule: dict[str, float]) -> None:
+    rates = LRSchedule(1e-3, 10, LRScheduleSection(kind="constant"))
+    period = QsrPeriod(QsrSection(base=3, **rule), 1, rates)
+    assert [step for step in range(1, 11) if period.ends_round(step)] == [10]
+
+
 def test_rounds_of_the_quadratic_rule_beyond_the_end_have_the_shortest_length() -> None:
     """A training loop of one's own may go on beyond the end, to its last average."""
     rates = LRSchedule(1.0, 10, LRScheduleSection(kind="constant"))

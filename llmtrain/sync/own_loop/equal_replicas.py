@@ -49,7 +49,7 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         start.is_synchronized,
         start.averages_gradients,
     )
-    found = _gather(replicas, shards, torch.tensor(row), "comparing the ranks' loops")
+    found = _gather(replicas, shards, torch.tensor(row, device="cpu"), "comparing the ranks' loops")
     ranks, steps, choices, anchors, others, synchronized, averaging = found.unbind(-1)
     if (choices != choices[0, 0]).any():
         raise RecipeError(

@@ -28,7 +28,9 @@ def average_gradients(
     if replicas.size == 1:
         return
     # By parameter: 0 without a gradient, 1 for a dense gradient, 2 for a sparse one.
-    kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters], dtype=torch.uint8)
+    kinds = torch.tensor(
+        [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters], dtype=torch.uint8, device="cpu"
+    )
     found = kinds[None]
     if not check_equal_steps(replicas, steps, zlib.crc32(kinds.numpy().tobytes())):
         found = replicas.all_gather(kinds.to(replicas.device), "comparing which parameters have gradients")

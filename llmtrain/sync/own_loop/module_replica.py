@@ -140,4 +140,4 @@ def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
 def _checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of float tensors, read as integers."""
     sums = [tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
-    return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64)
+    return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64, device="cpu")

@@ -39,7 +39,7 @@ class EditPenalty(Reduction):
         self.norms = RunningMoments((replicas, blocks), section.ema)
         self.steps = RunningMoments((replicas, blocks), section.ema)
         """Moments of the number of local steps, over the same rounds as `norms`."""
-        self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64)
+        self.excluded = torch.zeros((replicas, blocks), dtype=torch.int64, device="cpu")
         """Number of consecutive rounds, up to the last one, in which a block of a replica was excluded: [replicas, blocks]."""
 
     def weigh(self, norms: torch.Tensor, steps: torch.Tensor, lr_sums: torch.Tensor) -> ReplicaWeights:
@@ -67,8 +67,8 @@ class EditPenalty(Reduction):
         part = EditPenalty(self.section, len(norms), len(blocks), self.is_rounded, self.is_mixed)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             columns.copy_(whole[:, list(blocks)])
-        steps = torch.tensor([replica.steps for replica in local_steps], dtype=torch.float64)
-        lr_sums = torch.tensor([replica.lr_sum for replica in local_steps], dtype=torch.float64)
+        steps = torch.tensor([replica.steps for replica in local_steps], dtype=torch.float64, device="cpu")
+        lr_sums = torch.tensor([replica.lr_sum for replica in local_steps], dtype=torch.float64, device="cpu")
         weights = part.weigh(norms, steps, lr_sums)
         for whole, columns in zip(self._statistics(), part._statistics(), strict=True):
             whole[:, list(blocks)] = columns
@@ -159,7 +159,7 @@ class EditPenalty(Reduction):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.norms.load_state_dict(state["norms"])
         self.steps.load_state_dict(state["steps"])
-        self.excluded = torch.tensor(state["excluded"])
+        self.excluded = torch.tensor(state["excluded"], device="cpu")
 
     def resharded(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the statistics for a run that resumes with a different number of replicas. Each new replica starts with the

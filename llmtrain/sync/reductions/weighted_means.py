@@ -21,7 +21,9 @@ class TokenWeighted(Reduction):
     def weigh_blocks(
         self, blocks: Sequence[int], norms: torch.Tensor, local_steps: Sequence[LocalSteps]
     ) -> ReplicaWeights:
-        work = torch.tensor([done.tokens**2 / max(done.steps, 1) for done in local_steps], dtype=torch.float64)
+        work = torch.tensor(
+            [done.tokens**2 / max(done.steps, 1) for done in local_steps], dtype=torch.float64, device="cpu"
+        )
         if not work.any():  # if the end of a run only undoes the mixing of fragments
             work = torch.ones_like(work)
         relative = work / work.max()  # 1, exactly, for equal work
@@ -77,7 +79,7 @@ class MedianNorm(Reduction):
 
 
 def _unlimited(blocks: int) -> torch.Tensor:
-    return torch.full((blocks,), math.inf, dtype=torch.float64)
+    return torch.full((blocks,), math.inf, dtype=torch.float64, device="cpu")
 
 
 def _mean_of_finite(norms: torch.Tensor) -> torch.Tensor:

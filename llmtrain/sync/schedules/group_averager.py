@@ -181,7 +181,7 @@ class GroupAverager:
                 lambda: max(self._posted) >= self._last_global,
                 f"this replica's average of iteration {self._last_global}",
             )
-            version = torch.tensor(max(self._posted))
+            version = torch.tensor(max(self._posted), device="cpu")
         version = int(self.shard_comms.all_gather(version, "choosing a version")[0])
         with self._changed:
             self._wait(lambda: version in self._posted, f"this rank's model of iteration {version}")

@@ -30,8 +30,6 @@ class OverlappedSchedule(FragmentSchedule):
             for fragment, message in enumerate(self._messages):
                 if message is not None:
                     self._apply(fragment)
-                    if self.section.alpha == 0:  # this has discarded the local steps since the fragment's turn
-                        self._local_steps[fragment] = LocalSteps()
             has_short_round = False
             for fragment, local_steps in enumerate(self._local_steps):
                 if local_steps.steps > 0:
@@ -69,6 +67,8 @@ class OverlappedSchedule(FragmentSchedule):
     def _take_turn(self, fragment: int) -> None:
         if self._messages[fragment] is not None:  # in a short last round, the mean of its last turn is still in flight
             self._apply(fragment)
+        if self.section.alpha == 0 and self._local_steps[fragment].steps == 0:
+            return  # a mean has just replaced all of them: another outer step would consist of momentum only
         self._messages[fragment] = self._take_message(fragment)
         if self.section.steps == 0:
             self._apply(fragment)
@@ -76,5 +76,7 @@ class OverlappedSchedule(FragmentSchedule):
     def _apply(self, fragment: int) -> None:
         self._messages[fragment].apply(self.section.alpha)
         self._messages[fragment] = None
+        if self.section.alpha == 0:  # this has discarded the local steps since the fragment's turn
+            self._local_steps[fragment] = LocalSteps()
         self._is_mixed |= self.section.alpha > 0
         self._count_round(fragment)
