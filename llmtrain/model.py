@@ -47,6 +47,8 @@ IGNORE_POSITIONS = (
 a state passes from token to token."""
 MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` in a config for layers whose masks separate documents."""
+EQUAL_IN_ALL_LAYERS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Config keys that estimates of work and memory read once for all layers."""
 SCALED_RESIDUALS = ("gpt2", "gpt_bigcode")
 """Model types whose projections onto the residual stream, `c_proj`, start smaller by a factor of sqrt(2 x layers)."""
 PREFIX = "causal_lm."
@@ -134,8 +136,9 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         changes.setdefault(special, None)  # they belong to the tokenizer, which export sets
     try:
         if section.from_config is not None:
-            return AutoConfig.from_pretrained(section.from_config, **changes)
-        return AutoConfig.for_model(section.type, **changes)
+            config = AutoConfig.from_pretrained(section.from_config, **changes)
+        else:
+            config = AutoConfig.for_model(section.type, **changes)
     except OSError as error:
         raise ModelError(
             f"model.from_config={section.from_config!r} can't be read ({first_line(error)}); give a folder with config.json"
@@ -149,6 +152,18 @@ def model_config(section: ModelSection, vocab_size: int | None = None) -> Pretra
         raise ModelError(f"model.config does not make a {section.type} model: {reason}") from error
     except (ValueError, TypeError) as error:
         raise ModelError(f"model: {section.type!r} can't be built from model.config: {first_line(error)}") from error
+    _check_equal_layers(config)
+    return config
+
+
+def _check_equal_layers(config: PretrainedConfig) -> None:
+    """Raise ModelError for a model whose layers differ in keys of which this package needs one value for all layers. Reading such
+    a key is an error in transformers."""
+    per_layer = getattr(config, "per_layer_attributes", None) or ()  # transformers before 5.23 may not have it
+    if differing := [key for key in EQUAL_IN_ALL_LAYERS if key in per_layer]:
+        raise ModelError(
+            f"model: the layers of {config.model_type} differ in {differing[0]}, expected equal layers; choose another model"
+        )
 
 
 def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = None) -> LanguageModel:

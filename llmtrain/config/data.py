@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
 from llmtrain.config.section import Count, FileName, PathText, Section
 
@@ -43,7 +43,7 @@ class SourceSection(SiteSection):
 
     name: FileName
     """Name of the text in metrics. The default is the file name of the source, without its ending."""
-    weight: PositiveFloat = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Share of the sequences, relative to the weights of the other entries."""
 
 

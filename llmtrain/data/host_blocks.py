@@ -30,6 +30,8 @@ from llmtrain.threads import store_thread
 
 BLOCK_WINDOWS = 16
 """Number of windows per block that its digest covers."""
+BLOCKS_PER_REQUEST = 256
+"""Largest number of blocks in one request to the store. A run that continues compares all blocks up to its position."""
 
 
 class HostBlocks:
@@ -46,21 +48,28 @@ class HostBlocks:
         last of which is only a label. Raises DataError if the hosts' texts differ, or if a host has failed or adds no
         text within the run's timeout."""
         last, _ = block_of(max(min(needed, len(tokens)) - 2, 0))
-        keys: dict[int, list[str]] = {}
-        end = self._agreed
-        while end <= last:
-            keys[end] = [f"text/{host}/{end}" for host in self._hosts]
-            end = block_of(end)[1]
-        tokens.wait_until(lambda: all(map(self._store.check, keys.values())), needed, self._status)
-        for start, of_hosts in keys.items():
-            posts = [json.loads(self._store.get(key)) for key in of_hosts]
+        while self._agreed <= last:
+            starts, end = [], self._agreed
+            while end <= last and len(starts) < BLOCKS_PER_REQUEST:
+                starts.append(end)
+                end = block_of(end)[1]
+            self._compare(tokens, starts, needed)
+            self._agreed = end
+
+    def _compare(self, tokens: GrowingTokens, starts: Sequence[int], needed: int) -> None:
+        """Wait until all hosts have the blocks that begin at the tokens `starts`, and compare them, as `agree` does."""
+        hosts = len(self._hosts)
+        keys = [f"text/{host}/{start}" for start in starts for host in self._hosts]
+        tokens.wait_until(lambda: self._store.check(keys), needed, self._status)
+        found = [json.loads(post) for post in self._store.multi_get(keys)]
+        for index, start in enumerate(starts):
+            posts = found[index * hosts : (index + 1) * hosts]
             for post in posts:
                 if post["digest"] != posts[0]["digest"]:
                     raise DataError(
                         f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
                         f"({posts[0]['digest']}) from token {start:,} on; {remedy_for(tokens.source, tokens.directory)}"
                     )
-        self._agreed = end
 
     def _status(self) -> Mapping[str, Any]:
         """Return the progress of each host, and the error of one that has failed."""
@@ -86,17 +95,20 @@ def _post(store: dist.Store, key: str, tokens: GrowingTokens, closed: threading.
     try:
         while not closed.is_set():
             tokens.refresh()
-            while not closed.is_set() and (post := _describe(tokens, start)) is not None:
-                store.set(f"{key}/{start}", json.dumps(post))
+            posts: dict[str, str] = {}
+            while len(posts) < BLOCKS_PER_REQUEST and not closed.is_set() and (post := _describe(tokens, start)):
+                posts[f"{key}/{start}"] = json.dumps(post)
                 start = block_of(start)[1]
             own = {} if tokens.is_complete else read_status(tokens.directory)  # a status may be of an earlier run
-            status = json.dumps({"committed": len(tokens), **own})
+            # Posting itself is progress: the first digests of a long text may take as long as the timeout.
+            status = json.dumps({"committed": len(tokens), "posted": start, **own})
             if status != before:
-                store.set(key, status)
+                store.multi_set([*posts, key], [*posts.values(), status])
                 before = status
             if tokens.is_complete and start >= len(tokens):
                 return
-            closed.wait(POLL_SECONDS)
+            if not posts:
+                closed.wait(POLL_SECONDS)
     except (DataError, OSError, ValueError) as error:
         is_temporary = isinstance(error, UnavailableError | OSError)
         store.set(key, json.dumps({"error": f"{socket.gethostname()}: {error}", "is_temporary": is_temporary}))

@@ -45,11 +45,14 @@ class MixtureOrder:
         """Index of each text's first sample, followed by the total number of samples."""
         self._seed = derive_seed(seed, "mixture")
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Blocks that are being read. Only the thread that reads samples may use them: `count` may run beside it."""
 
     def locate(self, entry: int) -> tuple[int, int]:
         """Return the index of the text at an entry, and the index of the entry in that text's own list."""
         block, index = divmod(entry, BLOCK)
-        texts, ranks = self._block(block)
+        if block not in self._blocks:
+            self._blocks[block] = self._new_block(block)
+        texts, ranks = self._blocks[block]
         text = int(texts[index])
         return text, block * self.shares[text] + int(ranks[index])
 
@@ -59,7 +62,7 @@ class MixtureOrder:
         return self._first[text] + self.orders[text].sample(own_entry)
 
     def count(self, entries: range) -> np.ndarray:
-        """Return how many of the entries are of each text."""
+        """Return how many of the entries are of each text. Thread-safe."""
         return self._count_before(entries.stop) - self._count_before(entries.start)
 
     def forget(self, before: int) -> None:
@@ -74,18 +77,16 @@ class MixtureOrder:
         sizes = [order.sizes for order in self.orders]
         return {"sizes": sizes} if any(len(text_sizes) > 1 for text_sizes in sizes) else {}
 
-    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _new_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the text of each entry of a block, and its rank among that text's entries of the block."""
-        if block not in self._blocks:
-            sorted_texts = np.repeat(np.arange(len(self.shares)), self.shares)
-            texts = np.random.default_rng([self._seed, block]).permutation(sorted_texts)
-            starts = np.cumsum([0, *self.shares[:-1]])
-            ranks = np.empty(BLOCK, dtype=np.int64)
-            ranks[np.argsort(texts, kind="stable")] = np.arange(BLOCK) - starts[sorted_texts]
-            self._blocks[block] = texts, ranks
-        return self._blocks[block]
+        sorted_texts = np.repeat(np.arange(len(self.shares)), self.shares)
+        texts = np.random.default_rng([self._seed, block]).permutation(sorted_texts)
+        starts = np.cumsum([0, *self.shares[:-1]])
+        ranks = np.empty(BLOCK, dtype=np.int64)
+        ranks[np.argsort(texts, kind="stable")] = np.arange(BLOCK) - starts[sorted_texts]
+        return texts, ranks
 
     def _count_before(self, entry: int) -> np.ndarray:
         block, index = divmod(entry, BLOCK)
         counts = block * np.array(self.shares, dtype=np.int64)
-        return counts + np.bincount(self._block(block)[0][:index], minlength=len(counts)) if index else counts
+        return counts + np.bincount(self._new_block(block)[0][:index], minlength=len(counts)) if index else counts

@@ -181,5 +181,4 @@ class GrowingTokens(Tokens):
             if self.closed.wait(POLL_SECONDS):
                 raise DataError(f"{self.source}: the run has ended while it waited for text")
             self.refresh()
-        if before is not None:  # the condition was not true at once
-            self._last_wait = time.monotonic()
+        self._last_wait = time.monotonic()  # the condition may have taken long even if it was true at once

@@ -188,14 +188,15 @@ TABLES = {
           - {} if failed is None else {
           + {} if True else {
         stream: a host does not wait for the blocks of other hosts
-          - for host in self._hosts]
-          -             end = block_of
-          + for host in self._hosts if self._store.check([f"text/{host}/{end}"])]
-          +             end = block_of
+          - for start in starts for host in self._hosts]
+          + for start in starts for host in self._hosts if self._store.check([f"text/{host}/{start}"])]
     seen by unit/test_data_stream.py
         stream: hosts compare only the last block that is needed
-          - end = self._agreed
-          + end = last
+          - starts, end = [], self._agreed
+          + starts, end = [], last
+        stream: hosts ask for the blocks one by one
+          - BLOCKS_PER_REQUEST = 256
+          + BLOCKS_PER_REQUEST = 1
         stream: another host's temporary error counts as permanent
           - failed.get("is_temporary", False)
           + False

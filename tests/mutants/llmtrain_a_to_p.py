@@ -243,6 +243,10 @@ TABLES = {
         model: a config's head_dim is ignored
           - (getattr(config, "head_dim", None) or config.hidden_size // heads)
           + config.hidden_size // heads
+        model: layers may have heads of different sizes
+          -     _check_equal_layers(config)
+          -     return
+          +     return
         model: layers may be skipped at random
           -         _check_depth(config)
           +         pass

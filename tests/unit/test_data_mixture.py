@@ -185,3 +185,21 @@ def test_a_mixture_has_no_state_of_its_own() -> None:
 def test_a_disk_that_does_not_answer_is_told() -> None:
     with pytest.raises(TrainingError, match="does not answer"):
         PrefetchLoader(loader(), timeout_seconds=0.01)._receive()  # no batch was requested, so none arrives
+
+
+def test_counting_sequences_does_not_disturb_the_thread_that_reads_ahead() -> None:
+    """The summary counts while the thread may forget the blocks before its position."""
+    order = MixtureOrder([SampleOrder(number, 7) for number in SAMPLES.values()], list(WEIGHTS.values()), 7)
+    order.sample(0)
+
+    class Before(int):
+        """Entry before which blocks are forgotten. Each comparison with a block counts sequences, as another thread may."""
+
+        def __floordiv__(self, other: int) -> Before:
+            return Before(int(self) // other)
+
+        def __le__(self, block: int) -> bool:
+            assert order.count(range(BLOCK * 2, BLOCK * 2 + 9)).sum() == 9
+            return int(self) <= block
+
+    order.forget(Before(BLOCK))

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from llmtrain.config import DataSection
-from llmtrain.data import dataset, order, stream
+from llmtrain.data import dataset, host_blocks, order, stream
 from llmtrain.data import extend as extending
 from llmtrain.data.batch_shape import BatchShape
 from llmtrain.data.dataset import TokenDataset, open_dataset
@@ -204,6 +205,57 @@ def test_hosts_compare_every_block_up_to_the_one_that_is_needed(data: DataSectio
         blocks.agree(tokens, FIRST + 1)
     with pytest.raises(DataError, match=rf"node1 has other tokens \(1\) than node0 \(0\) from token {other:,} on"):
         blocks.agree(tokens, 3 * FIRST + 2)
+
+
+class CountedStore:
+    """Store that counts its requests by name, and keeps what is set together."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.told: list[dict[str, Any]] = []
+        self._store = dist.HashStore()
+
+    def clone(self) -> CountedStore:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls[name] += 1
+        return getattr(self._store, name)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.calls["multi_set"] += 1
+        self.told.append(dict(zip(keys, map(json.loads, values), strict=True)))
+        self._store.multi_set(keys, values)
+
+
+def test_a_run_that_continues_compares_and_posts_many_blocks_in_few_requests(
+    data: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request takes a round trip, and a long text has hundreds of blocks on each host."""
+    size = 64
+    for bound in ("FIRST_BLOCK", "LARGEST_BLOCK"):
+        monkeypatch.setattr(order, bound, size)
+    store, tokens = CountedStore(), growing(prepare(data, MANY, 100))
+    blocks = -(-len(tokens) // size)
+    assert 100 < blocks <= host_blocks.BLOCKS_PER_REQUEST
+    for host in (0, 1):
+        with posted_blocks(store, host, growing(begun(data))):
+            store._store.wait([f"text/{host}/{size * (blocks - 1)}"])
+    assert store.calls == {"multi_set": 2}
+    store.calls.clear()
+    assert not tokens.is_waiting(60.0)
+    HostBlocks(store, [0, 1]).agree(tokens, MANY)
+    assert store.calls == {"check": 1, "multi_get": 1}
+    assert tokens.is_waiting(60.0), "the time of the comparison is not taken for a disk that does not answer"
+
+    monkeypatch.setattr(host_blocks, "BLOCKS_PER_REQUEST", 40)
+    store = CountedStore()
+    with posted_blocks(store, 0, growing(begun(data))):
+        store._store.wait([f"text/0/{size * (blocks - 1)}"])
+    posted = [told["text/0"]["posted"] for told in store.told]
+    assert posted == [40 * size, 80 * size, *posted[2:]] and posted[-1] == blocks * size, "each request is progress"
+    HostBlocks(store, [0]).agree(tokens, MANY)
+    assert store.calls["check"] == store.calls["multi_get"] == -(-blocks // 40)
 
 
 def test_the_error_of_a_thread_that_posts_is_as_temporary_as_the_error(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, OPTConfig, T5Config
 
 from llmtrain.config import ModelSection, ParallelSection
 from llmtrain.errors import ModelError
@@ -326,6 +326,14 @@ def test_layers_that_are_skipped_at_random_are_refused(kind):
         ModelError, match=r"layerdrop is 0\.1, with which each rank would skip other layers; set it to 0"
     ):
         build(model_config(ModelSection(type=kind, config={"layerdrop": 0.1}), 97), 64)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text"])
+def test_a_model_whose_layers_have_heads_of_different_sizes_is_refused(kind):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    with pytest.raises(ModelError, match=rf"^model: the layers of {kind} differ in head_dim, .* choose another model$"):
+        model_config(ModelSection(type=kind), 97)
 
 
 def test_an_error_within_transformers_is_one_line():

@@ -8,6 +8,10 @@ WRONG_LISTS = [
     ("data.sources=[{source: a, weight: 0}]", ["data.sources[0].weight is 0", "a number greater than 0"]),
     ("data.sources=[{source: a, weight: -1}]", ["data.sources[0].weight is -1", "a number greater than 0"]),
     ("data.sources=[{source: a, weight: .nan}]", ["data.sources[0].weight is NaN", "expected a finite number"]),
+    (
+        "data.sources=[{source: a, weight: 1.0e+306}]",
+        ["data.sources[0].weight is 1e+306", "less than or equal to 1000000000"],
+    ),
     ("data.sources=[{source: a, weight: much}]", ['data.sources[0].weight is "much"', "expected a number"]),
     (
         "data={sources: [{source: a}, {source: b}], validation_fraction: 1.5}",
