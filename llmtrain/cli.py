@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -224,6 +225,8 @@ def compare(
 
 def _write_report(runs: Sequence[Path], baseline: str | None, target: float | None, out: Path) -> str:
     """Write a report on given runs to `out`, and return what to print: its path, and a warning if there is one."""
+    if target is not None and not 0 < target < math.inf:  # false for NaN, too
+        raise UserError(f"--target is {target:g}; give a finite loss above 0")
     with imports_without_gc():
         from llmtrain.compare.measures import gather
         from llmtrain.compare.report import write_report

@@ -22,6 +22,13 @@ TOKENS = "tokens of all replicas"
 DPI = 130
 
 
+def plain_label(name: str) -> str:
+    """Return a label that matplotlib shows as it is. It reads text between two dollar signs as a formula, and leaves names that begin
+    with an underscore out of legends."""
+    shown = name.replace("$", r"\$")
+    return f"\u200b{shown}" if shown.startswith("_") else shown  # behind a space of no width
+
+
 def draw_run(lines: Lines, target: Path, title: str) -> None:
     """Draw the losses of a run over its tokens, and below them the tokens per second and the bytes sent between replicas. Mark
     synchronizations and the synchronous warm-up. Write a PNG to `target`."""
@@ -39,7 +46,7 @@ def draw_run(lines: Lines, target: Path, title: str) -> None:
     look = {"color": "C1", "linestyle": "--", "marker": "o" if len(validations[0]) <= MARKERS_UP_TO else ""}
     losses.plot(*validations, **look, markersize=4, label="validation")
     losses.set(ylabel="loss (nats per token)")
-    losses.set_title(title, fontsize=11)
+    losses.set_title(plain_label(title), fontsize=11)
     losses.legend(loc="upper right", fontsize=9, framealpha=0.9)
     costs.plot(*_points(lines, "perf/tokens_per_second"), color="C2", linewidth=1.2)
     costs.set_ylim(bottom=0)
@@ -65,7 +72,7 @@ def draw_runs(runs: Mapping[str, Lines], target: Path, tag: str, unit: str, note
         _plot_training_loss(training, lines, **look)
         points = _points(lines, tag)
         marker = "o" if len(points[0]) <= MARKERS_UP_TO else ""
-        validation.plot(*points, **look, marker=marker, markersize=4, label=name)
+        validation.plot(*points, **look, marker=marker, markersize=4, label=plain_label(name))
     training.set(title="training", ylabel="loss (nats per token)")
     validation.set(title="validation", ylabel=unit)
     for axes in (training, validation):

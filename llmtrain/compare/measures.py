@@ -220,12 +220,16 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
     bare = [name for name in conditions if not NUMBER.search(name)]
     sweeps = []
     for skeleton, members in families.items():
-        columns = [column for column in zip(*members.values(), strict=True) if len(set(column)) > 1]
-        if len(columns) == 1 and len(set(columns[0])) == len(members):
-            is_rate = "…mbit" in skeleton
+        columns = enumerate(zip(*members.values(), strict=True))
+        varying = [(place, column) for place, column in columns if len(set(column)) > 1]
+        if len(varying) == 1 and len(set(varying[0][1])) == len(members):
+            [(place, column)] = varying
+            is_rate = skeleton.split("…")[place + 1].startswith("mbit")
             common = dict.fromkeys(bare, math.inf if is_rate else -math.inf) if len(bare) == 1 else {}
-            numbers = common | dict(zip(members, columns[0], strict=True))
-            sweeps.append(Sweep("bandwidth between hosts (Mbit/s)" if is_rate else skeleton, numbers, is_rate))
+            numbers = common | dict(zip(members, column, strict=True))
+            # The skeleton tells two sweeps of rates, and the files of their pictures, apart.
+            label = "bandwidth between hosts (Mbit/s)" + (f", {skeleton}" if skeleton != "…mbit" else "")
+            sweeps.append(Sweep(label if is_rate else skeleton, numbers, is_rate))
     return sweeps
 
 

@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 
 from llmtrain.compare.measures import SPLIT, Results, Sweep, validations
 from llmtrain.compare.results import Trial, TrialState
+from llmtrain.run_plots import plain_label
 
 COLORS = ["0072b2", "d55e00", "009e73", "cc79a7", "e69f00", "56b4e9", "8b4513", "7f3fbf", "c4102f", "4d6a6d", "8fae1b"]
 LINES = ("-", "--", "-.", ":")
@@ -77,7 +78,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
                 axes.plot(*curve[[cost, "loss"]].iloc[-1], "x", color=look["color"], markersize=11, markeredgewidth=2.5)
         done = [curve for index, curve in curves.items() if is_done[index]] or list(curves.values())
         thick = median_curve(done)
-        axes.plot(thick[cost], thick["loss"], **look, markersize=4.5, linewidth=1.7, label=run)
+        axes.plot(thick[cost], thick["loss"], **look, markersize=4.5, linewidth=1.7, label=plain_label(run))
         medians.append(thick)
     if not medians:
         return None
@@ -98,7 +99,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
         if last < 100 * first:  # one power of ten or none, and no other ticks have labels
             axes.xaxis.set_major_locator(MaxNLocator(4) if last < 10 * first else LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(unit="B" if cost == "bytes" else "", sep=""))
-    axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=condition)
+    axes.set(xlabel=AXES[cost], ylabel=f"validation loss ({results.unit.name})", title=plain_label(condition))
     _legend_below(figure)
     return figure
 
@@ -130,7 +131,7 @@ def draw_time(results: Results, condition: str) -> Figure | None:
     # The medians of the parts would come from different seeds, and their sum would be the time of no trial.
     by_run = trials.groupby("run", sort=False)[SPLIT]
     parts = pd.DataFrame(
-        {run: rows.loc[rows.sum(axis=1).sort_values().index[len(rows) // 2]] for run, rows in by_run}
+        {plain_label(run): rows.loc[rows.sum(axis=1).sort_values().index[len(rows) // 2]] for run, rows in by_run}
     ).T
     figure, axes = _figure(1.5 + 0.34 * len(parts))
     ends = parts.cumsum(axis=1)
@@ -140,7 +141,7 @@ def draw_time(results: Results, condition: str) -> Figure | None:
     totals = ends["waiting"]
     idle = 100 * (1 - parts["computing"] / totals).fillna(0)
     axes.bar_label(bars, [f"{t:.1f} s, {i:.0f} % idle" for t, i in zip(totals, idle, strict=True)], padding=4, size=8)
-    axes.set(xlabel="training time (s), mean of ranks", title=condition, xlim=(0, totals.max() * 1.5 or 1))
+    axes.set(xlabel="training time (s), mean of ranks", title=plain_label(condition), xlim=(0, totals.max() * 1.5 or 1))
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -154,7 +155,7 @@ def draw_throughput(results: Results, sweep: Sweep) -> Figure | None:
     numbers = sorted(filter(math.isfinite, sweep.numbers.values()))
     is_log = numbers[0] > 0 and numbers[-1] / numbers[0] > LARGE_RATIO
     # A condition without a number is drawn beyond an end of the axis: the upper end for rates, otherwise the lower end.
-    below, above = 0.0, 2 * numbers[-1] - numbers[-2]
+    below, above = min(0.0, 2 * numbers[0] - numbers[1]), 2 * numbers[-1] - numbers[-2]
     if is_log:
         below, above = numbers[0] ** 2 / numbers[1], numbers[-1] ** 2 / numbers[-2]
     positions = pd.Series(sweep.numbers).replace({math.inf: above, -math.inf: below}).sort_values()
@@ -165,12 +166,14 @@ def draw_throughput(results: Results, sweep: Sweep) -> Figure | None:
     for run, look in styles(results).items():
         if len(rows := rates[rates["run"] == run]):
             error = (rows["median"] - rows["low"], rows["high"] - rows["median"])
-            axes.errorbar(rows["x"], rows["median"], error, **look, markersize=5, capsize=2, label=run)
+            axes.errorbar(rows["x"], rows["median"], error, **look, markersize=5, capsize=2, label=plain_label(run))
     axes.set_xscale("log" if is_log else "linear")
-    labels = [f"{number:g}" if math.isfinite(number := sweep.numbers[name]) else name for name in positions.index]
+    labels = [
+        f"{number:g}" if math.isfinite(number := sweep.numbers[name]) else plain_label(name) for name in positions.index
+    ]
     axes.set_xticks(positions, labels)
     axes.minorticks_off()
-    axes.set(xlabel=sweep.label, ylabel="tokens per second, all ranks", ylim=(0, None))
+    axes.set(xlabel=plain_label(sweep.label), ylabel="tokens per second, all ranks", ylim=(0, None))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _legend_below(figure)
     return figure
@@ -195,7 +198,7 @@ def draw_timelines(results: Results, condition: str) -> Figure | None:
         axes.tick_params(axis="x", length=0 if axes is not panels[-1] else 3.5)
     panels[-1].set_xlabel("seconds")
     _legend_below(figure, columns=4, handles=[Patch(color=color, label=label) for color, label in KINDS.values()])
-    figure.suptitle(condition, fontsize=12)
+    figure.suptitle(plain_label(condition), fontsize=12)
     return figure
 
 
@@ -263,7 +266,7 @@ def _draw_run(axes: Axes, name: str, spans: pd.DataFrame, length: float) -> None
                 starts = own["start"] - begin
                 axes.vlines(starts, position - 0.4, position + 0.12, colors="black", linewidth=0.6, zorder=3)
     left_out = f" ({len(shown)} of {len(ranks)} ranks)" if len(shown) < len(ranks) else ""
-    axes.set_title(f"{name}{left_out}", loc="left", fontsize=10)
+    axes.set_title(plain_label(f"{name}{left_out}"), loc="left", fontsize=10)
     axes.set(xlim=(0, length), ylim=(len(shown) - 0.5, -0.5))
     axes.set_yticks(range(len(shown)), [f"rank {rank}" for rank in shown], fontsize=8)
     axes.tick_params(axis="y", length=0)

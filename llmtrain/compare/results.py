@@ -21,6 +21,7 @@ from llmtrain.run_files import EVALUATIONS, METRICS, RECIPE, SUMMARY
 AS_RUN = "as run"
 """Condition of runs that no comparison started, whatever cluster they ran on."""
 VIRTUAL = "perf/virtual_seconds"
+WAITS = {"comm/exposed_seconds", "comm/wait_seconds"}
 LINE = {"step", "tokens", "seconds"}
 """Keys of every line of metrics.jsonl."""
 EVALUATE_AGAIN = "delete it and evaluate again"
@@ -183,9 +184,14 @@ def _load(path: Path) -> Trial:
 
 
 def _by_virtual_clock(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines with the seconds of the run's virtual clock, interpolated over steps for lines that have none."""
+    """Return the lines with the seconds of the run's virtual clock, interpolated over steps for lines that have none. Leave out WAITS,
+    which are real seconds of the process."""
     known = {0: 0.0} | {line["step"]: line[VIRTUAL] for line in lines if line.get(VIRTUAL) is not None}
-    return [{**line, "seconds": float(np.interp(line["step"], [*known], [*known.values()]))} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in WAITS}
+        | {"seconds": float(np.interp(line["step"], [*known], [*known.values()]))}
+        for line in lines
+    ]
 
 
 def benchmarks_of(directory: Path, steps: int | None) -> dict[str, dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +34,10 @@ START_SECONDS = 300.0
 """Seconds, in addition to the recipe's own timeout, for ranks to log their first line, and to end after a failure or a
 request to stop."""
 LAST_LINES = 20
+REPORT = re.compile(
+    r'^Traceback \(most recent call last\):\n(?: .*\n)*? +File ".*torch/distributed/run\.py", ', re.MULTILINE
+)
+"""Beginning of torchrun's report on a failure or a signal, with which it ends."""
 
 
 class StageEnd(NamedTuple):
@@ -124,6 +128,7 @@ class TrialRun:
         hosts, condition = self.hosts[: stage.replicas], self.comparison.conditions[self.planned.condition]
         faults = Faults(seed=self.planned.seed, hosts=len(hosts), delays=condition.delays, garbage=condition.garbage)
         earlier = last_logged_step(self.planned.directory / METRICS)
+        logged = [log.stat().st_size if log.exists() else 0 for log in map(self._log, hosts)]
         processes = [self._start(host, number, stage, faults) for number, host in enumerate(hosts)]
         times, failures = StageTimes(started=time.monotonic()), []
         try:
@@ -140,7 +145,7 @@ class TrialRun:
         codes = [process.poll() for process in processes]
         if failures:
             return StageEnd(TrialState.FAILED, codes, failures, seconds)
-        return self._end_of(stage, codes, times, seconds)
+        return self._end_of(stage, codes, times, seconds, logged)
 
     def _watch(
         self, processes: Sequence[subprocess.Popen], stage: Stage, earlier: int, trained: float, times: StageTimes
@@ -176,7 +181,10 @@ class TrialRun:
                 for host in self.hosts[: stage.replicas]:
                     host.kill()
 
-    def _end_of(self, stage: Stage, codes: list[int | None], times: StageTimes, seconds: float) -> StageEnd:
+    def _end_of(
+        self, stage: Stage, codes: list[int | None], times: StageTimes, seconds: float, logged: Sequence[int]
+    ) -> StageEnd:
+        """Return the outcome of a stage whose processes have ended. `logged` is the size of each host's log when it began."""
         if all(code == DONE for code in codes):
             if stage.until is None:
                 return StageEnd(TrialState.DONE, codes, [], seconds)
@@ -186,8 +194,12 @@ class TrialRun:
         if times.stopped is not None and read_mapping(directory / SUMMARY, RUN_AGAIN).get("stopped") == "signal":
             is_complete = times.stopped_after >= (stage.until or math.inf)
             return StageEnd(None if is_complete else TrialState.STOPPED, codes, [], seconds)
-        log = directory / f"{self.hosts[times.first_failed].name}.log"
-        return StageEnd(TrialState.FAILED, codes, _last_lines(log), seconds)
+        lines = _last_lines(self._log(self.hosts[times.first_failed]), logged[times.first_failed])
+        return StageEnd(TrialState.FAILED, codes, lines, seconds)
+
+    def _log(self, host: Host) -> Path:
+        """Return the path of a host's log, which all stages append to."""
+        return self.planned.directory / f"{host.name}.log"
 
     def _start(self, host: Host, number: int, stage: Stage, faults: Faults) -> subprocess.Popen:
         """Start torchrun on a host: one CPU thread per rank, and no GPU, because all hosts would share the same one."""
@@ -204,7 +216,7 @@ class TrialRun:
             "GLOO_SOCKET_IFNAME": host.interface,
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.recipe.run.timeout_seconds)),
         }
-        path = self.planned.directory / f"{host.name}.log"
+        path = self._log(host)
         with _writing(path):
             log = path.open("a", encoding="utf-8")
         with log:
@@ -259,11 +271,11 @@ def _traffic(host: Host, before: tuple[int, int] | None) -> dict[str, Any]:
     return {"name": host.name, "address": host.address, **counts}
 
 
-def _last_lines(log: Path) -> list[str]:
-    """Return the last lines that the ranks wrote, without torchrun's report on the failure."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    own = list(itertools.takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
-    return (own or lines)[-LAST_LINES:]
+def _last_lines(log: Path, start: int) -> list[str]:
+    """Return the last lines that the ranks wrote after the first `start` bytes of a log, or torchrun's if they wrote none."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    own = [line for line in REPORT.split(text)[0].splitlines() if "torch/distributed/elastic" not in line]
+    return (own or text.splitlines())[-LAST_LINES:]
 
 
 def _commit() -> str | None:

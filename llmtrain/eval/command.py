@@ -78,7 +78,7 @@ def evaluate(
                 file = f"{name}.json" if step is None else f"{name}-{step_name(each.checkpoint.step)}.json"
                 write_json(_home(each.checkpoint, out) / file, result)
     newest = [of_path[-1] for of_path in evaluated]
-    _show(name, newest, reference, show, console)
+    _show(name, newest, reference, units, console)
     if over_time:
         _draw(name, [each for of_path in evaluated for each in of_path], results, show, out, console)
     return results
@@ -167,10 +167,12 @@ def _digest(checkpoint: Checkpoint) -> str | None:
 
 
 def _show(
-    suite: str, newest: list[Evaluated], baseline: Evaluated | None, show: dict[str, Sequence[str]], console: Console
+    suite: str, newest: list[Evaluated], baseline: Evaluated | None, units: Sequence[EvalUnit], console: Console
 ) -> None:
+    show = {unit.name: unit.show for unit in units}
     if rows_of(newest, show):
-        table, notes = table_of(f"suite {suite}", newest, show, baseline)
+        limited_to_one = {unit.name for unit in units if unit.key.get("limit") == 1}
+        table, notes = table_of(f"suite {suite}", newest, show, baseline, limited_to_one)
         console.print(table)
         for note in notes:
             console.print(note, markup=False)

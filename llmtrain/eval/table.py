@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
 from llmtrain.eval.scores import ACCURACIES, SEPARATE, Entry, PairedTest, compare, compare_with_chance
 from llmtrain.quantities import format_si
+from llmtrain.run_plots import plain_label
 
 NOTES = {
     "near chance": "near chance: within 2 standard errors of what guessing gives; such a score says nothing about the model",
@@ -115,9 +116,13 @@ def scores_on_one_line(each: Evaluated, show: Mapping[str, Sequence[str]]) -> st
 
 
 def table_of(
-    title: str, evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]], baseline: Evaluated | None
+    title: str,
+    evaluated: Sequence[Evaluated],
+    show: Mapping[str, Sequence[str]],
+    baseline: Evaluated | None,
+    limited_to_one: Collection[str] = (),
 ) -> tuple[Table, list[str]]:
-    """Return the table and the notes to print below it."""
+    """Return the table and the notes to print below it. Of the units `limited_to_one`, only one document was read."""
     table = Table(title=title, title_justify="left")
     table.add_column("task")
     table.add_column("metric")
@@ -139,7 +144,7 @@ def table_of(
             cells.append(text)
         scores = evaluated[0].entries[row.unit].scores[row.name]
         documents = scores["n"]
-        if documents == 1 and "bytes" in scores:  # a text
+        if documents == 1 and "bytes" in scores and row.unit not in limited_to_one:  # a text
             notes.append(
                 f"{row.name}: read as one document, so it has no standard error, and a test says nothing; cut it with `separator:` in the "
                 'suite ("\\n\\n": a document per paragraph)'
@@ -206,18 +211,22 @@ def draw_curves(evaluated: Sequence[Evaluated], show: Mapping[str, Sequence[str]
     columns = min(3, len(rows))
     height = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.4 * height), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(plain_label(title))
     panels = figure.subplots(height, columns, squeeze=False).flat
     for panel in list(panels)[len(rows) :]:
         panel.set_visible(False)
     for row, panel in zip(rows, figure.axes, strict=False):
         for label, points in lines_of(evaluated, row, over_tokens).items():
             places, values, errors = zip(*points, strict=True)
-            panel.errorbar(places, values, errors, marker="o", markersize=4, capsize=2, label=label)
+            panel.errorbar(places, values, errors, marker="o", markersize=4, capsize=2, label=plain_label(label))
         chance = evaluated[0].entries[row.unit].about[row.name].get("chance")
         if chance is not None and row.metric.startswith("acc"):
             panel.axhline(chance, linestyle="--", color="grey", label="chance")
-        panel.set(title=row.name, ylabel=row.metric, xlabel="training tokens" if over_tokens else "steps")
+        panel.set(
+            title=plain_label(row.name),
+            ylabel=plain_label(row.metric),
+            xlabel="training tokens" if over_tokens else "steps",
+        )
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")

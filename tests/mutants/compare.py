@@ -141,6 +141,9 @@ TABLES = {
         compare: the times of a virtual clock are ignored
           - _by_virtual_clock(lines) if takes_turns and has_clock else lines
           + lines
+        compare: waits of the process are parts of a virtual time
+          - for key, value in line.items() if key not in WAITS
+          + for key, value in line.items()
     seen by unit/test_compare_report.py
         compare: failed trials count as disturbed by other programs
           - return ended and
@@ -227,6 +230,9 @@ TABLES = {
         compare: faults after the end of a run are not reported
           - .faults_after(trained)
           + .faults_after(math.inf)
+        compare: the reason of a failure is read from the stage before
+          - log.read_bytes()[start:]
+          + log.read_bytes()
         compare: hosts may hang after another host has failed
           - (first_line, self.stopped, self.failed, math.inf)
           + (first_line, self.stopped, math.inf)

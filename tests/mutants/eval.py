@@ -87,8 +87,8 @@ TABLES = {
     "llmtrain/eval/table.py": r"""
     seen by unit/test_eval_table.py
         eval: a test on a single document has no note
-          - if documents == 1 and "bytes" in scores:
-          + if False:
+          - if documents == 1 and "bytes" in scores and
+          + if False and
         eval: losses in different contexts are tested against each other
           -  or _context(a, row) != _context(b, row):
           + :

@@ -7,6 +7,8 @@ from pathlib import Path
 import yaml
 
 from llmtrain.compare import report
+from llmtrain.compare.measures import SPLIT
+from llmtrain.compare.plots import draw_time
 from llmtrain.compare.results import load_trials
 from tests.unit.test_compare_report import SYNCHRONOUS, headline, results_of, rows, write
 from tests.unit.written_trials import straight, validation, write_trial
@@ -36,7 +38,8 @@ def test_replicas_that_take_turns_have_no_times_to_compare(tmp_path: Path) -> No
 
 
 def test_times_of_a_virtual_clock_are_compared(tmp_path: Path) -> None:
-    """The time of a validation before the first line with a virtual time is interpolated."""
+    """The time of a validation before the first line with a virtual time is interpolated. Waits are real seconds of one process, so
+    they are not parts of a virtual time."""
     for run, end in (("synchronous", 100.0), ("edit", 20.0)):
         lines = straight(7.0, 4.0)
         lines[1]["perf/virtual_seconds"] = end
@@ -47,3 +50,5 @@ def test_times_of_a_virtual_clock_are_compared(tmp_path: Path) -> None:
     assert headline(tmp_path).startswith(
         "Fastest to synchronous's final loss 4.000: edit under plain, 5.0 times as fast"
     )
+    results = results_of(tmp_path)
+    assert results.trials[SPLIT].isna().all(axis=None) and draw_time(results, "plain") is None

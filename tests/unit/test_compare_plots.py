@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from llmtrain.compare.measures import find_sweeps, gather
-from llmtrain.compare.plots import draw_loss, draw_throughput, draw_time
+from llmtrain.compare.plots import draw_loss, draw_throughput, draw_time, draw_timelines
 from llmtrain.compare.results import load_trials
-from tests.unit.written_trials import logged, straight, validation, write_trial
+from tests.unit.written_trials import logged, straight, validation, write_trace, write_trial
 
 
 def throughput(folder: Path, planned: Sequence[tuple[str, str, int]] = ()) -> Axes | None:
@@ -42,10 +42,19 @@ def labeled(axes: Axes, label: str) -> Line2D:
         (["unlimited", "1gbit", "500mbit", "10mbit"], "log", {10: "10", 500: "500", 1000: "1000", 2000: "unlimited"}),
         (["fast", "slow", "80mbit", "10mbit"], "linear", {10: "10", 80: "80"}),
         (["nobody", "lag1", "lag2"], "linear", {0: "nobody", 1: "1", 2: "2"}),
+        (["nobody", "lag0", "lag20"], "linear", {-20: "nobody", 0: "0", 20: "20"}),
         (["nobody", "lag0.5", "lag2", "lag10"], "log", {0.125: "nobody", 0.5: "0.5", 2: "2", 10: "10"}),
         (["lag0", "lag1", "lag10"], "linear", {0: "0", 1: "1", 10: "10"}),
     ],
-    ids=["rates", "rates far apart", "others beside rates", "delays", "delays far apart", "a delay of nothing"],
+    ids=[
+        "rates",
+        "rates far apart",
+        "others beside rates",
+        "delays",
+        "delays from nothing",
+        "delays far apart",
+        "a delay of nothing",
+    ],
 )
 def test_conditions_stand_at_their_number_or_beyond_the_end(
     tmp_path: Path, conditions: list[str], scale: str, places: dict[float, str]
@@ -129,6 +138,24 @@ def test_a_logarithmic_axis_of_a_short_range_has_numbers(tmp_path: Path, least: 
     axes = losses(tmp_path, "bytes")
     low, high = axes.get_xlim()
     assert axes.get_xscale() == "log" and len([tick for tick in axes.get_xticks() if low < tick < high]) >= 2
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_names_of_folders_are_shown_as_they_are(tmp_path: Path) -> None:
+    runs = ["_lr", "lr_$5_$6"]
+    for condition in ("$_$", "lag_$1_$", "lag_$2_$"):
+        for run in runs:
+            path = write_trial(tmp_path, condition, run, 1, straight(20.0, 4.0))
+            write_trace(path, "unlimited", "diloco")
+    results = gather(load_trials([tmp_path]))
+    figures = [draw_throughput(results, *find_sweeps(list(results.targets)))]
+    figures += [draw_loss(results, "$_$", "tokens"), draw_time(results, "$_$"), draw_timelines(results, "$_$")]
+    for figure in figures:
+        assert figure is not None
+        figure.draw_without_rendering()  # raises an error at a formula
+    for figure in figures[:2]:
+        names = [text.get_text().replace(r"\$", "$").lstrip("\u200b") for text in figure.legends[0].get_texts()]
+        assert names == runs
 
 
 def test_a_bar_of_the_training_time_is_of_one_seed(tmp_path: Path) -> None:

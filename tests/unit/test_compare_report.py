@@ -325,6 +325,18 @@ def test_a_report_names_a_given_target_and_shows_no_last_lines_where_there_are_n
     )
 
 
+def test_two_sweeps_of_bandwidths_have_a_picture_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("draw_loss", "draw_time"):
+        monkeypatch.setattr(report.plots, other, lambda *_: None)
+    for condition in ("100mbit", "30mbit", "100mbit_slow", "30mbit_slow"):
+        write(tmp_path, condition, edit=[(20.0, 4.0)])
+    text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
+    captions, paths = zip(*re.findall(r"!\[(Tokens per second: .*)\]\((plots/.*)\)", text), strict=True)
+    rate = "Tokens per second: bandwidth between hosts (Mbit/s)"
+    assert captions == (rate, f"{rate}, …mbit_slow") and len(set(paths)) == 2
+    assert all((tmp_path / path).exists() for path in paths)
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path) -> None:
     """The baseline, whose final loss is the target, ends far above all others. The line of the target would otherwise be

@@ -365,6 +365,7 @@ def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
         ),
         (["fast", "slow", "100mbit", "10mbit"], [{"100mbit": 100.0, "10mbit": 10.0}]),
         (["host1-lag-1", "host2-lag-2"], []),
+        (["a", "9mbit_1ms", "9mbit_2ms"], [{"a": -math.inf, "9mbit_1ms": 1.0, "9mbit_2ms": 2.0}]),
         (["100mbit", "100mbit-slow"], []),
         (["100mbit", "slow"], []),
     ],

@@ -142,6 +142,12 @@ def test_an_option_of_reports_writes_a_report(tmp_path: Path, capsys, option: st
     assert code == 0 and output.startswith(str(tmp_path / "out")) and (tmp_path / "out/report.html").exists()
 
 
+@pytest.mark.parametrize("target", ["inf", "nan", "0", "-1"])
+def test_a_target_that_is_no_loss_is_refused(tmp_path: Path, capsys, target: str) -> None:
+    code, output, error = compared(capsys, write(tmp_path, "a", 4.0), "--target", target, "--out", tmp_path / "out")
+    assert (code, output, error) == (2, "", f"error: --target is {target}; give a finite loss above 0\n")
+
+
 @pytest.mark.parametrize("options", [["--retry"], ["--no-shaping"], ["--report", "--retry"]])
 def test_an_option_of_trials_is_not_ignored(tmp_path: Path, capsys, options: list[str]) -> None:
     code, output, error = compared(capsys, write(tmp_path, "a", 4.0), *options)

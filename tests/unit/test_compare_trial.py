@@ -71,6 +71,7 @@ class Torchrun:
 class ScriptedHost:
     """Host whose starts return the given torchruns in turn. Each start prints a line of the host, and then one of torch."""
 
+    says = "waits"
     interface = "lo"
     address = "127.0.0.1"
 
@@ -80,7 +81,7 @@ class ScriptedHost:
         self.done: list[str] = []
 
     def popen(self, command: Sequence[str], env: Mapping[str, str], stdout: IO[str], stderr: int) -> Torchrun:
-        stdout.write(f"{self.name} waits\ntorch/distributed/elastic says more\n")
+        stdout.write(f"{self.name} {self.says}\ntorch/distributed/elastic says more\n")
         self.commands.append(command)
         return self.torchruns[len(self.commands) - 1]
 
@@ -99,6 +100,20 @@ class ScriptedHost:
         pass
 
     received = sent
+
+
+STOP_NOTICE = (
+    "W1130 02:52:52.782000 27987 torch/distributed/elastic/agent/server/api.py:753] Received 15 death signal\n"
+)
+REPORT = """Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/site-packages/torch/distributed/run.py", line 1032, in <module>
+    main()
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  exitcode  : 1 (pid: 28100)
+============================================================
+"""
 
 
 @pytest.fixture
@@ -212,6 +227,32 @@ def test_the_limit_of_a_trial_holds_for_all_its_parts_together(made: Callable[..
     record = made("elastic", *hosts, look=look, keys="stop_after_minutes: 0.3\n")
     assert record.state == "stopped"
     assert record.wall_seconds == pytest.approx(18, abs=1), "60 steps took 12 s, which leaves 6 s after the restart"
+
+
+@pytest.mark.parametrize("fails_in", [1, 2], ids=["when it stops", "in the next stage"])
+def test_the_reason_of_a_failure_after_a_stop_is_recorded(
+    made: Callable[..., trial.TrialRecord], fails_in: int
+) -> None:
+    first, folders = Torchrun(math.inf), []
+
+    def look(folder: Path) -> None:
+        folders.append(folder)
+        (folder / "metrics.jsonl").write_text('{"step": 60}\n')
+
+    def stop() -> int:
+        own = 'Traceback (most recent call last):\n  File "llmtrain/files.py"\nthe disk is full\n'
+        with (folders[0] / "host0.log").open("a") as log:
+            log.write(STOP_NOTICE + own * (fails_in == 1) + REPORT)
+        hosts[0].says = "lacks a file"
+        (folders[0] / "summary.json").write_text(json.dumps({"stopped": "signal" if fails_in == 2 else "error"}))
+        return 1
+
+    first.on_signal = stop
+    hosts = ScriptedHost(0, first, Torchrun(9.0, code=1)), ScriptedHost(1, Torchrun(math.inf))
+    record = made("elastic", *hosts, look=look)
+    assert (record.state, len(hosts[1].commands)) == ("failed", fails_in - 1)
+    own = ["Traceback (most recent call last):", '  File "llmtrain/files.py"', "the disk is full"]
+    assert record.last_lines == (["host0 waits", *own] if fails_in == 1 else ["host0 lacks a file"])
 
 
 def test_hosts_stop_and_die_so_many_seconds_after_training_began(

@@ -6,6 +6,8 @@ import io
 import math
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from llmtrain.eval.evaluated_checkpoint import Checkpoint
@@ -64,6 +66,7 @@ def test_a_text_that_is_one_document_is_told_how_it_is_cut() -> None:
     one.entries["quiz"].scores["quiz"] |= {"n": 1, "bytes": 9000}
     (note,) = table_of("quiz", [one], {"quiz": ["acc"]}, baseline=None)[1]
     assert note.startswith("quiz: read as one document") and r'suite ("\n\n": a document per' in note
+    assert table_of("quiz", [one], {"quiz": ["acc"]}, baseline=None, limited_to_one=["quiz"])[1] == []
     one.entries["quiz"].scores["quiz"]["n"] = 2
     assert table_of("quiz", [one], {"quiz": ["acc"]}, baseline=None)[1] == []
 
@@ -110,6 +113,20 @@ def test_curves_are_in_the_order_of_training(tmp_path: Path) -> None:
     assert [(place, value) for place, value, _ in lines["a"]] == [(1000, 0.5), (3000, 0.75)]
     draw_curves(points, {"quiz": ["acc"]}, "quiz", tmp_path / "new/curves.png")
     assert (tmp_path / "new/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_curves_show_names_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw_curves(
+        [evaluated("_lr", [1.0, 0.0]), evaluated("lr_$5_$6", [0.0, 1.0])],
+        {"quiz": ["acc"]},
+        "suite $_$",
+        tmp_path / "x",
+    )
+    figures[0].draw_without_rendering()  # raises an error at a formula
+    assert len(figures[0].axes[0].get_legend().get_texts()) == 3, "both runs, and chance"
 
 
 def at(step: int, tokens: int | None, entry: Entry) -> Evaluated:

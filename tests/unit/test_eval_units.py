@@ -83,6 +83,17 @@ def test_a_suite_of_prompts_alone_has_neither_table_nor_curves(
     assert not (out / "small-over-time.png").exists()
 
 
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_a_text_of_which_one_document_is_wanted_is_not_told_how_it_is_cut(
+    limit: int | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = Entry(scores={"tale": {"loss": 1.5, "n": 1, "bytes": 9}}, about={"tale": {}}, shown=["tale"])
+    unit = EvalUnit("tale", {"limit": limit}, ("loss",), lambda models: entry)
+    monkeypatch.setattr(command, "units_of", lambda options: [unit])
+    evaluate([model], "small", limit=limit, out=tmp_path / "out")
+    assert ("tale: read as one document" in capsys.readouterr().out) == (limit != 1)
+
+
 def test_a_task_of_the_harness_needs_its_index_and_no_data_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,18 @@ def test_runs_of_nothing_are_drawn(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_names_of_folders_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matplotlib reads `$5_$` as an incomplete formula, and leaves names that begin with an underscore out of legends."""
+    names = ["lr_$5_$6", "_5", r"_\$5_$"]
+    figure = drawn(monkeypatch, dict.fromkeys(names, WARM), Path("p.png"), "eval/loss", "nats", draw=draw_runs)
+    figure.draw_without_rendering()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        *(r"lr_\$5_\$6", "\u200b_5", "\u200b_\\" r"\$5_\$")
+    ]
+    drawn(monkeypatch, WARM, Path("p.png"), names[0]).draw_without_rendering()
+
+
 def test_several_runs_are_drawn_in_their_unit_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     validation = {"step": 5, "tokens": 500, "eval/loss": 4.0, "eval/bpb": 1.5}
     runs = {"a": [*WARM, validation], "b": [validation]}
