@@ -256,8 +256,12 @@ def generate(
 
     The model is in a folder that transformers loads, or in a run, which is exported if necessary (after `step`, or
     at its newest checkpoint). A temperature of 0 is greedy decoding, and a `top_k` of 0 samples from all tokens. Raises
-    UserError if the prompt does not fit, or if it is empty and the model has no begin-of-sequence token.
+    UserError if the prompt does not fit or is not UTF-8, or if it is empty and the model has no begin-of-sequence token.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"--prompt is {prompt!r}, which is not UTF-8; type it in a terminal with UTF-8") from None
     loaded = load_model_and_tokenizer(folder_to_load(run_or_export, step))
     model, tokenizer, room = loaded.model, loaded.tokenizer, loaded.room
     # Of the folder's generation config, only the special tokens are used: other keys would change what the options ask for.

@@ -106,8 +106,9 @@ def can_write(folder: Path) -> bool:
 
 
 def destination(folder: Path, command: str = COMMAND) -> Path:
-    """Return the absolute path of a folder to write, so that even `.` has a name. Raises UserError for `/`."""
-    final = Path(os.path.abspath(folder))
+    """Return the absolute path of a folder to write, so that even `.` has a name. Links are followed, because renaming would replace
+    a link itself. Raises UserError for `/`."""
+    final = Path(os.path.realpath(folder))
     if not final.name:
         raise UserError(f"{folder} can't be replaced by an export; choose another folder: {command}")
     return final

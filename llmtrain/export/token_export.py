@@ -74,7 +74,7 @@ def parse_kind(name: str | None, final: Path) -> Kind:
 def token_destination(folder: Path, data: DataSection) -> Path:
     """Return the absolute path of the folder to write. Raises UserError if it is `/`, or if it contains `data.cache_dir`."""
     final = destination(folder, WORDS[1])
-    if Path(os.path.abspath(data.cache_dir)).is_relative_to(final):
+    if Path(os.path.realpath(data.cache_dir)).is_relative_to(final):
         raise UserError(
             f"--export {folder} contains data.cache_dir={data.cache_dir}; choose another folder for one of them"
         )

@@ -23,6 +23,7 @@ from types import TracebackType
 from llmtrain.config import Recipe, SuiteSection
 from llmtrain.parallel.world import environment_without_rank
 from llmtrain.run_files import EVALUATIONS, complete_checkpoints, step_name
+from llmtrain.stop_signals import STOP_SIGNALS
 from llmtrain.threads import LatestStepWorker
 from llmtrain.train.loggers import Console
 from llmtrain.train.run_dir import RunDirectory
@@ -119,7 +120,7 @@ class BackgroundEval:
         command = [sys.executable, "-m", *self._command("--step", str(step), "--device", self.section.device)]
         try:
             with self._lock:
-                if self._is_over:
+                if self._is_over or self.stop.requested:
                     return
                 self._process = self.start(command, self._environment(), log)
         except OSError as error:
@@ -127,7 +128,11 @@ class BackgroundEval:
             return
         self._say(step, f"evaluating in the background ({log})")
         code = self._process.wait()
-        if not self._is_over:
+        if self._is_over:
+            return
+        if -code in STOP_SIGNALS:  # a scheduler sends them to all processes of a job, so the run is about to stop, too
+            self._say_ended(step)
+        else:
             self._report(step, code, log)
 
     def _report(self, step: int, code: int, log: Path) -> None:
@@ -171,6 +176,9 @@ class BackgroundEval:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.killpg(process.pid, number)
             self.worker.join(GRACE_SECONDS)
+        self._say_ended(step)
+
+    def _say_ended(self, step: int) -> None:
         self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
 
     def _command(self, *arguments: str) -> list[str]:

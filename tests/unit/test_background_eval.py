@@ -312,6 +312,17 @@ def test_a_run_that_stops_early_ends_its_evaluation_and_starts_no_other(
     )
 
 
+def test_a_signal_that_also_reaches_the_evaluation_is_no_failure_of_it(beside: Beside) -> None:
+    """Slurm sends it to all processes of a job."""
+    beside.background_eval.after_checkpoint(20)
+    beside.background_eval.after_checkpoint(30)
+    beside.stop.requested = True
+    beside.child(0).end(-signal.SIGUSR1, None)
+    beside.idle()
+    assert beside.lines[-1].startswith("step 20/50 | offline: the evaluation was ended; to finish it: llmtrain eval ")
+    assert len(beside.children) == 1
+
+
 def test_an_error_of_the_run_ends_its_evaluation(beside: Beside, killed: list[tuple[int, int]]) -> None:
     with pytest.raises(RuntimeError, match="broke"), beside.background_eval:
         beside.background_eval.after_checkpoint(50)

@@ -308,6 +308,8 @@ def test_a_prompt_has_a_token_and_leaves_room_for_one(model: Path) -> None:
         UserError, match="--prompt has 8 tokens, the model has room for 8 and has to write one; shorten it"
     ):
         generate(model, "12345678")
+    with pytest.raises(UserError, match=r"--prompt is '\\udcff', which is not UTF-8"):
+        generate(model, "\udcff")
     settings = model / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": "x"}))
     with pytest.raises(ModelError, match=r"can't be loaded by transformers \(its values are not of the expected kinds"):

@@ -19,6 +19,7 @@ from llmtrain.export import folder
 from llmtrain.export.card import read_scores
 from llmtrain.export.folder import (
     Manifest,
+    destination,
     keep_others,
     locked,
     read_manifest,
@@ -70,6 +71,17 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     for damaged in ("cut", "otherz"):
         (final / "model.safetensors").write_text(damaged)
         assert read_manifest(final) is None
+
+
+def test_an_export_to_a_link_replaces_the_folder_that_it_names(tmp_path: Path) -> None:
+    link, models = tmp_path / "out", tmp_path / "disk" / "models"
+    models.mkdir(parents=True)
+    link.symlink_to(models)
+    for content in ("one", "another"):
+        with replacing(destination(link)) as made:
+            make(made, content)
+        assert link.is_symlink() and (models / "model.safetensors").read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
 
 
 def test_a_folder_that_a_killed_process_had_moved_away_comes_back(tmp_path: Path) -> None:
