@@ -286,10 +286,10 @@ def after_a_signal(beside: Beside) -> None:
 
 @pytest.mark.parametrize("why", [after_too_long, after_a_signal])
 def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_path: Path, why: Callable) -> None:
-    why(beside)
     with beside.background_eval:
         beside.background_eval.after_checkpoint(50)
         beside.child(0)
+        why(beside)
     assert killed == [(50, signal.SIGTERM)]
     assert beside.lines[-1] == (
         "step 50/50 | offline: the evaluation was ended; to finish it: llmtrain eval "
