@@ -80,6 +80,7 @@ class Metrics:
         self.tokens = 0
         """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
+        self._virtual_seconds = 0.0  # of the checkpoint; a run that is continued without its clock keeps them
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self._stop_agreed = False
@@ -264,7 +265,7 @@ class Metrics:
             "last_line": self.last_line,
             "traffic": self.mesh.replica_comms.traffic.state_dict(),
             "other_traffic": self.mesh.all_ranks.traffic.state_dict(),
-            "virtual_seconds": self.mesh.virtual_seconds,
+            "virtual_seconds": max(self.mesh.virtual_seconds, self._virtual_seconds),
         }
 
     def load_state_dict(self, state: dict[str, Any], train: TrainState) -> None:
@@ -275,8 +276,9 @@ class Metrics:
         self.first_eval, self.last_eval = Validation(**state["first_eval"]), Validation(**state["last_eval"])
         self.mesh.replica_comms.traffic.load(**state["traffic"])
         self.mesh.all_ranks.traffic.load(**state["other_traffic"])
+        self._virtual_seconds = state["virtual_seconds"]
         if self.mesh.clock is not None:
-            self.mesh.clock.restore(state["virtual_seconds"])
+            self.mesh.clock.restore(self._virtual_seconds)
 
     def _submit(self) -> None:
         """Wait until the device has computed the numbers of the open line, if any, and start gathering them. If the

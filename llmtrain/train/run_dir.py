@@ -155,9 +155,10 @@ class RunDirectory:
         there = self.path / RECIPE
         if not there.exists():
             return
-        before = load_recipe(there)
-        check_same_recipe(before, self.recipe, str(self.path))
         change, summary = self.length_change(), self.summary() or {}
+        # The recipe in the directory may be that of a start that failed before its first checkpoint.
+        before = load_recipe(there) if change is None else change.before
+        check_same_recipe(before, self.recipe, str(self.path))
         lost_checkpoints = change is None and summary.get("stopped") == "done"
         if lost_checkpoints:
             change = LengthChange(before, self.recipe, summary["steps"])

@@ -155,6 +155,13 @@ def test_groups_that_wait_for_nobody_train_by_the_clock(runs: Runs) -> None:
     assert summary(path)["virtual_seconds"] == 24
 
 
+def test_a_run_that_was_continued_without_its_clock_keeps_the_clocks_time(runs: Runs) -> None:
+    keys = (*HERE, *EDIT, "checkpoint.every=2")
+    for steps, clock in ((6, [f"{CLOCK}[1, 2]"]), (8, []), (10, [f"{CLOCK}[1, 2]"])):
+        path = train(runs, "interrupted-clock", *keys, f"train.steps={steps}", *clock)
+    assert summary(path)["virtual_seconds"] == 6 * 2 + 2 * 2
+
+
 def test_a_signal_stops_all_replicas_with_a_checkpoint(runs: Runs) -> None:
     process = runs.start(runs.command("stopped", *HERE, "train.steps=100000", "checkpoint.every=4"))
     runs.wait_for("stopped", 4)

@@ -311,6 +311,20 @@ def test_the_batch_may_change_and_the_learning_rate_with_it(tmp_path: Path) -> N
         RunDirectory(load_recipe(file, [*keys, "optim.lr=0.5"])).check_recipe()
 
 
+def test_a_start_that_failed_before_its_first_checkpoint_does_not_bind_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rate may change with the length since the newest checkpoint, of which the failed start has trained nothing."""
+    file, keys = ROOT / "recipes/edit_llama_stdlib.yaml", [f"run.out_dir={tmp_path}", "run.name=a", "train.tokens=null"]
+    trained = load_recipe(file, [*keys, "train.steps=100"])
+    RunDirectory(load_recipe(file, [*keys, "train.steps=200", "optim.lr=0.5"])).claim()
+    state = {"recipe": trained.model_dump(mode="json"), "step": 50}
+    monkeypatch.setattr(RunDirectory, "newest_state", lambda self: state)
+    RunDirectory(load_recipe(file, [*keys, "train.steps=200", "optim.lr=0.25"])).check_recipe()
+    with pytest.raises(RecipeError, match=r"another recipe \(optim.lr: .* there, 0.5 here"):
+        RunDirectory(load_recipe(file, [*keys, "train.steps=100", "optim.lr=0.5"])).check_recipe()
+
+
 @pytest.mark.parametrize(
     "key", ["parallel.activation_checkpointing=true", "parallel.loss_chunk=64", "sync.offload=true"]
 )
