@@ -12,6 +12,7 @@ from llmtrain.parallel.world import (
     MAX_PORT,
     check_is_alone,
     environment_number,
+    gpu_count,
     is_slurm_task,
     master_endpoint,
     may_share_gpu,
@@ -110,9 +111,7 @@ def local_world_size(parallel: ParallelSection, nodes: int) -> int:
     `parallel.on_cpu` asks for, at least 1. With `parallel.in_process`, it is 1."""
     if parallel.in_process:
         return 1
-    import torch
-
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     if not gpus:
         return max(1, math.prod(parallel.given_on_cpu) // nodes)
     if "auto" in (parallel.replicas, parallel.shards):

@@ -45,7 +45,7 @@ from llmtrain.launch.nodes import Nodes, check_thread_count, processes_per_node
 from llmtrain.launch.rank_server import rank_server
 from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
-from llmtrain.parallel.world import environment_without_rank
+from llmtrain.parallel.world import environment_without_rank, gpu_count
 from llmtrain.process_limits import usable_cores
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
@@ -117,7 +117,7 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     per_node = processes_per_node(recipe.parallel, nodes.count)
     with single_threaded_imports():  # the checks import the recipe's model
         start, refusal = _result_or_refusal(nodes, lambda: check_start(recipe, nodes, per_node))
-    info = NodeInfo(per_node, torch.cuda.device_count(), common_values(recipe), refusal)
+    info = NodeInfo(per_node, gpu_count(), common_values(recipe), refusal)
     with rank_server() as program, _kept(recipe) as kept_path:
         return _launch_ranks(recipe, kept_path, nodes, info, start, program)
 

@@ -126,6 +126,13 @@ def ranks_per_device(world: World) -> int:
     return -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
 
 
+def gpu_count() -> int:
+    """Return the number of GPUs that CUDA can use: none if the driver counts some but is too old for this torch."""
+    import torch  # here, because launchers read ranks without it
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def node_name() -> str:
     """Return a name that is equal on all ranks that one launcher started on this machine, and different on other nodes.
 

@@ -257,6 +257,10 @@ TABLES = {
         mesh: each rank that shares a GPU may use all of its memory
           - -(-world.local_size // torch.cuda.device_count()) if may_share_gpu() else 1
           + 1
+    seen by unit/test_nodes.py
+        world: GPUs that CUDA can't use are counted
+          - return torch.cuda.device_count() if torch.cuda.is_available() else 0
+          + return torch.cuda.device_count()
     seen by unit/test_world.py
         world: two launchers on one host are one node
           - return f"{socket.gethostname()}:{number}"

@@ -39,11 +39,20 @@ JOB = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "alpha,beta"}
     ],
 )
 def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, nodes, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert local_world_size(ParallelSection(**parallel), nodes) == expected
 
 
+def test_gpus_that_the_driver_counts_but_cuda_can_not_use_start_no_processes(monkeypatch):
+    """As with a driver that is too old for this torch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert local_world_size(ParallelSection(**ON_CPU), 1) == 4
+
+
 def test_more_processes_than_gpus_if_they_may_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LLMTRAIN_SHARE_GPU", "1")
     assert local_world_size(ParallelSection(replicas=2, shards=1), 1) == 2
