@@ -61,10 +61,10 @@ def console() -> Console:
 
 
 def show_findings(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
-    """Print all findings by section, then a line with the number of problems and warnings."""
+    """Print findings by section, in columns that are as wide in every part of the report."""
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=len("other hosts"))
+    table.add_column(no_wrap=True, min_width=len(Level.PROBLEM))
     table.add_column(overflow="fold")
     for name, findings in sections.items():
         for number, finding in enumerate(findings):
@@ -74,7 +74,6 @@ def show_findings(sections: Mapping[str, Sequence[Finding]], out: Console) -> No
             table.add_row(name if number == 0 else "", Text(finding.level.value, STYLES[finding.level]), text)
         table.add_section()
     out.print(table)
-    out.print(verdict([finding for findings in sections.values() for finding in findings]))
 
 
 def verdict(findings: Sequence[Finding]) -> str:

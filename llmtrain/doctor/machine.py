@@ -22,7 +22,7 @@ from llmtrain.doctor.finding import Finding, ok, problem, warning
 from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import GLOO, NCCL, Networks, address_of, check_localhost, given_interface, is_loopback
-from llmtrain.parallel.world import World
+from llmtrain.parallel.world import World, gpu_count
 from llmtrain.process_limits import usable_cores
 from llmtrain.quantities import GIB
 from llmtrain.train.devices import memory_bytes
@@ -36,7 +36,7 @@ LEAST_FREE_SHARE = 0.9
 
 def machine(world: World) -> list[Finding]:
     """Return findings on devices, memory and limits, as this process sees them."""
-    return [*gpus(world), cores_and_memory(), *shared_memory(SHARED_MEMORY, _gpu_count()), open_files()]
+    return [*gpus(world), cores_and_memory(), *shared_memory(SHARED_MEMORY, gpu_count()), open_files()]
 
 
 def gpus(world: World) -> list[Finding]:
@@ -45,20 +45,21 @@ def gpus(world: World) -> list[Finding]:
     A GPU that another process uses gives a warning. A rank queries no other rank's GPU, because the query itself
     takes some memory there.
     """
-    shown = range(_gpu_count())
+    shown = range(gpu_count())
     if world.size > 1 and len(shown) > 1:
         shown = shown[world.local_rank : world.local_rank + 1]
     findings = []
     for index in shown:
-        properties = torch.cuda.get_device_properties(index)
         try:
+            name = torch.cuda.get_device_properties(index).name
             free, total = torch.cuda.mem_get_info(index)
-        except RuntimeError as error:  # the first use of the device
-            findings.append(
-                problem(f"GPU {index}: {properties.name} can't be used: {one_line(error)}", "see nvidia-smi")
-            )
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # the latter if CUDA finds fewer devices than the driver, as with MIG
+            findings.append(problem(f"GPU {index} can't be used: {one_line(error)}", "see nvidia-smi"))
             continue
-        what = f"GPU {index}: {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        what = f"GPU {index}: {name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if free < LEAST_FREE_SHARE * total:
             findings.append(warning(what, "another process holds its memory; see nvidia-smi"))
         else:
@@ -113,10 +114,12 @@ def disk(key: str, folder: str, needed: int | None, use: str = "the run writes a
     """Return a finding on the free space for a recipe's `folder`, which need not exist yet.
 
     `needed` is the number of free bytes that the folder must have, or None if unknown, and `use` tells what they are for. A
-    read-only folder is a problem, and too little space a warning that ends with `advice`.
+    read-only folder and a file in its place are problems, and too little space is a warning that ends with `advice`.
     """
     there = nearest_existing(Path(os.path.expanduser(folder)).absolute())
-    if not os.access(there, os.W_OK):
+    if not there.is_dir():
+        return problem(f"{key}={folder} can't be a folder ({there} is a file)", f"change {key}")
+    if not os.access(there, os.W_OK | os.X_OK):
         return problem(f"{key}={folder} can't be written to ({there} is read-only for this user)", f"change {key}")
     free = shutil.disk_usage(there).free
     what = f"{key}={folder}: {free / GIB:.1f} GiB free"
@@ -126,10 +129,6 @@ def disk(key: str, folder: str, needed: int | None, use: str = "the run writes a
     if free < needed:
         return warning(what, f"free some room or change {key}{advice}")
     return ok(what)
-
-
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_ELASTIC_", "TORCH_DISTRIBUTED_")

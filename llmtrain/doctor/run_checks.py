@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from llmtrain.config import ParallelSection, Recipe
-from llmtrain.consistency import inconsistency, recipe_values
-from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show_findings, warning
+from llmtrain.consistency import recipe_values
+from llmtrain.doctor.finding import Finding, Level, console, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import (
     UNKNOWN,
     axis_interfaces,
@@ -38,17 +40,17 @@ from llmtrain.doctor.network_speed import (
     starts_slowly,
 )
 from llmtrain.doctor.network_use import network_use, slowest_rate
+from llmtrain.doctor.rank_identity import NodeRanks, RankIdentity, agreement, encryption, group, who_is_where
 from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.doctor.token_space import missing_token_bytes
-from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError
+from llmtrain.errors import DONE, FAILED, ModelError, TrainingError, UserError, one_line
 from llmtrain.launch.nodes import processes_per_node
 from llmtrain.machine_check import check_machine
 from llmtrain.parallel.mesh import local_device, open_process_mesh
 from llmtrain.parallel.network import Networks
-from llmtrain.parallel.public_network import ADVICE, NodeAddress, find_unencrypted
 from llmtrain.parallel.ranks import replica_backend
 from llmtrain.parallel.rendezvous import Peers, find_peers
-from llmtrain.parallel.roll_call import format_ranks, gather_over_store
+from llmtrain.parallel.roll_call import gather_over_store
 from llmtrain.parallel.world import World, node_name
 from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate, run_bytes
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
@@ -59,86 +61,10 @@ from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_messages import one_of
 from llmtrain.train.devices import memory_bytes, memory_of_rank
 
-MUST_AGREE = ("llmtrain", "torch")
-"""Ranks that differ in these compute different things or cannot communicate."""
+MESSAGE_LENGTH = 1000
+"""Maximum characters of an error's message in the report."""
 
 Sections = dict[str, list[Finding]]
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """Description of a rank by itself, which all ranks gather."""
-
-    rank: int
-    node: str
-    host: str
-    interface: str
-    address: str
-    """Address to which other hosts connect."""
-    device: str
-    versions: dict[str, str]
-    recipe: dict[str, str] = field(default_factory=dict)
-    """Values of the keys that must be the same on all hosts."""
-
-
-@dataclass(frozen=True)
-class NodeRanks:
-    """Ranks of one node; the first rank measures the node's links."""
-
-    ranks: tuple[RankIdentity, ...]
-
-    @property
-    def leader(self) -> RankIdentity:
-        return self.ranks[0]
-
-    def __str__(self) -> str:
-        return f"{self.leader.host} ({self.leader.address})"
-
-
-def group(ranks: Sequence[RankIdentity]) -> list[NodeRanks]:
-    """Return the ranks by node, ordered by each node's first rank."""
-    nodes = dict.fromkeys(rank.node for rank in ranks)
-    return [NodeRanks(tuple(rank for rank in ranks if rank.node == node)) for node in nodes]
-
-
-def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
-    """Return a finding per node, and a warning if nodes have different numbers of ranks."""
-    findings = []
-    for host in hosts:
-        devices = ", ".join(dict.fromkeys(rank.device for rank in host.ranks))
-        who = format_ranks(rank.rank for rank in host.ranks)
-        card = f", {host.leader.interface}" if len(hosts) > 1 else ""
-        findings.append(ok(f"{host}{card}: {who} on {devices}"))
-    sizes = Counter(len(host.ranks) for host in hosts)
-    if len(sizes) > 1:
-        shown = ", ".join(f"{count} with {size}" for size, count in sorted(sizes.items()))
-        findings.append(warning(f"hosts have different numbers of ranks: {shown}", "start as many on every host"))
-    return findings
-
-
-def agreement(ranks: Sequence[RankIdentity]) -> list[Finding]:
-    """Return a finding for each version that differs between ranks, and one if recipes differ, or one finding that all agree.
-
-    Different recipes, and different versions of what MUST_AGREE names, are problems. Other differences are warnings.
-    """
-    findings = []
-    if differs := inconsistency([rank.recipe for rank in ranks], format_ranks):
-        findings.append(
-            problem(f"recipe differs: {differs}", "give every host the same recipe, its base files and overrides")
-        )
-    for name in ranks[0].versions:
-        if differs := inconsistency([{name: rank.versions[name]} for rank in ranks], format_ranks):
-            findings.append(
-                (problem if name in MUST_AGREE else warning)(differs, f"install the same {name} on all hosts")
-            )
-    return findings or [ok(f"the same {', '.join([*ranks[0].versions, 'recipe'])} on all {len(ranks)} ranks")]
-
-
-def encryption(hosts: Sequence[NodeRanks], parallel: ParallelSection) -> list[Finding]:
-    """Return a warning if messages between nodes cross a public network unencrypted, unless the recipe allows that."""
-    leaders = [host.leader for host in hosts]
-    found = find_unencrypted([NodeAddress(rank.node, rank.host, rank.interface, rank.address) for rank in leaders])
-    return [warning(found, ADVICE)] if found and not parallel.allow_unencrypted else []
 
 
 @dataclass(frozen=True)
@@ -238,11 +164,12 @@ class ClusterCheck:
     def __init__(self, recipe: Recipe | None, world: World, peers: Peers, timeout_seconds: float):
         self.recipe, self.world, self.peers, self.timeout_seconds = recipe, world, peers, timeout_seconds
 
-    def add_to(self, sections: Sections) -> None:
-        """Add the findings of the checks across ranks to this rank's `sections`. A collective of all ranks.
+    def add_to(self, sections: Sections) -> Callable[[], list[Finding]] | None:
+        """Add the findings of the checks across ranks to this rank's `sections`. Return the measurement of collectives, or None on all
+        ranks if there is a problem. A collective of all ranks, and so is the measurement.
 
         Afterwards all ranks have the same problems, and so return the same exit code. Raises TrainingError if a rank
-        stops answering or a collective fails.
+        stops answering.
         """
         ranks = [RankIdentity(**told) for told in self._gather("description", asdict(self._myself()))]
         hosts = group(ranks)
@@ -269,9 +196,9 @@ class ClusterCheck:
                 sections["links"] = [*links_between([str(host) for host in hosts], links), *slow_start(links)]
             sections["links"] += encryption(hosts, self.recipe.parallel if self.recipe else ParallelSection())
         if all(self._gather("readiness", not has_problem(sections))):
-            sections["collectives"] = self._collectives(plan, round_trip_ms(links))
-        else:
-            sections["collectives"] = [warning("not measured, because of the problems found", "solve them first")]
+            return partial(self._collectives, plan, round_trip_ms(links))
+        sections["collectives"] = [warning("not measured, because of the problems found", "solve them first")]
+        return None
 
     def _myself(self) -> RankIdentity:
         rank_info = self.peers.ranks[self.world.rank]
@@ -358,6 +285,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
     ranks do not meet or a check across ranks fails, the error becomes a problem in rank 0's report and a TrainingError on the
     other ranks.
     """
+    out, measured, measure = console(), Sections(), None
     parallel = recipe.parallel if recipe else ParallelSection()
     sections: Sections = {"software": software(), "machine": machine(world)}
     sections["network"] = [*network_interfaces(network_cards()), *environment(), *localhost()]
@@ -366,18 +294,34 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
         if recipe is not None:
             sections["recipe"] = _alone(recipe)
     else:
-        try:
-            peers = find_peers(world, parallel, lambda: memory_of_rank(world), timeout_seconds)
-            ClusterCheck(recipe, world, peers, timeout_seconds).add_to(sections)
-        except (TrainingError, UserError) as error:
-            # The doctor's timeout is an option, not a recipe key.
-            told = str(error).replace("run.timeout_seconds", "--timeout")
-            if world.rank != 0:
-                raise TrainingError(told) from error
-            sections["ranks"] = [*sections.get("ranks", []), problem(told, "")]
+        with _error_as_problem(world, sections, "ranks"):
+            source = {"llmtrain": identity()["llmtrain"]}  # other versions may exchange other values
+            peers = find_peers(world, parallel, lambda: memory_of_rank(world), timeout_seconds, source)
+            measure = ClusterCheck(recipe, world, peers, timeout_seconds).add_to(sections)
     if world.rank == 0:
-        show_findings(sections, console())
-    return FAILED if has_problem(sections) else DONE
+        show_findings(sections, out)  # before the measurement, because NCCL ends the process if a collective hangs
+    if measure is not None:
+        with _error_as_problem(world, measured, "collectives"):
+            measured["collectives"] = measure()
+        if world.rank == 0:
+            show_findings(measured, out)
+    if world.rank == 0:
+        out.print(verdict([finding for part in (sections, measured) for found in part.values() for finding in found]))
+    return FAILED if has_problem(sections) or has_problem(measured) else DONE
+
+
+@contextmanager
+def _error_as_problem(world: World, sections: Sections, name: str) -> Iterator[None]:
+    """Add an error of the enclosed checks to section `name` as a problem on rank 0, and raise it as a TrainingError on other ranks."""
+    try:
+        yield
+    except (UserError, RuntimeError) as error:
+        # RuntimeErrors are TrainingErrors, and errors of CUDA and NCCL in many lines.
+        # The doctor's timeout is an option, not a recipe key.
+        told = one_line(error, MESSAGE_LENGTH).replace("run.timeout_seconds", "--timeout")
+        if world.rank != 0:
+            raise TrainingError(told) from error
+        sections[name] = [*sections.get(name, []), problem(told, "")]
 
 
 def _given_networks(parallel: ParallelSection) -> list[Finding]:

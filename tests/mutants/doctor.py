@@ -1,6 +1,18 @@
 """Mistakes in llmtrain/doctor."""
 
 TABLES = {
+    "llmtrain/doctor/rank_identity.py": r"""
+    seen by unit/test_doctor.py
+        doctor: warns of a public network although the recipe allows it
+          - if found and not parallel.allow_unencrypted else []
+          + if found else []
+        doctor: ranks may have different versions of torch
+          - MUST_AGREE = ("llmtrain", "torch")
+          + MUST_AGREE = ("llmtrain",)
+        doctor: recipes are not compared
+          - ([rank.recipe for rank in ranks], format_ranks)
+          + ([], format_ranks)
+    """,
     "llmtrain/doctor/machine.py": r"""
     seen by unit/test_doctor.py
         doctor: warns if there is room on the disk
@@ -73,6 +85,15 @@ TABLES = {
         doctor: other ranks do not wait long enough for a stuck link
           - 2 * self.timeout_seconds)
           + self.timeout_seconds)
+        doctor: the report is lost if a GPU fails
+          - except (UserError, RuntimeError) as error:
+          + except (UserError, TrainingError) as error:
+        doctor: the report is first shown after the measurement
+          -         show_findings(sections, out)
+          +         pass
+        doctor: hosts with other versions exchange values
+          - timeout_seconds, source)
+          + timeout_seconds)
         doctor: a timeout's message names the recipe's key
           - .replace("run.timeout_seconds", "--timeout")
           +
@@ -86,15 +107,6 @@ TABLES = {
         doctor: GPUs are only checked for the first process
           - World(processes - 1, processes, processes - 1, processes)
           + World(0, processes, 0, processes)
-        doctor: warns of a public network although the recipe allows it
-          - if found and not parallel.allow_unencrypted else []
-          + if found else []
-        doctor: ranks may have different versions of torch
-          - MUST_AGREE = ("llmtrain", "torch")
-          + MUST_AGREE = ("llmtrain",)
-        doctor: recipes are not compared
-          - ([rank.recipe for rank in ranks], format_ranks)
-          + ([], format_ranks)
     """,
     "llmtrain/doctor/timed_connection.py": r"""
     seen by unit/test_network_speed.py

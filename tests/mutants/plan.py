@@ -69,15 +69,16 @@ TABLES = {
         doctor: checkpoints in the foreground are advised under ZeRO
           - recipe.checkpoint.background and recipe.parallel.engine != "zero"
           + recipe.checkpoint.background
-        plan: exports of evaluations take no room on the disk
-          - + exports * EXPORTED * size.parameters
-          -
         plan: without GPUs, the copy for a checkpoint takes no memory
           - return self.host_checkpoint + max(
           + return max(
         plan: a checkpoint in the background copies nothing
           - self.pinned_total + self.host_models + self.host_checkpoint
           + self.pinned_total + self.host_models
+    seen by unit/test_doctor.py
+        plan: exports of evaluations take no room on the disk
+          - + exports * EXPORTED * size.parameters
+          -
     seen by unit/test_in_process_recipes.py
         in process: the weights are those of one replica
           - weights=in_turns * own.weights

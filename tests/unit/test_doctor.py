@@ -19,7 +19,8 @@ from llmtrain.consistency import common_values, recipe_values
 from llmtrain.doctor import machine, run_checks
 from llmtrain.doctor.finding import Finding, Level, has_problem, ok, problem, show_findings, verdict, warning
 from llmtrain.doctor.machine import Card, axis_interfaces, environment, network_interfaces, replica_interface
-from llmtrain.doctor.run_checks import RankIdentity, agreement, encryption, fit, group, who_is_where
+from llmtrain.doctor.rank_identity import RankIdentity, agreement, encryption, group, who_is_where
+from llmtrain.doctor.run_checks import fit
 from llmtrain.files import nearest_existing
 from llmtrain.parallel.network import Networks
 from llmtrain.parallel.world import World
@@ -87,6 +88,24 @@ def test_gpus_are_listed_and_those_in_use_warned_of(monkeypatch):
     assert machine.gpus(World(1, 2, 1, 2)) == found[1:]  # a rank checks its own GPU only
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of\nmemory"), AssertionError("Invalid device id")])
+def test_a_gpu_that_can_not_be_used_is_a_problem_and_the_others_are_still_listed(monkeypatch, error):
+    """CUDA initializes at the first query of properties, and rejects a device that only the driver counts."""
+
+    def properties(index: int) -> SimpleNamespace:
+        if index == 0:
+            raise error
+        return SimpleNamespace(name="H100")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (80 * GIB, 80 * GIB))
+    first, second = machine.gpus(World(0, 1, 0, 1))
+    assert first == problem(f"GPU 0 can't be used: {' '.join(str(error).split())}", "see nvidia-smi")
+    assert second == ok("GPU 1: H100, 80.0 of 80.0 GiB free")
+
+
 @pytest.mark.parametrize(("gpus", "size", "level"), [(8, 64 * 2**20, "warning"), (8, GIB, "ok"), (0, 64 * 2**20, "ok")])
 def test_little_shared_memory_matters_between_gpus(monkeypatch, tmp_path, gpus, size, level):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(total=size))
@@ -127,6 +146,16 @@ def test_a_folder_that_is_read_only_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = machine.disk("data.cache_dir", str(tmp_path), None)
     assert found.level == "problem" and found.advice == "change data.cache_dir"
+
+
+def test_a_file_in_place_of_a_folder_and_a_folder_that_may_not_be_entered_are_problems(monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "runs"):
+        found = machine.disk("run.out_dir", str(folder), None)
+        assert found == problem(f"run.out_dir={folder} can't be a folder ({file} is a file)", "change run.out_dir")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    assert machine.disk("run.out_dir", str(tmp_path / "runs"), None).level == Level.PROBLEM
 
 
 def test_variables_that_steer_are_listed_and_slow_ones_warned_of(monkeypatch):
@@ -248,6 +277,16 @@ def test_there_is_to_be_room_for_a_checkpoint_more_than_is_kept(tmp_path: Path, 
     assert needed[0] > 0 and needed[2] == needed[4] == 2 * needed[0]
 
 
+def test_the_disk_must_also_hold_what_evaluations_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(run_checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
+    lengths = ["train.steps=1900", "checkpoint.every=100"]
+    for suite in ("null", "{name: small, every: 5}"):
+        _, plan = fit(recipe(*lengths, f"eval.suite={suite}"), ["a"] * 4, [GIB] * 4)
+    without, _, with_suite, _ = needed
+    assert with_suite - without == 4 * 4 * plan.size.parameters, "four exports, after steps 500, 1000, 1500 and 1900"
+
+
 # ---- who is where
 
 
@@ -307,7 +346,8 @@ def test_the_report_says_what_to_do_and_counts():
     sections = {"machine": [ok("fine [here]")], "network": [warning("odd", "look"), problem("broken", "mend it")]}
     show_findings(sections, out)
     text = out.export_text()
-    assert "fine [here]" in text and "→ mend it" in text and "1 problem, 1 warning" in text
+    assert "fine [here]" in text and "→ mend it" in text
+    assert verdict([*sections["machine"], *sections["network"]]) == "1 problem, 1 warning"
     assert has_problem(sections) and not has_problem({"network": [warning("odd", "look")]})
     assert verdict([ok("fine")]) == "everything is fine"
     assert verdict([warning("a", ""), warning("b", "")]) == "no problems, 2 warnings"

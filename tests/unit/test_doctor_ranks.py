@@ -7,8 +7,9 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from threading import Lock
+from threading import Barrier, Lock, local
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from llmtrain.doctor.network_use import network_use, slowest_rate
 from llmtrain.doctor.run_checks import ClusterCheck, Plan, Sections, fit, run_checks
 from llmtrain.doctor.run_folder import shared_run_folder
 from llmtrain.errors import FAILED, TrainingError
+from llmtrain.parallel import rendezvous
 from llmtrain.parallel.network import Networks, unused_port
 from llmtrain.parallel.rendezvous import Peers, RankInfo
 from llmtrain.parallel.roll_call import gather_over_store
@@ -158,7 +160,8 @@ def examined(
     def one(world: World) -> Sections:
         node = nodes[world.rank]
         sections: Sections = {"network": [], "machine": [complaints[node]] if node in complaints else []}
-        ClusterCheck(recipe, world, peers, 20).add_to(sections)
+        if measure := ClusterCheck(recipe, world, peers, 20).add_to(sections):
+            sections["collectives"] = measure()
         return sections
 
     return by_all(len(nodes), one)
@@ -172,6 +175,49 @@ def test_without_a_recipe_the_mesh_is_the_one_that_auto_gives(opened: Opened) ->
     assert opened == [(2, 1, None)] * 2
     assert examined(None, ["a", "a", "b"])[0]["collectives"] == [ok("measured")]  # uneven hosts: one rank per replica
     assert opened[2:] == [(3, 1, None)] * 3
+
+
+def test_a_report_is_shown_before_collectives_are_measured_and_is_complete_if_they_fail(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A collective of NCCL that hangs ends the process."""
+    together, shown = Barrier(2), []
+
+    def fail(*arguments: Any) -> None:
+        if together.wait(20) == 0:  # both ranks are here, and read the output once
+            shown.append(capsys.readouterr().out)
+        together.wait(20)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+
+    monkeypatch.setattr(checks, "bench_collectives", fail)
+    code, error = by_all(2, lambda world: run_checks(None, world, 20))
+    assert "interfaces: " in shown[0] and "all ranks are on one host" in shown[0] and "collectives" not in shown[0]
+    rest = " ".join(capsys.readouterr().out.split())
+    assert rest.startswith("collectives problem CUDA out of memory. Tried to allocate 1 GiB 1 problem, ")
+    assert code == FAILED and isinstance(error, TrainingError) and str(error).startswith("CUDA out of memory. Tried")
+
+
+def test_hosts_with_other_versions_of_the_doctor_are_told_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each version may exchange other values, which the others can't read."""
+    of_rank = local()
+
+    def one(world: World) -> int:
+        of_rank.version = str(1 + world.rank)
+        return run_checks(None, world, 20)
+
+    def exchange(values: Any) -> dict[str, Any]:
+        return {**asdict(values), f"field of version {of_rank.version}": 0}
+
+    monkeypatch.setattr(checks, "identity", lambda: {"llmtrain": of_rank.version})
+    monkeypatch.setattr(checks, "asdict", exchange)
+    monkeypatch.setattr(rendezvous, "asdict", exchange)
+    code, error = by_all(2, one)
+    host = socket.gethostname()
+    line = f"ranks have different recipes or versions: llmtrain is 1 for rank 0 on {host}, 2 for rank 1 on {host}; "
+    assert code == FAILED and isinstance(error, TrainingError) and str(error).startswith(line)
+    assert f"ranks problem {line}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 1), (1, 2)])
@@ -270,18 +316,6 @@ def test_a_gpu_without_bf16_is_a_problem_for_a_recipe_that_has_it(
     assert found[1] == problem("this GPU does not compute in bf16", "set parallel.precision=fp32")
     found, _ = fit(recipe("parallel.precision=fp32"), ["a"] * 4, [4 * GIB] * 4)
     assert {finding.level for finding in found} == {Level.OK}
-
-
-def test_the_disk_must_also_hold_what_evaluations_export(
-    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needed: list[int] = []
-    monkeypatch.setattr(checks, "disk", lambda key, folder, size, *_, **__: needed.append(size) or ok(key))
-    lengths = ["train.steps=1900", "checkpoint.every=100"]
-    for suite in ("null", "{name: small, every: 5}"):
-        _, plan = fit(recipe(*lengths, f"eval.suite={suite}"), ["a"] * 4, [GIB] * 4)
-    without, _, with_suite, _ = needed
-    assert with_suite - without == 4 * 4 * plan.size.parameters, "four exports, after steps 500, 1000, 1500 and 1900"
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.79, Level.OK), (0.81, Level.WARNING)])
