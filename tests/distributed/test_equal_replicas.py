@@ -189,6 +189,48 @@ def test_an_optimizer_without_a_loop_is_noticed_at_the_end(ranks: RankPool) -> N
     )
 
 
+def finish_with_a_frozen_part() -> list[str]:
+    """Return this rank's warnings at the end of a loop whose frozen parameters differ: a byte of a quantized layer."""
+    loop = Loop()
+    loop.updates.close()
+    loop.model.quantized = torch.nn.Parameter(
+        torch.tensor([3, dist.get_rank()], dtype=torch.uint8), requires_grad=False
+    )
+    updates = LocalUpdates(loop.model, loop.optimizer, "diloco", **(CHOICES | {"warmup_steps": 0}))
+    backward(loop.model, 1)
+    loop.optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates.finish()
+    return texts_of(caught)
+
+
+def test_a_frozen_part_that_differs_is_noticed_at_the_end(ranks: RankPool) -> None:
+    [said], theirs = ranks.run(finish_with_a_frozen_part, world_size=2)
+    assert (
+        said.startswith("step 1: replicas differ in parameters of the module that are not the optimizer's")
+        and not theirs
+    )
+
+
+def begin_twice() -> list[str]:
+    loop = Loop()
+    with torch.no_grad():
+        loop.model.head.weight += dist.get_rank()
+    said = []
+    for _ in range(2):
+        with pytest.raises(RecipeError) as caught:
+            loop.step()
+        said.append(str(caught.value))
+    loop.updates.close()
+    return said
+
+
+def test_a_refused_beginning_is_refused_again(ranks: RankPool) -> None:
+    mine, theirs = ranks.run(begin_twice, world_size=2)
+    assert mine == theirs and all(said.startswith("replicas differ in rest before the first step") for said in mine)
+
+
 def finish_wrongly() -> list[str]:
     longer, changed = Loop(warmup_steps=0), Loop()
     longer.step(1 + dist.get_rank())

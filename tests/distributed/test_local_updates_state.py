@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -73,7 +74,8 @@ def test_the_first_round_begins_where_synchronous_steps_ended(ranks: RankPool, m
 def evaluate_around_the_loop(with_rest: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of a sharded replica after the last synchronization, and that of a plain model with its parameters.
 
-    The loop begins and ends with an evaluation. Without a block for the rest, the root's parameters are in a layer's block.
+    The module is evaluated before the loop and before each optimizer step.
+    Without a block for the rest, the root's parameters are in a layer's block.
     """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     model = Layered()
@@ -85,17 +87,18 @@ def evaluate_around_the_loop(with_rest: bool) -> tuple[torch.Tensor, torch.Tenso
     layers = model.layers if with_rest else list(model.children())
     with torch.no_grad():
         model(torch.ones(1, 3, dtype=torch.float64))
-    updates = LocalUpdates(model, optimizer, "diloco", **groups, layers=layers, period=3, warmup_steps=0)
+    updates = LocalUpdates(model, optimizer, "diloco", **groups, layers=layers, period=2, warmup_steps=0)
+    inputs = torch.ones(1, 3, dtype=torch.float64)
     for step in (1, 2):
         backward(model, step)
+        with torch.no_grad():
+            model(inputs)  # FSDP2 keeps the root's parameters gathered after it
         optimizer.step()
         optimizer.zero_grad()
-    inputs = torch.ones(1, 3, dtype=torch.float64)
     with torch.no_grad():
-        model(inputs)  # FSDP2 keeps the root's parameters gathered after it
-        updates.finish()
         sharded, plain = model(inputs), Layered()
         plain.load_state_dict({name: part.full_tensor() for name, part in model.state_dict().items()})
+        updates.finish()
         return sharded, plain(inputs)
 
 
@@ -107,6 +110,34 @@ def test_a_sharded_replica_computes_with_what_was_synchronized_after_an_evaluati
     for sharded, plain in outputs:
         torch.testing.assert_close(sharded, plain, rtol=1e-12, atol=0)
         torch.testing.assert_close(sharded, outputs[0][0], rtol=1e-12, atol=0)
+
+
+def evaluate_one_replica() -> list[str]:
+    """Return this rank's warnings at the end of a loop whose first replica has evaluated the module after the last round. The root's
+    parameters are frozen, and FSDP2 keeps them gathered there."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = Layered()
+    model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach().contiguous())
+    for part in (model.embedding, model.head):
+        part.requires_grad_(False)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=LR)
+    groups = {"replicas": mesh.get_group("replica"), "shards": mesh.get_group("shard")}
+    updates = LocalUpdates(model, optimizer, "diloco", **groups, period=1, warmup_steps=0)
+    backward(model, 1)
+    optimizer.step()
+    if dist.get_rank() < 2:
+        with torch.no_grad():
+            model(torch.ones(1, 3, dtype=torch.float64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates.finish()
+    return [str(one.message) for one in caught]
+
+
+def test_an_evaluation_on_one_replica_does_not_count_as_other_frozen_parameters(ranks: RankPool) -> None:
+    assert ranks.run(evaluate_one_replica, world_size=4) == [[]] * 4
 
 
 def step_with_closures() -> tuple[str, list[torch.Tensor]]:

@@ -156,6 +156,31 @@ def wrap_in_fsdp1() -> None:
     LocalUpdates(model, sgd(model), "diloco", **CHOICES)
 
 
+def leave_out_the_rate() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    optimizer.param_groups[0]["lr"] = None  # as transformers' Adafactor, which computes its own
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+
+
+def use_an_optimizer_without_a_rate() -> None:
+    model = Layered()
+    LocalUpdates(model, torch.optim.Optimizer(model.parameters(), {"speed": LR}), "diloco", **CHOICES)
+
+
+def drop_the_rate() -> None:
+    model = Layered()
+    optimizer = sgd(model)
+    LocalUpdates(model, optimizer, "diloco", **CHOICES)
+    optimizer.param_groups[0]["lr"] = None
+    step(model, optimizer)
+
+
+def use_complex_numbers() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    LocalUpdates(model, sgd(model), "diloco", **CHOICES)
+
+
 def load_the_state_of_the_model() -> None:
     model = Layered()
     LocalUpdates(model, sgd(model), "diloco", **CHOICES).load_state_dict(model.state_dict())
@@ -261,6 +286,10 @@ MISTAKES = {
     freeze: "a parameter was frozen after LocalUpdates was constructed",
     wrap_the_optimizer: "Wrapper has another optimizer inside; give LocalUpdates its .optimizer",
     wrap_in_fsdp1: "the module is sharded with FullyShardedDataParallel",
+    leave_out_the_rate: "SGD has no learning rate (lr of its first parameter group), expected a number",
+    use_an_optimizer_without_a_rate: "Optimizer has no learning rate (lr of its first parameter group), expected a number",
+    drop_the_rate: "SGD has no learning rate (lr of its first parameter group), expected a number",
+    use_complex_numbers: "weight has complex numbers, expected real ones",
     load_the_state_of_the_model: "the state is not one of LocalUpdates.state_dict()",
     begin_with_a_rate_that_never_falls: "sync.warmup_until_lr is 0.5, a share of the peak to which lr never falls",
     load_without_error_feedback: "the state is of another loop: error_feedback is on there, and off here",

@@ -116,7 +116,7 @@ def check_equal_end(replicas: Comms, shards: Comms, replica: ModuleReplica, else
         return None
     return (
         "replicas differ in parameters of the module that are not the optimizer's; if another optimizer trains them, give it a "
-        "LocalUpdates of its own"
+        "LocalUpdates of its own, and if they are frozen, load the same ones on all ranks"
     )
 
 

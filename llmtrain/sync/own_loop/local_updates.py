@@ -40,8 +40,10 @@ from llmtrain.sync.own_loop.loop_checks import (
     find_rate_mismatch,
     follows_rates,
     needs_equal_rates,
+    rate_of,
 )
 from llmtrain.sync.own_loop.module_replica import ModuleReplica, layers_of
+from llmtrain.sync.own_loop.step_hooks import StepHooks
 from llmtrain.sync.sync_stats import SyncStats
 
 ENDLESS = 2**62
@@ -50,7 +52,7 @@ _LOOPS = itertools.count()
 """Numbers for the loops of this process that use a store. Ranks agree on them, because all ranks create the same loops."""
 _LOOPS_OPEN: WeakSet[LocalUpdates] = WeakSet()
 """Loops whose hooks act on an optimizer's steps."""
-_REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
+_REFUSALS: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | StepHooks | None] = WeakKeyDictionary()
 """Optimizers that have had a loop, each with the hook that refuses further steps once its loop has finished; None until then."""
 
 
@@ -107,9 +109,7 @@ class LocalUpdates:
             # Each loop has its own keys, because several loops may use one store, one after another.
             check_rank_order(self._replicas, self._shards)
             store = dist.PrefixStore(f"llmtrain/loop{next(_LOOPS)}", store)
-        lr_schedule = lr or LRSchedule(
-            float(optimizer.param_groups[0]["lr"]), ENDLESS, LRScheduleSection(kind="constant")
-        )
+        lr_schedule = lr or LRSchedule(rate_of(optimizer), ENDLESS, LRScheduleSection(kind="constant"))
         self._followed = lr if follows_rates(self.sync) else None
         """Schedule with which the optimizer's learning rate is compared until they differ; None if no choice follows the rate."""
         self._gradient_wire = build_wire(self.sync.wire) if self.sync.wire.gradients else None
@@ -125,7 +125,7 @@ class LocalUpdates:
         )
         if self.sync.schedule.syncs_in_forward:
             # This hook runs before the schedule's hook, whose messages need replicas that have passed the first step's checks.
-            self.replica.register_block_hook(lambda index: self._begin())
+            self.replica.register_block_hook(self._before_block)
         self.steps_done = 0
         """Optimizer steps so far."""
         blocks = [block.name for block in self.replica.blocks]
@@ -135,10 +135,7 @@ class LocalUpdates:
         self._has_begun = self._is_finished = False
         self._saved: list[int] | None = None
         """Fingerprint of the parameters with which the loaded state was saved; None if no state was loaded."""
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles: list[RemovableHandle | StepHooks] = [StepHooks(optimizer, self._before_step, self._after_step)]
         if (refusal := _REFUSALS.get(optimizer)) is not None:
             refusal.remove()
         _REFUSALS[optimizer] = None
@@ -151,6 +148,7 @@ class LocalUpdates:
         Raises TrainingError, on every rank, if ranks have taken different numbers of steps, or if replicas differ at the end."""
         if self._is_finished:
             return
+        self._begin(is_end=True)
         check_equal_steps(self._replicas, self.steps_done)
         self.replica.check_storage()
         with torch.no_grad():
@@ -243,14 +241,17 @@ class LocalUpdates:
         self.replica.check_parameters()
         self._begin()
         self.steps_done += 1
-        rate = float(optimizer.param_groups[0]["lr"])
+        rate = rate_of(optimizer)
         if self._followed is not None:
             text = find_rate_mismatch(self._followed, self.steps_done, optimizer)
             if text is not None:
                 self._followed = None
                 self._warn(text)
         is_power_of_2 = self.steps_done & (self.steps_done - 1) == 0  # not in every step, because it costs a message
-        if is_power_of_2 and needs_equal_rates(self.sync):
+        compares_rates = is_power_of_2 and needs_equal_rates(self.sync)
+        if compares_rates or self._takes_first_anchor():
+            self._check_begun_step(self.steps_done)
+        if compares_rates:
             check_equal_rates(self._replicas, self.steps_done, rate)
         with torch.no_grad():
             plan = self._method.begin_step(self.steps_done, rate)
@@ -262,14 +263,33 @@ class LocalUpdates:
                         f"step {self.steps_done} averages gradients over the replicas, but optimizer.step(closure) computes them "
                         "afterwards; compute them before, and call step() without a closure"
                     )
+                if getattr(optimizer, "found_inf", None) is not None and self._replicas.size > 1:
+                    raise RecipeError(
+                        f"step {self.steps_done} averages gradients over the replicas, but GradScaler leaves scaled gradients to a "
+                        "fused optimizer, which would skip the step too late; use fused=False, bf16, or warmup_steps=0"
+                    )
                 average_gradients(self._replicas, self.replica.parameters, self.steps_done, self._gradient_wire)
 
-    def _begin(self) -> None:
+    def _before_block(self, index: int) -> None:
+        """Make the comparisons that must precede the messages of the schedule's hook, before a block's training forward."""
+        self._begin()
+        if index == 0 and self._method.schedule.is_armed:
+            self._check_begun_step(self.steps_done + 1)
+
+    def _takes_first_anchor(self) -> bool:
+        """Return whether the replicas compare their first anchors in the step that has begun."""
+        anchors = self._method.block_sync.anchors
+        return anchors is not None and not anchors.is_set and not self._method.period.is_synchronous(self.steps_done)
+
+    def _check_begun_step(self, step: int) -> None:
+        """Raise TrainingError, on all replicas, if another replica is not in step `step`, because it has finished."""
+        check_equal_steps(self._replicas.with_own_traffic(), step)
+
+    def _begin(self, is_end: bool = False) -> None:
         """Raise RecipeError, on every rank, if the replicas differ where they must be equal before the first step after construction
-        or `load_state_dict`. Do nothing before other steps."""
+        or `load_state_dict`, or before an end without a step. Do nothing afterwards."""
         if self._has_begun:
             return
-        self._has_begun = True
         self.replica.check_storage()
         start = LoopStart(
             steps=self.steps_done,
@@ -277,13 +297,14 @@ class LocalUpdates:
             anchors=int(self._method.fingerprint()),
             is_different_module=self._saved not in (None, self.replica.fingerprint().tolist()),
             is_synchronized=self._method.is_synchronized,
-            averages_gradients=self._method.period.is_synchronous(self.steps_done + 1),
+            averages_gradients=not is_end and self._method.period.is_synchronous(self.steps_done + 1),
         )
         text = check_equal_start(self._replicas, self._shards, self.replica, start)
+        self._has_begun = True
         if text is not None and not self._had_loop:  # an earlier loop leaves different moments
             self._warn(text)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    def _after_step(self) -> None:
         if self._method.period.ends_round(self.steps_done):
             self.replica.check_storage()
             if self.sync.schedule.syncs_all_blocks:  # other schedules would wait here for messages in flight

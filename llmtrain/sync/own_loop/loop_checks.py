@@ -117,6 +117,17 @@ def check_choices(
         )
 
 
+def rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the optimizer's first parameter group. Raise RecipeError if it has none."""
+    rate = optimizer.param_groups[0].get("lr")
+    if rate is None:
+        raise RecipeError(
+            f"{type(optimizer).__name__} has no learning rate (lr of its first parameter group), expected a number; give it one "
+            "(transformers' Adafactor: relative_step=False, lr=1e-3)"
+        )
+    return float(rate)
+
+
 def follows_rates(sync: SyncSection) -> bool:
     """Return whether the learning rate decides when replicas synchronize."""
     return sync.period.follows_lr or sync.warmup_until_lr is not None

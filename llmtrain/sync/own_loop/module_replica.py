@@ -24,8 +24,8 @@ class ModuleReplica(Replica):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer):
-        """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not a part of the module, or
-        if the parameters are on several devices."""
+        """Raise RecipeError if the optimizer trains none of the module's parameters, if a layer is not a part of the module, if
+        parameters are complex, or if they are on several devices."""
         layers = list(layers)
         names = {parameter: name for name, parameter in model.named_parameters()}
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -49,6 +49,10 @@ class ModuleReplica(Replica):
         self._units = [unit for _, _, unit in units]
         self.parameters = [parameter for unit in self._units for parameter in unit]
         """Parameters of all blocks, in an order that is the same on all ranks."""
+        if (complex_one := next((p for p in self.parameters if p.is_complex()), None)) is not None:
+            raise RecipeError(
+                f"{names[complex_one]} has complex numbers, expected real ones; make its torch.view_as_real the parameter"
+            )
         self._synchronized = set(self.parameters)
         self._handles: list[RemovableHandle] = []
         devices = {str(shard.device) for block in self.blocks for shard in block.shards}
@@ -87,12 +91,13 @@ class ModuleReplica(Replica):
         return torch.stack([_checksum(block.shards) for block in self.blocks])
 
     def fingerprint_without(self, trained: Set[nn.Parameter]) -> torch.Tensor:
-        """Return a checksum of the bits of this rank's shards of the module's trainable parameters that are neither in a block nor in
-        `trained`: a scalar, int64, on the CPU."""
-        others = [
-            p for p in self._model.parameters() if p.requires_grad and p not in self._synchronized and p not in trained
-        ]
-        return _checksum([local(parameter.detach()) for parameter in others])
+        """Return a checksum of the bits of this rank's shards of the module's parameters that are neither in a block nor in
+        `trained`: a scalar, int64, on the CPU. Parameters on another device or in tensor classes of their own, such as those of a
+        quantized model, are left out."""
+        release_gathered(self._model)  # after an evaluation, or this rank might compare whole parameters with shards
+        others = [p for p in self._model.parameters() if p not in self._synchronized and p not in trained]
+        shards, device = [local(parameter.detach()) for parameter in others], self.blocks[0].shards[0].device
+        return _checksum([shard for shard in shards if type(shard) is torch.Tensor and shard.device == device])
 
     def fingerprint_of_moments(self) -> torch.Tensor:
         """Return a checksum of the bits of the optimizer's first and second moments for each block: [blocks], int64, on the CPU."""
@@ -102,8 +107,11 @@ class ModuleReplica(Replica):
         return torch.stack([_checksum(moments) for moments in plain])
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
+        # In a compiled module, the communication would be traced, which takes long and changes nothing.
+        untraced = torch.compiler.disable(hook)
+
         def before(index: int) -> Callable[[nn.Module, Any], None]:
-            return lambda module, inputs: hook(index) if module.training and torch.is_grad_enabled() else None
+            return lambda module, inputs: untraced(index) if module.training and torch.is_grad_enabled() else None
 
         for index, module in enumerate(self._modules):
             self._handles.append(module.register_forward_pre_hook(before(index), prepend=True))
@@ -138,6 +146,7 @@ def _take(module: nn.Module, seen: set[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the bits of float tensors, read as integers."""
-    sums = [tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
+    """Return the sum of the bits of tensors, read as integers: of bytes, if no integer has the size of an element."""
+    flats = [tensor.contiguous().view(-1) for tensor in tensors]
+    sums = [flat.view(INTEGERS.get(flat.element_size(), torch.uint8)).sum(dtype=torch.int64) for flat in flats]
     return torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.int64, device="cpu")

@@ -67,6 +67,11 @@ class Schedule(ABC):
     def is_synchronized(self) -> bool:
         """True if all replicas hold the same parameters and nothing is in flight."""
 
+    @property
+    def is_armed(self) -> bool:
+        """True if the next training forward synchronizes."""
+        return False
+
     def shared_state(self) -> dict[str, BlockTensors]:
         """Return the state, by block, that is equal on all replicas, except for the anchors and the outer optimizer's state."""
         return {}

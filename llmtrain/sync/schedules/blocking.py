@@ -90,6 +90,10 @@ class BlockingSchedule(Schedule):
         self.flush()
 
     @property
+    def is_armed(self) -> bool:
+        return self._next_block is not None
+
+    @property
     def is_synchronized(self) -> bool:
         return self._round.steps == 0
 
