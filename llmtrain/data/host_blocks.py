@@ -55,6 +55,8 @@ class HostBlocks:
                 end = block_of(end)[1]
             self._compare(tokens, starts, needed)
             self._agreed = end
+            if end <= last:  # a run that continues asks many times
+                tokens.count_as_waiting()
 
     def _compare(self, tokens: GrowingTokens, starts: Sequence[int], needed: int) -> None:
         """Wait until all hosts have the blocks that begin at the tokens `starts`, and compare them, as `agree` does."""

@@ -135,6 +135,10 @@ class GrowingTokens(Tokens):
     def is_waiting(self, seconds: float) -> bool:
         return time.monotonic() - self._last_wait < seconds + POLL_SECONDS
 
+    def count_as_waiting(self) -> None:
+        """Count the time until now as a wait for text, so that it is not taken for a disk that does not answer."""
+        self._last_wait = time.monotonic()
+
     def refresh(self) -> None:
         """Read the index if it has changed. Raises DataError if the index or a new shard is damaged."""
         stamp = (0, 0, 0)
@@ -161,7 +165,8 @@ class GrowingTokens(Tokens):
         shown = last_progress + QUIET_SECONDS - REPEAT_SECONDS  # the first line comes after QUIET_SECONDS
         before = None
         while not condition():
-            self._last_wait = now = time.monotonic()
+            self.count_as_waiting()
+            now = self._last_wait
             here = {} if self.is_complete else read_status(self.directory)  # may be that of an earlier run
             status = {**here, **elsewhere()}
             if "error" in status:
@@ -181,4 +186,5 @@ class GrowingTokens(Tokens):
             if self.closed.wait(POLL_SECONDS):
                 raise DataError(f"{self.source}: the run has ended while it waited for text")
             self.refresh()
-        self._last_wait = time.monotonic()  # the condition may have taken long even if it was true at once
+        if before is not None:  # the condition was not true at once
+            self.count_as_waiting()

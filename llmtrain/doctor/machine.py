@@ -53,10 +53,7 @@ def gpus(world: World) -> list[Finding]:
         try:
             name = torch.cuda.get_device_properties(index).name
             free, total = torch.cuda.mem_get_info(index)
-        except (
-            RuntimeError,
-            AssertionError,
-        ) as error:  # the latter if CUDA finds fewer devices than the driver, as with MIG
+        except (RuntimeError, AssertionError) as error:  # the latter if CUDA finds fewer devices than the driver (MIG)
             findings.append(problem(f"GPU {index} can't be used: {one_line(error)}", "see nvidia-smi"))
             continue
         what = f"GPU {index}: {name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"

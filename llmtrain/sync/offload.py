@@ -14,9 +14,8 @@ class StreamOffload:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to host memory, wait for the copy, and return it."""
-        host_copy = torch.empty(
-            tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu"
-        )  # `cpu().pin_memory()` copies twice
+        # `cpu().pin_memory()` would copy twice.
+        host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         return host_copy.copy_(tensor)
 
     def prefetch(self, host_copy: torch.Tensor) -> StreamedCopy:

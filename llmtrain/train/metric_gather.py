@@ -185,14 +185,10 @@ class MetricReducer:
     def tags(self, line: LogLine) -> dict[str, float]:
         """Return the tags of one line and count its loss spike, if any."""
         columns, replicas, shards = line.columns, self.mesh.replicas, self.mesh.shard_comms.size
-        tokens, step_seconds, gradients = (
-            columns["predicted_tokens"].sum(),
-            columns["step_seconds"],
-            columns["gradients"],
-        )
-        loss = float(
-            columns["loss_sum"].sum() / tokens
-        )  # NaN, written as null, if no rank computed a gradient; so is the norm
+        tokens, step_seconds = columns["predicted_tokens"].sum(), columns["step_seconds"]
+        # Both are NaN, written as null, if no rank computed a gradient.
+        loss = float(columns["loss_sum"].sum() / tokens)
+        norms = (columns["grad_norm_sum"] / columns["gradients"])[columns["gradients"] > 0]
         seconds = float(step_seconds.sum() if self._in_turns else step_seconds.max())
         rate = float(tokens) / seconds if seconds > 0 else math.nan
         tags = {
@@ -200,7 +196,7 @@ class MetricReducer:
             "train/ppl": math.exp(min(loss, 700.0)),
             "train/steps": line.mean("steps_total"),
             "train/gradient_steps": line.mean("gradients_total"),
-            "train/grad_norm": float((columns["grad_norm_sum"] / gradients)[gradients > 0].mean()),
+            "train/grad_norm": float(norms.mean()),
             "perf/tokens_per_second": rate,
             "perf/step_seconds": line.slowest_per_step("step_seconds"),
             "perf/data_seconds": line.slowest_per_step("data_seconds"),

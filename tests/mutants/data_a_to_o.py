@@ -191,6 +191,9 @@ TABLES = {
           - for start in starts for host in self._hosts]
           + for start in starts for host in self._hosts if self._store.check([f"text/{host}/{start}"])]
     seen by unit/test_data_stream.py
+        stream: the time of comparing many blocks counts as the disk's
+          -                 tokens.count_as_waiting()
+          +                 pass
         stream: hosts compare only the last block that is needed
           - starts, end = [], self._agreed
           + starts, end = [], last

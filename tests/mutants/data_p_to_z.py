@@ -207,9 +207,6 @@ TABLES = {
         stream: more tokens than the run's are read
           - self._tokens = TokenShards(self._shards, self.max_tokens)
           + self._tokens = TokenShards(self._shards)
-        stream: the time of comparing hosts counts as the disk's
-          -         self._last_wait = time.monotonic()  # the
-          +         # the
         stream: an error of the tokenizer is waited out
           - if "error" in status:
           + if False:

@@ -205,8 +205,8 @@ TABLES = {
     "llmtrain/train/metric_gather.py": r"""
     seen by unit/test_metric_gather.py
         metrics: a rank without a gradient lowers the norm
-          - (columns["grad_norm_sum"] / gradients)[gradients > 0].mean()
-          + (columns["grad_norm_sum"] / gradients.clamp(min=1)).mean()
+          - (columns["grad_norm_sum"] / columns["gradients"])[columns["gradients"] > 0]
+          + columns["grad_norm_sum"] / columns["gradients"].clamp(min=1)
     seen by distributed/test_bad_numbers.py
         metrics: the loss of a skipped step counts
           - torch.where(skipped.bool(), 0.0, number)

@@ -45,7 +45,7 @@ def test_one_process_a_gpu_or_as_the_mesh_asks(monkeypatch, gpus, parallel, node
 
 
 def test_gpus_that_the_driver_counts_but_cuda_can_not_use_start_no_processes(monkeypatch):
-    """As with a driver that is too old for this torch."""
+    """The driver may be too old for this torch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert local_world_size(ParallelSection(**ON_CPU), 1) == 4
