@@ -42,7 +42,7 @@ class StopRequest:
         self._asked_at = dict.fromkeys(STOP_SIGNALS, math.inf)
 
     @property
-    def has_arrived(self) -> bool:
+    def is_signaled(self) -> bool:
         """True once a stop signal has arrived, even if the main thread has not run `handle` yet."""
         return self.requested or any(map(math.isfinite, self._asked_at.values()))
 
@@ -75,7 +75,7 @@ _installed: list[StopRequest] = []
 
 def request_stop() -> None:
     """Ask this process to stop, unless it was asked already: a second SIGTERM would end it at once."""
-    if not any(stop.has_arrived for stop in _installed):
+    if not any(stop.is_signaled for stop in _installed):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -259,7 +259,7 @@ TABLES = {
     "llmtrain/train/signals.py": r"""
     seen by unit/test_signals.py
         signals: a stopping rank handles a second request, which ends it
-          - if not any(stop.has_arrived for stop in _installed):
+          - if not any(stop.is_signaled for stop in _installed):
           + if True:
         signals: a repeated signal ends the run immediately
           - if time.monotonic() - asked_at > SAME_REQUEST_SECONDS:
