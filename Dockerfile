@@ -3,9 +3,10 @@
 #     docker build --target cpu -t llmtrain:cpu .
 #     docker build --target cuda -t llmtrain:cuda .
 #     mkdir -p runs data
-#     docker run --rm --stop-timeout 600 -v "$PWD/runs:/llmtrain/runs" llmtrain:cpu launch quickstart
-#     docker run --rm --stop-timeout 600 --gpus all --ipc host -v "$PWD/runs:/llmtrain/runs" llmtrain:cuda launch edit_350m
-# --stop-timeout is longer than a checkpoint takes; by itself `docker stop` kills after 10 s.
+#     docker run --rm --init --stop-timeout 600 -v "$PWD/runs:/llmtrain/runs" llmtrain:cpu launch quickstart
+#     docker run --rm --init --stop-timeout 600 --gpus all --ipc host -v "$PWD/runs:/llmtrain/runs" llmtrain:cuda launch edit_350m
+# --stop-timeout is longer than a checkpoint takes; by itself `docker stop` kills after 10 s. Without --init, Python is PID 1, for
+# which the kernel drops signals until Python handles them: a stop in the first seconds would be lost.
 # torch from PyPI is built for CUDA on Linux, and trains on CPUs too. A smaller image for CPUs, or one for an older driver,
 # takes torch from the index that pytorch.org names for it: --build-arg TORCH_INDEX=...
 # Mounted folders must be writable for user 1000; otherwise add --user "$(id -u):$(id -g)".

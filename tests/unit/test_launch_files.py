@@ -137,6 +137,14 @@ def test_pods_find_pod_0_by_the_name_that_the_service_gives_it(job, container):
     assert int(environment["NNODES"]) == spec["completions"] == spec["parallelism"]
 
 
+def test_python_is_not_the_first_process_of_a_container(job):
+    """The kernel drops signals to PID 1 that it does not handle, so that a stop while Python starts would be lost."""
+    assert job["spec"]["template"]["spec"]["shareProcessNamespace"] is True
+    text = README + (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    commands = re.findall(r"^#? +docker run .*", text, flags=re.MULTILINE)
+    assert len(commands) == 4 and all("--init" in command for command in commands)
+
+
 def test_what_ends_a_pod_decides_whether_it_is_started_again(job, container):
     rules = job["spec"]["podFailurePolicy"]["rules"]
     by_code = {code: r["action"] for r in rules if "onExitCodes" in r for code in r["onExitCodes"]["values"]}
