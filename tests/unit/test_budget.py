@@ -51,13 +51,13 @@ def outcome(folder: Path, seconds: float, *options: str) -> tuple[int, str]:
 
 
 def test_a_test_over_its_limit_fails_the_run_wherever_it_computes(tmp_path: Path) -> None:
-    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.6", "-m", "")  # 0.9 on a very slow machine
+    code, output = outcome(tmp_path, 1.0, "--cpu-limit-test=0.45", "-m", "")  # 0.9 on a very slow machine
     assert code == 1, output
     assert "4 passed" in output
     excesses = [line for line in output.splitlines() if line.startswith("ERROR: ")]
     assert len(excesses) == 3, output
     for line, name in zip(excesses, ("test_here", "test_on_a_rank", "test_in_a_command"), strict=True):
-        assert re.search(rf"::{name} uses \d\.\d CPU seconds; a test outside `deep` may use 0\.[6-9]", line)
+        assert re.search(rf"::{name} uses \d\.\d CPU seconds; a test outside `deep` may use 0\.[4-9]", line)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.05, 1), (60, 0)])
@@ -67,7 +67,7 @@ def test_all_tests_together_have_a_limit(tmp_path: Path, limit: float, expected:
     assert ("all outside `deep` together may use" in output) == (expected == 1)
 
 
-@pytest.mark.parametrize(("seconds", "slowness"), [([], 1.0), ([0.04, 0.06], 1.0), ([0.07, 0.105], 1.25), ([0.3], 1.5)])
+@pytest.mark.parametrize(("seconds", "slowness"), [([], 1.0), ([0.04, 0.06], 1.0), ([0.07, 0.098], 1.44), ([0.3], 2.0)])
 def test_limits_are_longer_on_a_slow_machine_within_bounds(seconds: list[float], slowness: float) -> None:
     judge = budget.Budget(SimpleNamespace(getoption={"--cpu-limit-all": 1e9}.get))
     judge.loops = seconds
