@@ -7,8 +7,8 @@ not the only one.
 
 On a shared machine, the same tests have needed 1.4 times as many CPU seconds as half an hour before. Workers therefore time a
 fixed loop every ten seconds, and limits are multiplied by the square of its slowdown relative to a quiet machine. The loop itself
-shows half of the cost of busy neighbors, because it needs little memory: the same tests used 1,052 CPU seconds while the loop took
-0.070 s, and 1,289 and 1,310 while it took 0.080 s. Later ones used 730 on a quiet machine, and 1,825 while it took 0.093 s.
+shows half of the cost of busy neighbors: the same tests used 1,052 CPU seconds while it took 0.070 s, and 1,289 and 1,310 while it
+took 0.080 s. Later ones used 730 on a quiet machine, and 1,825 while it took 0.093 s.
 """
 
 from __future__ import annotations

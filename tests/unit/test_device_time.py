@@ -275,7 +275,7 @@ def test_a_message_of_nccl_is_as_long_as_in_its_stream(clock: HostClock, heard: 
     assert spans(path, "step") == [(0.0, 7.0)]
 
 
-def test_a_message_of_gloo_ends_when_it_is_signaled(clock: HostClock, tmp_path: Path) -> None:
+def test_a_message_of_gloo_ends_when_it_is_complete(clock: HostClock, tmp_path: Path) -> None:
     path, comms = tmp_path / "rank.jsonl", over_gloo()
     with open_trace(path, first=1, last=1, clock=clock_of(GPU)), step_span(1):
         compute(8.0)

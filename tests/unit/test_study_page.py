@@ -101,6 +101,16 @@ def test_the_documentation_has_the_table_of_the_records() -> None:
         assert summary.with_tables(path.read_text(), tables) == path.read_text(), "run study_page.py --write"
 
 
+def test_measured_speedups_in_the_documentation_are_those_of_the_trials() -> None:
+    rows = importlib.import_module("study_measured").speedup_rows(runs.read_records())
+    written = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
+    assert len(rows) == 12
+    for diloco, streaming in zip(rows[::2], rows[1::2], strict=True):
+        mbit, seed, steps = diloco[:3]
+        figures = (f"{measured} ({predicted})" for *_, measured, predicted, _ in (diloco, streaming))
+        assert f"| {mbit} Mbit/s, {seed} | {steps} steps | {' | '.join(figures)} |" in written
+
+
 @pytest.mark.parametrize(("seeds", "words"), [({12}, "1 of 3 diverged"), ({11, 12, 13}, "3 of 3 diverged")])
 def test_the_page_shows_how_many_seeds_diverged(tmp_path: Path, seeds: set[int], words: str) -> None:
     usual = likes(0.0055)
