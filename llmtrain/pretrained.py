@@ -139,7 +139,7 @@ def weight_files(folder: Path) -> list[str]:
             raise ModelError(f"{KEY}: {folder / INDEX} is damaged; copy it again") from None
         for name in names:
             if not is_bare_file_name(name):
-                raise ModelError(f"{KEY}: {folder / INDEX} names {name!r}, which is no file of its folder")
+                raise ModelError(f"{KEY}: {folder / INDEX} names {name!r}, which is not a file in its folder")
             if not os.path.isfile(folder / name):
                 raise ModelError(f"{KEY}: {folder / name} is missing; copy it again")
         return names

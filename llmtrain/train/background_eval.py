@@ -179,7 +179,7 @@ class BackgroundEval:
         self._say_ended(step)
 
     def _say_ended(self, step: int) -> None:
-        self._say(step, f"the evaluation was ended; to finish it: {shlex.join(self._command('--over-time'))}")
+        self._say(step, f"the evaluation was terminated; to finish it, run {shlex.join(self._command('--over-time'))}")
 
     def _command(self, *arguments: str) -> list[str]:
         section = self.section
@@ -214,4 +214,4 @@ def last_log_line(log: Path) -> str:
         lines = []
     lines = [line for line in lines if line and "%|" not in line]
     ours = [line for line in lines if line.startswith("error: ")]
-    return (ours or lines or ["it says nothing"])[-1].removeprefix("error: ")[:300]
+    return (ours or lines or ["the log has no message"])[-1].removeprefix("error: ")[:300]

@@ -203,7 +203,7 @@ def _start_lines(
         yield f"warning: {line}"
     if mesh.device.type == "cuda" and peak_flops(mesh.device) is None:
         name = torch.cuda.get_device_name(mesh.device)
-        yield f"no MFU (share of the card's peak speed) is shown: the peak of {name} is not known"
+        yield f"MFU (fraction of the GPU's peak speed) is not shown, because the peak of {name} is not known"
 
 
 def _start_warnings(recipe: Recipe, mesh: Mesh, texts: RunTexts) -> Iterator[str]:

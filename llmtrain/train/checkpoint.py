@@ -121,7 +121,8 @@ class Checkpointer:
             state["from_weights"] = self.from_weights
         final, comms = self.directory / step_name(step), self.mesh.checkpoint_group
         mine = {"method": self.method.state_dict(), **progress()}
-        # With two sites, the disk is at the first (launch/two_sites.md): what both have need not cross the link.
+        # With two sites, the disk is at the first site (launch/two_sites.md), so tensors that both sites have need not cross the
+        # link.
         spans_hosts = self.mesh.world.local_size < self.mesh.world.size
         prune = partial(self._prune, step)
         self._writing = CheckpointWriter(final, tensors, state, mine, comms, prune, spans_hosts, self._holder)
@@ -256,7 +257,7 @@ class Checkpointer:
         for step in expired(self._losses, self.section):
             if not any(step in follower.pending_steps() for follower in self.followers):
                 folder = self.directory / step_name(step)
-                # Renamed first, so that a half-deleted folder is no checkpoint, and the next start deletes it.
+                # Renamed first, so that a half-deleted folder does not count as a checkpoint, and the next start deletes it.
                 with suppress(OSError):
                     folder = folder.rename(folder.with_suffix(".tmp"))
                 shutil.rmtree(folder, ignore_errors=True)

@@ -87,7 +87,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if seal != _digest_of(state):
         raise CheckpointError(f"{path} is damaged: {STATE_FILE} is not what was written")
     if strange := [name for name in state.get("files", ()) if not is_bare_file_name(name)]:
-        raise CheckpointError(f"{path} is damaged: {STATE_FILE} lists {strange[0]!r}, which is no file of its folder")
+        raise CheckpointError(f"{path} is damaged: {STATE_FILE} lists {strange[0]!r}, not a file in its folder")
     return state
 
 
@@ -161,10 +161,10 @@ def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Pa
             if (found := find_corruption_on_any_rank(path, state["files"], mesh)) is None:
                 return path
             problem = f"{path} is damaged: {found}"
-        note(f"{problem}; going back to the one before")
+        note(f"{problem}; falling back to the previous one")
     if problem:
         raise CheckpointError(
-            f"{problem}; no older checkpoint is valid either, of {len(names)}; restore one, or delete them to train from the start"
+            f"{problem}; none of the {len(names)} checkpoints is valid; restore one, or delete them to train from the start"
         )
     return None
 
@@ -275,9 +275,9 @@ class CheckpointWriter:
             join(self._thread, timeout_seconds)
         if not self.is_done:
             raise TrainingError(
-                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); "
-                f"{'is the disk' if self._comms.size == 1 else 'are the disk and all other ranks'} there? Start the same command "
-                "again to continue from the last checkpoint; if the disk is only slow, with a longer run.timeout_seconds"
+                f"{self.final} was not written within {timeout_seconds:g} s (run.timeout_seconds); check that the disk "
+                f"{'responds' if self._comms.size == 1 else 'and all other ranks respond'}, then start the same command again to continue "
+                "from the last checkpoint; if the disk is only slow, with a longer run.timeout_seconds"
             )
         self.check()
 

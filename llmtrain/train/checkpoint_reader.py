@@ -47,7 +47,7 @@ CLASSES = {
 class CheckpointReader:
     """Reader of a checkpoint's tensors by name. Each rank reads only the rows that it needs, without any collective."""
 
-    remedy = "delete it to continue from the one before"
+    remedy = "delete it to continue from the previous one"
     """Advice to a user whose checkpoint is damaged."""
 
     def __init__(self, path: Path):
@@ -78,8 +78,8 @@ class CheckpointReader:
         """
         replicas = f"{len(names)} replicas"
         remedy = (
-            f", and so would the mean of {replicas}; continue with {replicas}, or delete this checkpoint to continue from the one "
-            "before"
+            f", and so would the mean of {replicas}; continue with {replicas}, or delete this checkpoint to continue from the "
+            "previous one"
         )
         stored = (local(self._read_finite(name, torch.empty_like(into), remedy)) for name in names)
         local(into).copy_(mean_of(stored).mul_(factor))
@@ -147,11 +147,11 @@ def read_metadata(checkpoint: Path) -> Metadata:
     with (checkpoint / METADATA_FILE).open("rb") as file:
         metadata = _Unpickler(file).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"{METADATA_FILE} holds a {type(metadata).__name__}, which is no metadata")
+        raise pickle.UnpicklingError(f"{METADATA_FILE} holds a {type(metadata).__name__}, which is not metadata")
     for stored in (metadata.storage_data or {}).values():
         if not is_bare_file_name(stored.relative_path):
             raise pickle.UnpicklingError(
-                f"{METADATA_FILE} names {stored.relative_path!r}, which is no file of this folder"
+                f"{METADATA_FILE} names {stored.relative_path!r}, which is not a file in this folder"
             )
     return metadata
 
@@ -164,4 +164,4 @@ class _Unpickler(pickle.Unpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {module}.{name}, which describes no tensor")
+        raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {module}.{name}, which does not describe a tensor")

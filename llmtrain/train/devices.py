@@ -125,8 +125,8 @@ def reserved_memory_bytes(device: torch.device) -> int:
 
 @contextmanager
 def collect_garbage_every(steps: int | None) -> Iterator[AfterStep]:
-    """Collect garbage, within this context, after every step that is a multiple of `steps`, instead of when Python
-    would. With None, leave collections to Python. Yields the function to call after each step.
+    """Collect garbage, within this context, after every step that is a multiple of `steps`, instead of whenever Python decides to. If
+    `steps` is None, leave garbage collection to Python. Yields the function to call after each step.
 
     Python collects after a certain number of allocations. Ranks reach it at different steps, so all ranks would wait
     for each rank's pause.
@@ -208,6 +208,6 @@ def explain_out_of_memory(rank: int, device: torch.device, folder: Path) -> Iter
         if "out of memory" not in str(error):
             raise
         raise TrainingError(
-            f"rank {rank}: this host has no memory left that GPUs can read ({first_line(error)}); use sync.offload=false, "
+            f"rank {rank}: this host has no pinned memory left ({first_line(error)}); use sync.offload=false, "
             "checkpoint.background=false or more parallel.shards"
         ) from error

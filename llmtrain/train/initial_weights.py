@@ -51,7 +51,7 @@ class InitialWeights:
         self.pretrained = pretrained
         self.recorded: dict[str, Any] = {"path": pretrained.name, "step": pretrained.step}
         """Path and step of the weights, for the run's record; `verify` adds their digest."""
-        self._written: dict[str, Digest] | None = None  # digests when written; None if llmtrain has not written them
+        self._written: dict[str, Digest] | None = None  # recorded by the writer; None if it was not llmtrain
         self._reader: StoredWeights | SafetensorsReader
         self._replicas = 1
         if pretrained.is_checkpoint:
@@ -109,7 +109,7 @@ class InitialWeights:
         for (rank, other_host), files in of_nodes.items():
             if changed := [name for name in self._files if files.get(name) != first.get(name)]:
                 raise ModelError(
-                    f"{KEY}: {self.pretrained.name}: rank {rank} on {other_host} has another {changed[0]} than rank 0 on "
+                    f"{KEY}: {self.pretrained.name}: rank {rank} on {other_host} has a different {changed[0]} than rank 0 on "
                     f"{first_host}; copy the folder from one host to all"
                 )
         text = json.dumps([(name, first[name]) for name in self._files])
@@ -134,7 +134,7 @@ def _export_digests(folder: Path) -> dict[str, Digest] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{KEY}: {folder / EXPORT_MANIFEST} is damaged; export the model again") from None
     if strange := next((name for name in listed if not is_bare_file_name(name)), None):
-        raise ModelError(f"{KEY}: {folder / EXPORT_MANIFEST} names {strange!r}, which is no file of its folder")
+        raise ModelError(f"{KEY}: {folder / EXPORT_MANIFEST} names {strange!r}, which is not a file in its folder")
     return listed
 
 
@@ -246,7 +246,7 @@ def check_same_tokenizer(
     for token, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
         if ids.get(token) != number:
             raise ModelError(
-                f"{KEY}: {pretrained.name} was trained with another tokenizer than data.tokenizer={name}: its token {number}, "
+                f"{KEY}: {pretrained.name} was trained with a different tokenizer than data.tokenizer={name}: its token {number}, "
                 f"{token!r}, {f'is {ids[token]}' if token in ids else 'does not exist'} there; give "
                 f"data.tokenizer={pretrained.tokenizer}"
             )

@@ -136,10 +136,12 @@ def open_loggers(
     jsonl = JsonlLogger(directory.metrics, resumed_step)
     if jsonl.last_step < resumed_step:
         lost = f"steps {jsonl.last_step + 1} to {resumed_step}"
-        note(f"warning: {directory.metrics} has no line of {lost}, which are before the checkpoint; they stay lost")
+        note(f"warning: {directory.metrics} has no lines of {lost}, which precede the checkpoint; these lines are lost")
     if moved := directory.set_aside_after(resumed_step):
         names = ", ".join(str(path.relative_to(directory.path)) for path in moved)
-        note(f"steps after {resumed_step} are trained again, so what was made of them before has another name: {names}")
+        note(
+            f"steps after {resumed_step} are trained again, so their earlier exports and evaluation results were renamed: {names}"
+        )
     loggers: list[Logger] = [jsonl, SampleLogger(directory.samples, resumed_step)]
     if recipe.log.tensorboard:
         loggers.append(TensorBoardLogger(recipe, directory.tensorboard, resumed_step, resumed_tokens))
@@ -151,7 +153,7 @@ def open_loggers(
 
 
 LOCAL_LINE_SECONDS = 15.0
-"""Seconds without output after which, in rounds of seconds, the first replica reports its own step."""
+"""Seconds without output after which, in timed rounds, the first replica reports its own step."""
 
 
 SAMPLE_CHARACTERS = 100
@@ -197,7 +199,7 @@ class Console:
 
     def advance(self, step: int, is_alone: bool = False) -> None:
         """Move the progress bar to `step`. The first call prints the seconds since the command was started. `is_alone`
-        says that other replicas may be at other steps, as within a round of seconds. Without a bar, a line then reports
+        says that other replicas may be at other steps, as within a timed round. Without a bar, a line then reports
         this replica's step from time to time."""
         if not self._has_begun:
             self._has_begun = True
@@ -207,7 +209,7 @@ class Console:
             self._bars.update(self._task, completed=step)
         elif is_alone and time.monotonic() - self._printed_at > LOCAL_LINE_SECONDS:
             self.print(
-                f"step {step}/{self._total} on the first replica; the next line with a loss comes when replicas meet"
+                f"step {step}/{self._total} on the first replica; the next loss is printed when replicas exchange step counts"
             )
 
     def log_step(self, step: int, tags: dict[str, float]) -> None:

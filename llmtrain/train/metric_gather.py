@@ -235,7 +235,7 @@ class MetricReducer:
                 raise TrainingError(
                     f"the {what} is {values[rank].item()} on rank {rank} (replica {rank // self.mesh.shard_comms.size}) at step "
                     f"{line.step} or in the {line.columns['steps'][rank]:.0f} steps before it; start again to continue from the last "
-                    "checkpoint, with a smaller optim.lr under another run.name if it comes back"
+                    "checkpoint, and if it happens again, use a smaller optim.lr under another run.name"
                 )
 
         skipped = line.columns["skipped_in_a_row"]
@@ -243,14 +243,14 @@ class MetricReducer:
             rank = int(skipped.argmax())
             raise TrainingError(
                 f"replica {rank // self.mesh.shard_comms.size} skipped its last {skipped[rank]:.0f} steps up to step {line.step}: no "
-                "gradient was finite (optim.nonfinite); start again to continue from the last checkpoint, with a smaller optim.lr under "
-                "another run.name if it comes back"
+                "gradient was finite (optim.nonfinite); start again to continue from the last checkpoint, and if it happens again, "
+                "use a smaller optim.lr under another run.name"
             )
         fingerprints = line.columns["fingerprint"].reshape(self.mesh.replicas, self.mesh.shard_comms.size)
         usual = fingerprints.mode(dim=0).values
         others = (fingerprints != usual).any(dim=1).nonzero().flatten().tolist()
         if others:
-            who = f"the anchor of replica {', '.join(map(str, others))} is not that of the others"
+            who = f"the anchor of replica {', '.join(map(str, others))} differs from the others"
             if 2 * len(others) >= self.mesh.replicas:
                 who = f"the anchors of the {self.mesh.replicas} replicas differ"
             raise TrainingError(

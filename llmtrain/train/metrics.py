@@ -52,8 +52,8 @@ def rise_of_loss(first: float, last: float, is_continued: bool) -> str | None:
         return None
     line = f"validation loss {last:.4f} is not below the {first:.4f} before the first step"
     if last <= first * (1 + (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)):
-        return f"{line}; if it stays so, lower optim.lr"
-    return f"{line}: the run diverges, unless its learning rate still rises; lower optim.lr"  # also for NaN
+        return f"{line}; if it stays higher, lower optim.lr"
+    return f"{line}: the run is diverging, unless the learning rate is still warming up; lower optim.lr"  # also for NaN
 
 
 class Metrics:
@@ -80,7 +80,7 @@ class Metrics:
         self.tokens = 0
         """Training tokens of all replicas, as last counted over all ranks."""
         self.last_line: dict[str, float] = {}
-        self._virtual_seconds = 0.0  # of the checkpoint; a run that is continued without its clock keeps them
+        self._virtual_seconds = 0.0  # from the checkpoint; kept if the run continues without a virtual clock
         self.first_eval: Validation | None = None
         self.last_eval: Validation | None = None
         self._stop_agreed = False
@@ -301,11 +301,11 @@ class Metrics:
     def _round_number(self, state: TrainState) -> int:
         """Return the number of the current round, from 1; 0 in a synchronous phase."""
         number = self.method.period.round_number(state.step)
-        # With rounds of seconds, a line is logged just before its round is counted, except at the end of the run.
+        # With timed rounds, a line is logged just before its round is counted, except at the end of the run.
         return self.method.stats.count + (not state.is_done) if number is None else number
 
     def _round_step(self, state: TrainState) -> int:
-        """Return the number of local steps in the current round. With rounds of seconds, a line is logged just after an
+        """Return the number of local steps in the current round. With timed rounds, a line is logged just after an
         exchange, when no step follows yet, so return the number of steps before the exchange."""
         period = self.method.period
         return period.step_in_round(state.step) or period.round_length(state.step)

@@ -243,13 +243,13 @@ class Mirror:
                 self.note(f"fetched {where}")
                 return self.directory.checkpoints / step_name(step)
             problem = f"{where} is damaged: {found}"
-            self.note(f"{problem}; going back to the one before")
+            self.note(f"{problem}; falling back to the previous one")
             self.newest = max((older for older in there if older < step), default=None)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
         if problem and newer_than < 0:
             raise CheckpointError(
-                f"{problem}; no older checkpoint is valid either, of {len(there)}; restore one, or delete them to train from the start"
+                f"{problem}; none of the {len(there)} checkpoints is valid; restore one, or delete them to train from the start"
             )
         return None
 

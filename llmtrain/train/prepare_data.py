@@ -65,7 +65,7 @@ def _check_one_tokenizer(name: str, texts: Sequence[TokenDataset]) -> None:
     for text in texts[1:]:
         if (other := tokenizer_digest(text)) != first:
             raise DataError(
-                f"data.tokenizer: {text.directory} has another version of {name} ({other}) than {texts[0].directory} ({first}); "
+                f"data.tokenizer: {text.directory} has a different version of {name} ({other}) than {texts[0].directory} ({first}); "
                 "delete the older folder to prepare its text again"
             )
 

@@ -171,7 +171,7 @@ def _prepare_own(recipe: Recipe, world: World, shards: int) -> Mapping[str, Toke
 
 
 def _shared_stop(recipe: Recipe, mesh: Mesh, stop: StopRequest) -> AbstractContextManager[Callable[[], bool]]:
-    """Provide the function for `StopRequest.seen`. With rounds of seconds, log lines are too rare for agreeing on a
+    """Provide the function for `StopRequest.seen`. With timed rounds, log lines are too rare for agreeing on a
     stop, so the function asks the job's store. Otherwise ranks agree at log lines, and the function returns False. With
     a virtual clock, ranks also agree at log lines: if a signal cut a round short, a continued run would differ from an
     uninterrupted one."""
@@ -263,8 +263,7 @@ def _claim(run: OpenRun, checkpoint: Path | None) -> None:
 
 @contextmanager
 def _traced(run: OpenRun, step: int) -> Iterator[None]:
-    """Record the timeline that `log.trace` asks for, in a run that is at `step`. If it can't be written, print a line
-    and go on."""
+    """Record the timeline that `log.trace` asks for, in a run that is at `step`. If it can't be written, print a line and continue."""
     section = run.recipe.log.trace
     with ExitStack() as opened:
         if section is not None:

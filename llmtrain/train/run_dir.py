@@ -140,18 +140,17 @@ class RunDirectory:
         newest = max(complete_checkpoints(self.checkpoints), default=None)
         longer = f"Train it longer with more {key}, such as {key}={twice}"
         if self.recipe.checkpoint.mirror is None and newest is None:
-            longer = "It has no checkpoint any more, from which it could be trained longer or exported"
+            longer = "It no longer has a checkpoint, so it can neither be trained longer nor exported"
         elif self.recipe.checkpoint.mirror is None and newest != summary["steps"]:
-            longer = f"Its newest checkpoint is only of step {newest}, where more {key} would continue"
+            longer = f"Its newest checkpoint is of step {newest}, so a run with more {key} would continue there"
         return (
             f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss'] or math.nan:.4f}. "
             f"{longer}; start another with run.name=NAME."
         )
 
     def check_recipe(self) -> None:
-        """Raise RecipeError if the recipe can't continue the run in the directory: a key differs that must not, the
-        global batch can't change, a shorter length leaves no steps to train, or a complete run has no checkpoint from
-        which to train longer."""
+        """Raise RecipeError if the recipe can't continue the run in the directory: a key differs that must be equal, the global batch
+        can't change, a shorter length leaves no steps to train, or a complete run has no checkpoint from which to train longer."""
         there = self.path / RECIPE
         if not there.exists():
             return

@@ -64,7 +64,7 @@ class StopRequest:
         if time.monotonic() - asked_at > SAME_REQUEST_SECONDS:
             name = signal.Signals(number).name
             with suppress(OSError):
-                os.write(2, f"a second {name}: stopped at once; the last complete checkpoint stays\n".encode())
+                os.write(2, f"a second {name}: stopped at once; the last complete checkpoint is kept\n".encode())
             os._exit(FAILED)
         self._asked_at[number] = min(asked_at, time.monotonic())
 

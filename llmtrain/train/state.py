@@ -28,7 +28,7 @@ class TrainState:
     step: int = resharded(0, by=own_step)
     """Steps of this replica. With A-EDiT, a fast replica takes more than `total_steps`."""
     global_step: int = 0
-    """Step of the run that all ranks agree on. Equal to `step`, except in rounds of seconds."""
+    """Step of the run that all ranks agree on. Equal to `step`, except in timed rounds."""
     previous_global_step: int = 0
     """Global step at the previous agreement."""
     gradients: Number = resharded(0, by=mean)

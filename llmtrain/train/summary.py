@@ -125,7 +125,7 @@ def lines_about_texts(summary: Mapping[str, Any]) -> list[str]:
         parts.append(f"{name}: {text['sequences']:,} sequences{epochs}{loss}")
     spread = summary.get("site_loss_spread")
     apart = "" if spread is None else f"; the sites' losses differ by up to {spread:.4f}"
-    return [f"Read of {' · '.join(parts)}{apart}."] if parts else []
+    return [f"Read from {' · '.join(parts)}{apart}."] if parts else []
 
 
 def every_step_bytes(lines: Iterable[Mapping[str, Any]], parameters: int) -> float:

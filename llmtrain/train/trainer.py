@@ -56,10 +56,10 @@ class Trainer:
                 self.checkpointer.poll()
                 agreed = self.method.agreed_step(state.step)
                 if not state.advance(agreed):
-                    continue  # in rounds of seconds, ranks agree on a global step only when they exchange step counts
+                    continue  # in timed rounds, ranks agree on a global step only when they exchange step counts
                 if state.is_done:
                     break  # `finish` synchronizes the last round before it logs and validates
-                with self.method.period.paused():  # rounds of seconds count training alone
+                with self.method.period.paused():  # timed rounds count training alone
                     if state.is_due(recipe.log.every) or state.is_first_step:
                         self.metrics.log(state, self.lr.at(state.step))
                     if state.is_due(recipe.eval.every):
@@ -68,7 +68,7 @@ class Trainer:
                         self.save()
             if state.is_done:
                 self.finish()
-            # A resumed run continues a round of seconds, which must not include the time of writing.
+            # A resumed run continues a timed round, which must not include the time of writing.
             with self.method.period.paused():
                 self.save()
             self._wait_for_checkpoint()

@@ -100,7 +100,9 @@ class WandbLogger(Logger):
             for call in iter(self._calls.get, None):
                 call()
         except BaseException as error:  # of many kinds; none may end the run
-            self._warn(f"{one_line(error)}; nothing more is sent, {self._directory.metrics} goes on")
+            self._warn(
+                f"{one_line(error)}; nothing more is sent, but lines are still written to {self._directory.metrics}"
+            )
         with suppress(BaseException):  # wandb exits with the code of its process
             import wandb
 

@@ -136,7 +136,7 @@ def test_a_run_that_diverges_says_so(runs: Runs):
     assert code == 0 and "Traceback" not in output, output
     said = json.loads((runs.path("diverges") / "summary.json").read_text(), parse_constant=pytest.fail)
     assert said["final_eval_step"] == 12 and said["final_eval_loss"] > 10
-    assert any("the run diverges" in warning and warning.startswith("step 12: ") for warning in said["warnings"])
+    assert any("the run is diverging" in warning and warning.startswith("step 12: ") for warning in said["warnings"])
     assert "| warning: validation loss " in output
     assert re.search(r"warnings?, the last at step 12: validation loss", output), output
     assert not re.search(r"\d{20}", output), "a perplexity of hundreds of digits"

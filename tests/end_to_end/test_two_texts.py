@@ -60,7 +60,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     outputs = [process.communicate(timeout=RUN_SECONDS)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert "sites: a 50% (" in outputs[0] and "| b: validation loss" in outputs[0]
-    assert "Read of a: 24 sequences" in outputs[0] and "the sites' losses differ by up to 0." in outputs[0]
+    assert "Read from a: 24 sequences" in outputs[0] and "the sites' losses differ by up to 0." in outputs[0]
     for site in "ab":
         (prepared,) = (folder / site / "tokens").glob("*/index.json")
         assert json.loads(prepared.read_text())["source"] == f"{site}.txt"
@@ -75,7 +75,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     code, output = run(folder / "b", "launch", *keys)
     assert code == 0, output
     assert "for 8 steps instead of 6, written by 2 replicas x 1 shards: 1 replica starts from their mean" in output
-    assert "Read of a: 24 sequences · b: 40 sequences, " in output
+    assert "Read from a: 24 sequences · b: 40 sequences, " in output
     state = json.loads((folder / "runs/sites/checkpoints/step-00000008/state.json").read_text())
     (rank,) = state["ranks"]
     of_a = rank["loader"].pop("absent")["a"]
@@ -94,7 +94,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     keys = overrides(folder, "sites", ENTRIES, "parallel.replicas=1", "train.steps=10", "train.global_batch=8")
     code, output = run(folder / "a", "launch", *keys)
     text.write_text(before)
-    assert code and "the training text a is another one than when the run's checkpoint was written" in output, output
+    assert code and "the training text a is not the one with which the run's checkpoint was written" in output, output
 
 
 @pytest.mark.deep

@@ -254,7 +254,7 @@ TABLES = {
         metrics: a rise during warm-up from trained weights counts as divergence
           - (CLEAR_RISE_OF_WEIGHTS if is_continued else CLEAR_RISE)
           + CLEAR_RISE
-        metrics: the number of the last round of seconds is one too high
+        metrics: the number of the last timed round is one too high
           - .count + (not state.is_done) if
           + .count + 1 if
     seen by distributed/test_resume_training.py

@@ -156,7 +156,7 @@ def test_training_does_not_wait_and_the_newest_checkpoint_is_next(beside: Beside
     ("overrides", "steps", "evaluated"),
     [
         (["eval.suite.every=2"], [10, 20, 30, 40, 50], [20, 40, 50]),
-        (["eval.suite.every=2"], [13, 31, 44, 50], [31, 44, 50]),  # checkpoints at the ends of rounds of seconds
+        (["eval.suite.every=2"], [13, 31, 44, 50], [31, 44, 50]),  # checkpoints at the ends of timed rounds
         (["checkpoint.every=null"], [7, 50], [50]),
         (["eval.suite.every=9"], [10, 50], [50]),
         ([], [10, 14, 20], [10, 20]),  # the checkpoint of step 14 was written by a stop
@@ -213,13 +213,13 @@ def test_what_went_wrong_is_one_line_and_the_next_is_evaluated(
     [
         ("Traceback\nAssertionError\nRequests:   0%|    | 0/4\rRequests: 100%|####| 4/4\n", "AssertionError"),
         ("error: no room\nfarewell\n", "no room"),
-        ("", "it says nothing"),
+        ("", "the log has no message"),
     ],
 )
 def test_last_words_are_no_progress_bar(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "log").write_text(text)
     assert last_log_line(tmp_path / "log") == words
-    assert last_log_line(tmp_path / "no log") == "it says nothing"
+    assert last_log_line(tmp_path / "no log") == "the log has no message"
 
 
 def test_a_process_that_can_not_be_started_is_one_line(beside: Beside) -> None:
@@ -292,7 +292,7 @@ def test_the_wait_has_an_end(beside: Beside, killed: list[tuple[int, int]], tmp_
         why(beside)
     assert killed == [(50, signal.SIGTERM)]
     assert beside.lines[-1] == (
-        "step 50/50 | offline: the evaluation was ended; to finish it: llmtrain eval "
+        "step 50/50 | offline: the evaluation was terminated; to finish it, run llmtrain eval "
         f"{tmp_path}/a --suite offline --limit 5 --data-dir data --over-time"
     )
     assert not any("failed" in line for line in beside.lines)
@@ -319,7 +319,9 @@ def test_a_signal_that_also_reaches_the_evaluation_is_no_failure_of_it(beside: B
     beside.stop.requested = True
     beside.child(0).end(-signal.SIGUSR1, None)
     beside.idle()
-    assert beside.lines[-1].startswith("step 20/50 | offline: the evaluation was ended; to finish it: llmtrain eval ")
+    assert beside.lines[-1].startswith(
+        "step 20/50 | offline: the evaluation was terminated; to finish it, run llmtrain eval "
+    )
     assert len(beside.children) == 1
 
 

@@ -103,7 +103,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(folder: Path,
     path, said = newest(folder)
     assert path == folder / "step-00000010"
     [line] = said
-    assert line.startswith(f"{folder}/step-00000020 is damaged: ") and line.endswith("; going back to the one before")
+    assert line.startswith(f"{folder}/step-00000020 is damaged: ") and line.endswith(
+        "; falling back to the previous one"
+    )
     assert re.search(problem, line)
 
 
@@ -219,7 +221,8 @@ def test_where_all_are_damaged_nothing_is_trained_anew(folder: Path) -> None:
     for path in folder.glob("step-*"):
         flip(path / "__0_0.distcp")
     with pytest.raises(
-        CheckpointError, match=r"step-00000010 is damaged: .*; no older .* of 2; restore one, or delete"
+        CheckpointError,
+        match=r"step-00000010 is damaged: .*; none of the 2 checkpoints is valid; restore one, or delete",
     ):
         newest(folder)
 

@@ -147,9 +147,7 @@ def test_out_of_memory_is_one_line_and_a_snapshot(tmp_path: Path, monkeypatch: p
 def test_pinned_memory_that_runs_out_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught, explain_out_of_memory(1, torch.device("cuda:0"), tmp_path):
         raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...")
-    assert str(caught.value).startswith(
-        "rank 1: this host has no memory left that GPUs can read (CUDA error: out of memory); use "
-    )
+    assert str(caught.value).startswith("rank 1: this host has no pinned memory left (CUDA error: out of memory); use ")
     with pytest.raises(torch.AcceleratorError), explain_out_of_memory(1, torch.device("cuda:0"), tmp_path):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

@@ -73,7 +73,9 @@ def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint:
     target = tmp_path / "made by unpickling"
     for attack in (RunsACommand(target), [RunsACommand(target)], Metadata({"w": RunsACommand(target)})):
         (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(attack))
-        with pytest.raises(CheckpointError, match=r"can't be read: .metadata asks for posix.mkdir, which describes no"):
+        with pytest.raises(
+            CheckpointError, match=r"can't be read: .metadata asks for posix.mkdir, which does not describe"
+        ):
             CheckpointReader(checkpoint)
     assert not target.exists()
     pickle.loads(pickle.dumps(RunsACommand(target)))
@@ -82,7 +84,7 @@ def test_metadata_that_would_run_a_command_runs_none(tmp_path: Path, checkpoint:
 
 def test_what_torch_would_unpickle_in_turn_is_refused(checkpoint: Path) -> None:
     changed(checkpoint, state_dict_metadata={"w": BytesStorageMetadata()})
-    with pytest.raises(CheckpointError, match=r"asks for .*BytesStorageMetadata, which describes no tensor"):
+    with pytest.raises(CheckpointError, match=r"asks for .*BytesStorageMetadata, which does not describe a tensor"):
         CheckpointReader(checkpoint)
 
 
@@ -90,7 +92,7 @@ def test_what_torch_would_unpickle_in_turn_is_refused(checkpoint: Path) -> None:
 def test_metadata_names_files_of_its_folder_only(checkpoint: Path, name: str) -> None:
     stored = read_metadata(checkpoint).storage_data
     changed(checkpoint, storage_data={index: replace(where, relative_path=name) for index, where in stored.items()})
-    with pytest.raises(CheckpointError, match=rf"names '{name}', which is no file of this folder"):
+    with pytest.raises(CheckpointError, match=rf"names '{name}', which is not a file in this folder"):
         CheckpointReader(checkpoint)
 
 
@@ -101,7 +103,7 @@ def test_an_attribute_of_an_allowed_module_is_no_way_around(checkpoint: Path) ->
         with pytest.raises(CheckpointError, match=rf"asks for {module}.{name}, which"):
             CheckpointReader(checkpoint)
     (checkpoint / METADATA_FILE).write_bytes(pickle.dumps(torch.float32))
-    with pytest.raises(CheckpointError, match="holds a dtype, which is no metadata"):
+    with pytest.raises(CheckpointError, match="holds a dtype, which is not metadata"):
         CheckpointReader(checkpoint)
 
 
@@ -116,7 +118,7 @@ def test_a_mirror_writes_into_the_runs_folder_only(tmp_path: Path, checkpoint: P
     here = tmp_path / "run" / "fetched"
     here.mkdir(parents=True)
     wrong = RemoteRun(str(tmp_path / "there")).download(10, here)
-    assert wrong == f"state.json lists {name!r}, which is no file of its folder"
+    assert wrong == f"state.json lists {name!r}, not a file in its folder"
     assert [path.name for path in here.iterdir()] == [STATE_FILE] and not (tmp_path / "run/escaped").exists()
 
 
@@ -129,8 +131,6 @@ def test_a_checkpoint_that_lost_its_state_is_named_and_never_trained_over(tmp_pa
     assert latest_valid(tmp_path, ALONE, said.append) == tmp_path / "step-00000010"
     assert len(said) == 1 and "step-00000020 is damaged: state.json can't be read" in said[0]
     (tmp_path / "step-00000010" / STATE_FILE).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"no older checkpoint is valid either, of 2; restore one, or delete them"
-    ):
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints is valid; restore one, or delete them"):
         latest_valid(tmp_path, ALONE, said.append)
     assert checkpoint_folders(tmp_path / "nowhere") == []

@@ -52,7 +52,7 @@ def test_lines_lost_before_the_checkpoint_are_named(tmp_path: Path, steps: tuple
     for logger in open_loggers(recipe, directory, 25, 2500, notes.append):
         logger.close()
     assert len(notes) == (lost is not None)
-    assert lost is None or f"no line of {lost}, which are before the checkpoint" in notes[0]
+    assert lost is None or f"no lines of {lost}, which precede the checkpoint" in notes[0]
 
 
 def test_what_was_made_of_steps_that_are_trained_again_is_not_of_this_run(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_what_was_made_of_steps_that_are_trained_again_is_not_of_this_run(tmp_pa
             logger.close()
     moved = ["eval/small.json.old", "export/step-00000050.old1", "export/step-00000050-bf16.old"]
     assert notes == [
-        f"steps after 25 are trained again, so what was made of them before has another name: {', '.join(moved)}"
+        f"steps after 25 are trained again, so their earlier exports and evaluation results were renamed: {', '.join(moved)}"
     ]
     found = {str(path.relative_to(directory.path)) for path in directory.path.glob("e*/*")}
     kept = {"eval/first.json", "eval/odd.json", "export/step-00000025", "export/step-00000050.old"}

@@ -155,5 +155,5 @@ def test_replicas_whose_anchors_differ_are_named():
         reducer.check(line(fingerprint=[5.0, 7.0, 5.0, 8.0]))
     mesh = SimpleNamespace(**vars(MESH) | {"replicas": 4, "shard_comms": SimpleNamespace(size=1)})
     four = MetricReducer(mesh, 1.0, None)
-    with pytest.raises(TrainingError, match="the anchor of replica 2 is not that of the others"):
+    with pytest.raises(TrainingError, match="the anchor of replica 2 differs from the others"):
         four.check(line(fingerprint=[5.0, 5.0, 6.0, 5.0]))

@@ -84,7 +84,7 @@ def test_damage_in_the_mirror_is_named_and_the_one_before_is_taken(
     assert find_corruption(there, read_state(there)["files"]) is None
     line, fetched = second.said
     assert line.startswith(f"{url.rstrip('/')}/a/checkpoints/step-00000020 is damaged: {problem}"), line
-    assert line.endswith("; going back to the one before") and "\n" not in line
+    assert line.endswith("; falling back to the previous one") and "\n" not in line
     assert fetched.endswith("step-00000010")
     second.save(20)  # trained again, it replaces the damaged one
     assert Machine(tmp_path / "third", url).start().name == "step-00000020"
@@ -98,7 +98,8 @@ def test_where_all_in_the_mirror_are_damaged_nothing_is_trained_anew(tmp_path: P
         flip_at(url, step, "__0_0.distcp")
     second = Machine(tmp_path / "second", url)
     with pytest.raises(
-        CheckpointError, match=r"step-00000010 is damaged: .*; no older .* of 2; restore one, or delete"
+        CheckpointError,
+        match=r"step-00000010 is damaged: .*; none of the 2 checkpoints is valid; restore one, or delete",
     ):
         second.start()
     assert second.steps() == [] and not list(second.directory.checkpoints.iterdir())

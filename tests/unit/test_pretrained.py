@@ -221,7 +221,7 @@ def test_what_is_missing_unexpected_or_damaged_is_named(
     ("index", "fragment"),
     [
         ("[]", "model.safetensors.index.json is damaged"),
-        ('{"weight_map": {"a": "../secret"}}', "names '../secret', which is no file of its folder"),
+        ('{"weight_map": {"a": "../secret"}}', "names '../secret', which is not a file in its folder"),
         ('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "model-00001-of-00002.safetensors is missing"),
     ],
 )
@@ -261,7 +261,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
     content["model"]["vocab"] |= {first: 1, second: 0}
     (other / "tokenizer.json").write_text(json.dumps(content))
     assert refusal(recipe_of(folder, f"data.tokenizer={other}")) == (
-        f"model.from_weights: {folder} was trained with another tokenizer than data.tokenizer={other}: its token 0, {first!r}, "
+        f"model.from_weights: {folder} was trained with a different tokenizer than data.tokenizer={other}: its token 0, {first!r}, "
         f"is 1 there; give data.tokenizer={folder}"
     )
     for file in folder.glob("token*"):
@@ -295,7 +295,7 @@ def test_a_folder_of_an_export_is_compared_with_its_digests(folder: Path) -> Non
     ):
         check_initial_weights(recipe).verify(ALONE)
     (folder / "export.json").write_text('{"files": {"../a": [1, "b"]}}')
-    assert "names '../a', which is no file of its folder" in refusal(recipe)
+    assert "names '../a', which is not a file in its folder" in refusal(recipe)
     (folder / "export.json").write_text("{}")
     assert "export.json is damaged; export the model again" in refusal(recipe)
 

@@ -65,8 +65,8 @@ def test_a_complete_run_says_what_is_left_of_it(tmp_path: Path):
     lost, older, whole = (
         line.partition("loss 3.0000. ")[2].removesuffix("; start another with run.name=NAME.") for line in said
     )
-    assert lost == "It has no checkpoint any more, from which it could be trained longer or exported"
-    assert older == "Its newest checkpoint is only of step 24, where more train.steps would continue"
+    assert lost == "It no longer has a checkpoint, so it can neither be trained longer nor exported"
+    assert older == "Its newest checkpoint is of step 24, so a run with more train.steps would continue there"
     assert whole == "Train it longer with more train.steps, such as train.steps=80"
 
 
@@ -164,7 +164,7 @@ def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, 
         with pytest.raises(SystemExit):
             main([*command, str(stored)])
         assert capsys.readouterr().err == (
-            f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue what is in it, or run.name=a to "
+            f"error: {stored} is of the run a, but its folder is b; give run.name=b to continue the run in this folder, or run.name=a to "
             "start a run of that name\n"
         )
     refuse_if_moved(stored, ["run.name=a"])

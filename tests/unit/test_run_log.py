@@ -60,10 +60,10 @@ def test_a_loss_that_hardly_rises_is_no_run_that_diverges() -> None:
     """The loss of a run that begins with trained weights rises while its learning rate does."""
     assert rise_of_loss(3.0, 3.0, False) is None
     assert rise_of_loss(3.1785, 3.1804, False) == (
-        "validation loss 3.1804 is not below the 3.1785 before the first step; if it stays so, lower optim.lr"
+        "validation loss 3.1804 is not below the 3.1785 before the first step; if it stays higher, lower optim.lr"
     )
     found = [(3.2, False), (3.2, True), (3.5, True), (float("nan"), True)]
-    assert ["diverges" in (rise_of_loss(3.0, *after) or "") for after in found] == [True, False, True, True]
+    assert ["is diverging" in (rise_of_loss(3.0, *after) or "") for after in found] == [True, False, True, True]
 
 
 def test_what_averaged_gradients_would_send_is_counted_for_the_replicas_of_each_step() -> None:

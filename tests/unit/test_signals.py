@@ -114,4 +114,4 @@ def test_signals_together_are_one_and_a_later_one_of_the_same_kind_ends_at_once(
         assert exits.get(timeout=20) == FAILED
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("SIGUSR1: stopping within two log lines, with a checkpoint; another SIGUSR1 ends")
-    assert second == "a second SIGUSR1: stopped at once; the last complete checkpoint stays"
+    assert second == "a second SIGUSR1: stopped at once; the last complete checkpoint is kept"

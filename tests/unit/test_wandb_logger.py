@@ -99,7 +99,9 @@ def test_where_wandbs_process_is_gone_a_line_says_so_and_the_run_goes_on(
     logger.wait()
     assert not logger._thread.is_alive()
     assert calls == (["log"] if failing == "log" else ["log", "log", "log", "finish"])
-    assert notes == [f"warning: log.wandb: Connection lost; nothing more is sent, {tmp_path}/a/metrics.jsonl goes on"]
+    assert notes == [
+        f"warning: log.wandb: Connection lost; nothing more is sent, but lines are still written to {tmp_path}/a/metrics.jsonl"
+    ]
 
 
 @pytest.mark.parametrize("failed", [False, True])
