@@ -45,7 +45,7 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Non
     if differ:
         starts = ", ".join(f"{name} starts {number}" for name, number in zip(names, processes, strict=True))
         raise RecipeError(
-            f"nodes need equally many processes, but {starts}; set NPROC_PER_NODE={min(processes)} on all of them"
+            f"nodes need the same number of processes, but {starts}; set NPROC_PER_NODE={min(processes)} on all of them"
         )
     for name, node in zip(names, nodes, strict=True):
         if node["refusal"]:

@@ -117,7 +117,7 @@ def _wait_for_listener(nodes: Nodes, timeout_seconds: float) -> None:
                 time.sleep(POLL_SECONDS)
     raise TrainingError(
         f"node {nodes.rank} on {socket.gethostname()} could not reach node 0 at {nodes.address}:{nodes.port} in "
-        f"{timeout_seconds:g} s: {reason}; is it started, is MASTER_ADDR its address, is the port open?"
+        f"{timeout_seconds:g} s: {reason}; check that it is started, that MASTER_ADDR is its address, and that the port is open"
     )
 
 
@@ -148,11 +148,11 @@ class NodeLink:
                 "checkpoint), then start the same command on all nodes"
             )
         beats = self._store.add(f"beat {rank}", 0)
-        with announced(f"a sign of another launcher that is node {rank}", 3 * BEAT_SECONDS):
+        with announced(f"a heartbeat of another launcher that is node {rank}", 3 * BEAT_SECONDS):
             time.sleep(3 * BEAT_SECONDS)
         if self._store.add(f"beat {rank}", 0) == beats:
             raise ReturnedError(
-                f"node {rank} was there before, is gone, and the others have not given it up yet; start it again in "
+                f"node {rank} was lost, and the others have not noticed this yet; start it again in "
                 f"{SILENCE_SECONDS:g} s, when they have ended"
             )
         raise RecipeError(
@@ -214,7 +214,7 @@ class NodeLink:
         """
         if self._store is None:
             return {0: mine}
-        with self.needs_node_0("tell how their ranks ended"):
+        with self.needs_node_0("report how their ranks ended"):
             return self._exits_of_all_nodes(attempt, mine, allow_node_loss)
 
     def _exits_of_all_nodes(self, attempt: int, mine: NodeExit, allow_node_loss: bool) -> dict[int, NodeExit]:
@@ -227,7 +227,7 @@ class NodeLink:
             gone = self._wait_for_lost(f"ended{attempt}")
             if gone and not allow_node_loss:
                 raise TrainingError(
-                    f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; when it is "
+                    f"{', '.join(map(self._name, gone))}: no heartbeat from its launcher for {SILENCE_SECONDS:g} s; when it is "
                     "back, start the same command again on all nodes to continue from the last checkpoint, or give "
                     "run.on_replica_loss=continue to continue without it"
                 )
@@ -240,7 +240,7 @@ class NodeLink:
             }
             self._store.set(f"{outcome} 0", json.dumps(ended))
         else:
-            self._wait(outcome, [0], "see its ranks end", ENDING_SECONDS)
+            self._wait(outcome, [0], "collect the results of all nodes", ENDING_SECONDS)
         told = json.loads(self._store.get(f"{outcome} 0"))
         exits = {int(node): NodeExit(**ended) for node, ended in told.items()}
         self._members = list(exits)  # a lost node acknowledges nothing
@@ -309,7 +309,7 @@ class NodeLink:
                     raise TrainingError(self._store.get("failure").decode())
                 if gone := self._silent([node for node in missing if self._has(f"host {node}")], heard):
                     raise TrainingError(
-                        f"{', '.join(map(self._name, gone))}: nothing was heard of its launcher for {SILENCE_SECONDS:g} s; start "
+                        f"{', '.join(map(self._name, gone))}: no heartbeat from its launcher for {SILENCE_SECONDS:g} s; start "
                         "the same command again on all nodes"
                     )
                 waited = time.monotonic() - started
@@ -330,8 +330,8 @@ class NodeLink:
         )
 
     def _linger_until_acked(self, what: str) -> None:
-        """Acknowledge that a wait is over on this node. Node 0 also waits, for a limited time, until all nodes that
-        arrived have acknowledged it, because its store may end with it."""
+        """Acknowledge that a wait is over on this node. Node 0 then waits for a limited time until all nodes that arrived have
+        acknowledged the same, because the store may end when node 0 ends."""
         self._store.set(f"heard {what} {self.nodes.rank}", "yes")
         deadline = time.monotonic() + (LINGER_SECONDS if self.nodes.rank == 0 else 0)
         while time.monotonic() < deadline and any(
@@ -347,7 +347,7 @@ class NodeLink:
         except DistError as error:
             raise TrainingError(
                 f"node {self.nodes.rank} on {self._host} lost node 0 ({self.nodes.address}:{self.nodes.port}) "
-                f"while it waited for nodes to {purpose}; see what node 0 said"
+                f"while it waited for nodes to {purpose}; see the output of node 0"
             ) from error
 
     def _name(self, node: int) -> str:

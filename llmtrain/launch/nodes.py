@@ -57,8 +57,8 @@ class Nodes:
         tasks = environment_number("SLURM_STEP_NUM_TASKS", 1) if is_slurm_task() else 1
         if tasks not in (1, count):
             raise RecipeError(
-                f"NNODES={count} in the environment, but srun started launch/train.sh {tasks} times; unset NNODES, which srun makes "
-                f"needless, or set NNODES={tasks}; for a run per task, unset SLURM_STEP_NUM_TASKS in each"
+                f"NNODES={count} in the environment, but srun started launch/train.sh {tasks} times; unset NNODES, which is not "
+                f"needed with srun, or set NNODES={tasks}; for a run per task, unset SLURM_STEP_NUM_TASKS in each"
             )
         if count == 1:
             return cls()
@@ -76,7 +76,7 @@ class Nodes:
             address.encode("idna")
         except UnicodeError as error:
             raise RecipeError(
-                f"MASTER_ADDR={address} is no host name ({error}); give node 0's name or IP address"
+                f"MASTER_ADDR={address} is not a host name ({error}); give node 0's name or IP address"
             ) from error
         return cls(count, rank, address, environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT))
 
@@ -86,8 +86,8 @@ class Nodes:
             return cls()
         if tasks != nodes:
             raise RecipeError(
-                f"srun started launch/train.sh {tasks} times on {nodes} nodes; start it once per node (--ntasks-per-node=1), "
-                "or once per rank without it: srun llmtrain train RECIPE"
+                f"srun started launch/train.sh {tasks} times on {nodes} nodes; start it once per node (--ntasks-per-node=1), or start "
+                "one task per rank without it: srun llmtrain train RECIPE"
             )
         address, port = master_endpoint()
         return cls(nodes, environment_number("SLURM_NODEID", 0), address, int(port), slurm_step())

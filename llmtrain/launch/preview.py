@@ -34,7 +34,7 @@ def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
     ]
     if prepared is None:
         lines.append(
-            "note: whether the text is long enough shows when it is tokenized, by the start or llmtrain prepare"
+            "note: the text is not tokenized yet; the start or llmtrain prepare will check whether it is long enough"
         )
     if preflight.weights is not None:
         lines.append(preflight.weights.describe())

@@ -87,7 +87,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             _say("stopping within two log lines, with a checkpoint; Ctrl-C again ends all ranks at once")
             stop(number, frame)
             return
-        _say("all ranks of this node are ended at once; the last complete checkpoint stays")
+        _say("all ranks of this node are killed at once; the last complete checkpoint is kept")
         are_killed = True
         for rank in _ranks_below(psutil.Process(), others):
             with suppress(psutil.NoSuchProcess):

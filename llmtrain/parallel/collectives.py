@@ -1,6 +1,5 @@
-"""Collectives in flight, started by `Comms`: plain collectives, and all-reduces in parts, of rounded values, and of the
-largest values. The last two report what they left out of a message, for error feedback.
-"""
+"""Collectives in flight, started by `Comms`: plain collectives, and all-reduces in parts, of rounded values, and of the largest
+values. The last two can report the error of a message, for error feedback."""
 
 from __future__ import annotations
 
@@ -46,9 +45,9 @@ class PendingCollective:
         return self.result
 
     def quantization_error(self) -> torch.Tensor | None:
-        """Return what the format left out of this rank's message, as a flat tensor; None if the message was sent unchanged, if
-        the error is not kept, or if it was returned before. Call after `wait`. If this rank adds the error to its next message,
-        the next sum makes up for it."""
+        """Return the error that this rank has to add to its next message for error feedback, as a flat tensor: the parts of its
+        message, and of its chunk of the sum, that the format did not send. None if the message was sent unchanged, if the error is
+        not kept, or if it was returned before. Call after `wait`."""
         return None
 
     def _finish(self) -> None:
@@ -85,7 +84,7 @@ class QuantizedAllReduce(PendingCollective):
     same bits, because they decode the same messages. In flight, the collective takes the memory of the encoded bytes."""
 
     def __init__(self, comms: Comms, what: str, tensor: torch.Tensor, wire: WireFormat, keeps_error: bool = False):
-        """Start the first exchange. With `keeps_error`, keep what rounding loses, in memory of the message's size."""
+        """Start the first exchange. With `keeps_error`, keep the rounding error, which takes as much memory as the message."""
         super().__init__(comms, what, None, tensor.new_empty(0))
         self._wire, self._shape = wire, tensor.shape
         chunk = wire.padded_chunk(tensor.numel(), comms.size)
@@ -110,7 +109,7 @@ class QuantizedAllReduce(PendingCollective):
         encoded = self._wire.encode(total)
         self._work = self._second.send_to_all(encoded.to(self._comms.device).view(-1))
         if self._error is not None:
-            # The second exchange rounds the sum of this rank's chunk, and only this rank knows what that lost.
+            # The second exchange rounds the sum of this rank's chunk, and only this rank knows the error of that rounding.
             self._error[self._comms.rank] += (total - self._wire.decode(encoded, total.dtype)).view(-1)
         self._first = None  # frees what was received
 

@@ -137,10 +137,10 @@ class Comms:
     def start_all_reduce(
         self, tensor: torch.Tensor, what: str = "all-reduce", wire: AnyFormat | None = None, keeps_error: bool = False
     ) -> PendingCollective:
-        """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they
-        are, and the sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has its
-        own memory, and with `keeps_error` the caller can ask for what the format left out. A sparse format always keeps
-        that, in the memory of `tensor`."""
+        """Start summing `tensor` over the axis. `wire` is the format in which values are sent. None sends them as they are, and the
+        sum replaces them; the caller must not touch `tensor` before `wait`. With a format, the sum has its own memory, and with
+        `keeps_error` the error of this rank's message is kept (`PendingCollective.quantization_error`). A sparse format always keeps
+        the error, in the memory of `tensor`."""
         if self.size == 1 or tensor.numel() == 0:
             return PendingCollective(self, what, None, tensor)
         if isinstance(wire, SparseFormat):

@@ -272,7 +272,7 @@ def check_connectivity(peers: Peers, world: World, replicas: int, shards: int, t
         told_failures = gather_over_store(peers.store, world, "reach", failure, timeout_seconds + patience)
     failed = [found for found in told_failures if found]
     if failed:
-        others = f"; nor do {len(failed) - 1} other ranks reach theirs" if len(failed) > 1 else ""
+        others = f"; {len(failed) - 1} more rank{'s' * (len(failed) > 2)} can't reach a peer" if len(failed) > 1 else ""
         raise TrainingError(f"{failed[0]}{others}")
     for axis in axes:
         endpoints = [by_axis[axis] for by_axis in of_ranks]
@@ -322,6 +322,6 @@ def _failure(
         return None
     return (
         f"rank {rank} on {me.host} ({mine.interface}, {mine.address}) does not reach rank {peer} on {other.host} "
-        f"({theirs.interface}, {theirs.address}): {reason}; give parallel.{axis}_network an interface that reaches all "
-        f"hosts, open TCP ports {theirs.port_range} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
+        f"({theirs.interface}, {theirs.address}): {reason}; set parallel.{axis}_network to an interface that reaches all hosts, open "
+        f"TCP ports {theirs.port_range} of {other.host}, or join the hosts by a VPN (launch/two_sites.md)"
     )

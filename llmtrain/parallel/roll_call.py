@@ -143,7 +143,8 @@ def missing_ranks_message(missing: Sequence[int], hosts: dict[int, str], world: 
     where = ":".join(master_endpoint())
     return (
         f"{format_ranks(missing)} of {world.size} did not answer the roll call {when} at {where} within {waited:.0f} s "
-        f"(run.timeout_seconds), only {there}; see the output of those who are missing: not started, ended, or no way to {where}"
+        f"(run.timeout_seconds), only {there} did; see the output of the missing ranks, which were not started, have ended, or cannot "
+        f"reach {where}"
     )
 
 

@@ -87,7 +87,7 @@ class SingleDeviceEngine(TorchEngine):
     def _take_gradients(self, index: int) -> list[torch.Tensor | None]:
         gradients = [master.grad for master in self.masters[index]]
         for master in self.masters[index]:
-            master.grad = None  # the mean takes its place in `step`, so that gradients are not in memory twice
+            master.grad = None  # `step` uses the mean in its place, so that gradients are not in memory twice
         return gradients
 
     def _as_dtensor(self, name: str, part: torch.Tensor) -> DTensor:

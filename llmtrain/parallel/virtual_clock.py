@@ -31,8 +31,8 @@ class VirtualClock:
         return self.now - self._started_at
 
     def restore(self, now: float) -> None:
-        """Continue at the time of a checkpoint. The seconds that the clock returns do not jump, because a period of
-        seconds may have loaded its state earlier."""
+        """Continue at the time of a checkpoint. The seconds that the clock returns do not jump, because a timed period
+        may have loaded its state earlier."""
         self._started_at += now - self.now
         self.now = now
 

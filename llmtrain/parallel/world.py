@@ -164,7 +164,7 @@ def master_endpoint() -> tuple[str, str]:
 
 
 def is_slurm_task() -> bool:
-    """Return whether srun started this process as a task of a step. A job's shell, interactive or not, is no such task."""
+    """Return whether srun started this process as a task of a step. The shell of a job, interactive or not, does not count."""
     return "SLURM_STEP_NUM_TASKS" in os.environ and os.environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP
 
 

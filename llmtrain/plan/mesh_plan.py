@@ -61,7 +61,7 @@ def _by_nodes(parallel: ParallelSection, nodes: Sequence[str], fits: Callable[[i
         return 1, "one process"
     if len(sizes) > 1:
         raise RecipeError(
-            f"there are {_listed(nodes)} ranks (nodes x ranks), so a node can't be a replica; start equally many on each, or give "
+            f"there are {_listed(nodes)} ranks (nodes x ranks), so a node can't be a replica; start the same number on each, or give "
             f"parallel.shards, at most {math.gcd(*sizes)}"
         )
     per_node = sizes.pop()
@@ -204,5 +204,5 @@ def _remedies(recipe: Recipe, ours: bool, several_nodes: bool, on_gpu: bool) -> 
             changes.append("checkpoint.background=false")
         if several_nodes and not recipe.parallel.shard_across_nodes:
             changes.append("parallel.shard_across_nodes=true")
-        changes.append("parallel.replicas and parallel.shards, to try all the same")
+        changes.append("parallel.replicas and parallel.shards, to try it anyway")
     return changes

@@ -202,7 +202,7 @@ def test_a_second_interrupt_ends_all_ranks_at_once(runs: Runs):
     assert len(ranks_of(process)) == 2
     process.send_signal(signal.SIGINT)
     code, output = runs.end(process)
-    assert code == 1 and "all ranks of this node are ended at once" in output, output
+    assert code == 1 and "all ranks of this node are killed at once" in output, output
     all_end(family)
     said = "".join(lines) + output
     assert lines[0].startswith("interrupted: edit, 100,000 steps of 512 tokens") and "torch/distributed" not in said, (

@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(runs: Runs) -> None:
         os.write(terminal.descriptor, CTRL_C)
         terminal.wait_for("Ctrl-C again ends all ranks at once")
         os.write(terminal.descriptor, CTRL_C)
-        terminal.wait_for("all ranks of this node are ended at once; the last complete checkpoint stays")
+        terminal.wait_for("all ranks of this node are killed at once; the last complete checkpoint is kept")
         terminal.wait_for(None)
         assert terminal.process.wait(SECONDS) == 1
     assert "Traceback" not in terminal.shown

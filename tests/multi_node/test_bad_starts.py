@@ -48,7 +48,7 @@ def test_a_host_that_never_comes(three):
         assert line.startswith(
             "error: rank 2 of 3 did not answer the roll call at the start at 10.77.0.1:29511 within "
         )
-        assert "only rank 0 on host0, rank 1 on host1; see the output of those who are missing" in line
+        assert "only rank 0 on host0, rank 1 on host1 did; see the output of the missing ranks" in line
 
 
 def test_an_unreachable_master(three):
@@ -77,7 +77,8 @@ def test_an_interface_that_leads_nowhere(three):
             "error: rank 0 on host0 (lo, 127.0.0.1) does not reach rank 1 on host1 (lo, 127.0.0.1): "
         )
         assert (
-            "loopback leads to no other host; give parallel.replica_network an interface that reaches all hosts" in line
+            "loopback leads to no other host; set parallel.replica_network to an interface that reaches all hosts"
+            in line
         )
 
 
@@ -88,7 +89,7 @@ def test_an_interface_whose_cable_is_out(three):
         assert line.startswith(
             "error: rank 0 on host0 (eth1, 10.77.1.1) does not reach rank 2 on host2 (eth1, 10.77.1.3): "
         )
-        assert "parallel.replica_network" in line and "; nor do 2 other ranks reach theirs" in line
+        assert "parallel.replica_network" in line and "; 2 more ranks can't reach a peer" in line
 
 
 def test_hosts_that_do_not_share_the_run_directory(runs: Runs, three):
@@ -121,4 +122,4 @@ def test_a_rank_that_dies_once_all_have_met(runs: Runs, three):
     assert line.startswith(
         f"error: rank 1 of 2 did not answer the roll call after the preparation of data at 10.77.0.1:{PORT}"
     )
-    assert "only rank 0 on host0; see the output of those who are missing" in line
+    assert "only rank 0 on host0 did; see the output of the missing ranks" in line

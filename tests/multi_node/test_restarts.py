@@ -90,7 +90,7 @@ def test_a_network_that_is_cut_ends_the_run_on_both_sides(runs: Runs) -> None:
     for rank, (_, output) in enumerate(ended):
         # The error depends on the message in flight: llmtrain's own, or one inside a library, such as a checkpoint's.
         named = (f"failed on rank {rank} (", f"rank {rank} (replica {rank}, shard 0) lost a peer in step")
-        named += ("are the disk and all other ranks there?",)
+        named += ("check that the disk and all other ranks respond",)
         assert any(words in line for line in errors(output) for words in named), output
 
 
@@ -137,8 +137,8 @@ def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
         assert steps == list(range(1, 31)), "a step is missing or logged twice"
     else:
         assert first[0] == third[0] == 1, (first, third)
-        assert "node 1 on host1: nothing was heard of its launcher" in first[1]
-        assert "error: node 0 on host0 failed: node 1 on host1: nothing was heard" in third[1]
+        assert "node 1 on host1: no heartbeat from its launcher" in first[1]
+        assert "error: node 0 on host0 failed: node 1 on host1: no heartbeat" in third[1]
         assert (runs.path(name) / "checkpoints/step-00000006").exists()
 
 

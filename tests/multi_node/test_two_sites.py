@@ -59,7 +59,7 @@ def test_a_port_that_is_closed_is_named_with_both_ends(two, open_ports: str, clo
             "error: rank 0 on host0 (eth0, 10.77.0.1) does not reach rank 1 on host1 (eth0, 10.77.0.2): port "
         )
         assert int(re.search(r"port (\d+): \[Errno 111\] Connection refused; ", line)[1]) in closed
-        assert f"open TCP ports 21000-21063 of host1, {ADVICE}" in line and "nor do 1 other ranks" in line
+        assert f"open TCP ports 21000-21063 of host1, {ADVICE}" in line and "1 more rank can't reach a peer" in line
 
 
 def test_a_firewall_of_one_direction_is_found_although_gloo_would_need_only_the_other(two):

@@ -45,7 +45,7 @@ def test_a_launcher_that_is_gone_is_left_out_or_ends_the_run(allow_node_loss: bo
         assert first == third == ({0: NodeExit(FAILED), 2: NodeExit(FAILED)}, {0: NodeExit(DONE), 2: NodeExit(DONE)})
     else:
         assert type(first) is type(third) is TrainingError
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(third)
+        assert f"node 1 on {HERE}: no heartbeat from its launcher for 2.5 s" in str(third)
         assert str(third).startswith(f"node 0 on {HERE} failed: ")
 
 
@@ -72,7 +72,7 @@ def test_a_launcher_that_is_gone_while_data_is_prepared_ends_the_wait(monkeypatc
     first, _, third = Meeting().hold([0, 1, 2], 3, attend)
     for outcome in (first, third):
         assert isinstance(outcome, TrainingError)
-        assert f"node 1 on {HERE}: nothing was heard of its launcher for 2.5 s" in str(outcome)
+        assert f"node 1 on {HERE}: no heartbeat from its launcher for 2.5 s" in str(outcome)
 
 
 @pytest.mark.usefixtures("soon")
@@ -93,7 +93,7 @@ def test_a_node_that_comes_back_too_early_is_told_to_wait() -> None:
     wait_until(lambda: heartbeats() == 0, "launchers of an earlier test are still there")
     meeting.hold([0, 1], 2, attend)
     assert type(outcomes[0]) is ReturnedError
-    assert str(outcomes[0]).startswith("node 1 was there before, is gone, and the others have not given it up yet")
+    assert str(outcomes[0]).startswith("node 1 was lost, and the others have not noticed this yet")
     assert outcomes[1:] == [{0: NodeExit(DONE)}], "node 0 continues without node 1"
 
 

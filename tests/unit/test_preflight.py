@@ -197,7 +197,7 @@ def test_a_recipe_that_is_fine_says_how_it_would_start(
     assert model.startswith(f"model: {parameters / 1000:.3g}k parameters ") and model.endswith(
         "in 4 blocks · 20 steps of 512 tokens, 10.2k in all · data: not tokenized yet"
     )
-    assert note.startswith("note: whether the text is long enough")
+    assert note.startswith("note: the text is not tokenized yet")
     assert memory.startswith("memory: about 0.0") and "for each of 4 processes, which may use" in memory
     assert end == f"{RECIPE}: fine on this machine"
     of_four = lines("parallel.in_process=true", "parallel.replicas=4")
@@ -276,7 +276,7 @@ def test_token_files_of_eval_sets_may_be_of_the_tokenizer_that_is_trained(tmp_pa
 
 
 ONE_REPLICA, RANK_4 = (
-    "there is one replica, so sync.method=edit averages with nobody",
+    "there is one replica, so sync.method=edit has no other replica to average with",
     "log.profile.ranks has 4, but the ranks",
 )
 AUTO = ["parallel.replicas=auto", "parallel.shards=auto", "parallel.on_cpu=null"]

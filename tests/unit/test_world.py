@@ -213,7 +213,7 @@ def test_a_mesh_for_cpus_is_for_its_number_of_processes(parallel, ranks, on_gpu,
         ({"shards": 3}, on(4, 2), "replica of ranks 3 to 5 .* parallel.shards=2"),
         ({"shards": 2}, ["a", "b", "a", "b"], "number the ranks node by node"),
         ({}, ["a", "b", "a", "b"], "number the ranks node by node"),
-        ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start equally many on each, or give parallel.shards, at most 2"),
+        ({}, on(4, 4, 2), "2 x 4 and 1 x 2 ranks .* start the same number on each, or give parallel.shards, at most 2"),
         (
             {"replicas": 2, "shard_across_nodes": True},
             on(8, 8, 8),
