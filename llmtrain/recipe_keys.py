@@ -95,7 +95,7 @@ def key_groups_at(path: str) -> list[KeyGroup]:
         same_name = [key for key in known if key.endswith(f".{path}")]
         near = next(iter(same_name), None) or closest(path, [*sections(), *known])
         hint = f"did you mean {near}?" if near else f"sections are {', '.join(sections())}"
-        raise RecipeError(f"{path} is no section and no key of a recipe; {hint}")
+        raise RecipeError(f"{path} is neither a section nor a key of a recipe; {hint}")
     return found
 
 

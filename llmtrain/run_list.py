@@ -68,7 +68,7 @@ def find_runs(folder: Path) -> list[RunRow]:
     """Return the runs in a folder and its subfolders, sorted by the time at which they were last written. Raises ResultsError if
     `folder` is not a folder."""
     if not os.path.isdir(folder):
-        what = "is no folder" if os.path.exists(folder) else "does not exist"
+        what = "is not a folder" if os.path.exists(folder) else "does not exist"
         raise ResultsError(f"{folder} {what}; give the folder of the run directories (run.out_dir, by default runs)")
     with announced(f"all folders below {folder} to be searched for runs"):
         rows = [read_run(path, name_below(folder, path)) for path in run_directories(folder)]

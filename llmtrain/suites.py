@@ -113,11 +113,11 @@ def load_suite(name: str, key: str = "--suite") -> tuple[str, Suite, list[Path]]
     names += ["samples"] if suite.samples else []
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise SuiteError(f"{path}: {twice} is there twice; leave one out, or put it into another suite")
+        raise SuiteError(f"{path}: {twice} is listed twice; leave one out, or put it into another suite")
     folders = [path.parent / folder for folder in suite.task_folders]
     if missing := next((folder for folder in folders if not os.path.isdir(folder)), None):
         raise SuiteError(
-            f"{path}: task_folders has {missing}, which is no folder; they are relative to the suite's file"
+            f"{path}: task_folders has {missing}, which is not a folder; they are relative to the suite's file"
         )
     return path.stem, suite, [FILES / "tasks", *folders]
 

@@ -108,8 +108,8 @@ def _with_includes(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     for file, reason in [*((name, "include") for name in included), *modules]:
         if not os.path.isfile(path.parent / file) and not (reason != "include" and _is_installed(file)):
             known = next((found for found in (FILES / "tasks").rglob("*") if found.name == Path(file).name), None)
-            remedy = f"copy {known}" if known else "copy it from where the task file comes from"
-            raise SuiteError(f"{path}: needs {path.parent / file} ({reason}), which is missing; {remedy} to there")
+            remedy = f"copy {known} there" if known else "copy it from the source of the task file"
+            raise SuiteError(f"{path}: needs {path.parent / file} ({reason}), which is missing; {remedy}")
     merged: dict[str, Any] = {}
     for file in included:
         merged |= _with_includes(path.parent / file, (*chain, path.resolve()))

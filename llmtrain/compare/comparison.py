@@ -308,7 +308,7 @@ def _problem(comparison: Comparison) -> str | None:
         if steps != sorted(set(steps)):
             return f"runs.{name}.restarts come after steps {steps}; give them in rising order"
     if comparison.baseline is not None and comparison.baseline not in runs:
-        return f"baseline is {comparison.baseline!r}, which is none of the runs {', '.join(runs)}"
+        return f"baseline is {comparison.baseline!r}, which is not one of the runs {', '.join(runs)}"
     restarted = next((name for name, run in runs.items() if run.restarts), None)
     for name, condition in comparison.conditions.items():
         if restarted and (condition.pauses or condition.kills):

@@ -106,7 +106,7 @@ def draw_loss(results: Results, condition: str, cost: str) -> Figure | None:
 
 def median_curve(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the median of curves by step. If they share fewer than half of the steps of the longest curve, as with
-    rounds of seconds, interpolate all curves at the steps of the one that ends first, from where all have begun. If
+    timed rounds, interpolate all curves at the steps of the one that ends first, from where all have begun. If
     this leaves fewer than two steps and the curves share none, return the first curve."""
     curves = [curve.set_index("step") for curve in curves]
     shared = pd.concat(curves, axis=1, join="inner", keys=range(len(curves)))

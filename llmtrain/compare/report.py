@@ -125,7 +125,7 @@ def headline(results: Results) -> str:
         if len(faster):
             condition, name = faster[0]
             reached = f"{name}{_under(condition)} reached {loss(results.targets[condition])} before {baseline}"
-            return f"{reached}, but how many times as fast is unknown"
+            return f"{reached}, but the speed-up is unknown"
         return f"No run was measurably faster than the baseline {baseline}"
     condition, name = ranked.index[0]
     speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
@@ -141,7 +141,7 @@ def headline(results: Results) -> str:
         if failed := runs.loc[(condition, run), ("failed", "")]:
             seeds += f"; {run}: {failed} failed"
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
-    tied = f"; no difference to {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
+    tied = f"; no difference from {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
     times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
     return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{_under(condition)}, {times} ({between}{seeds}){tied}"
 

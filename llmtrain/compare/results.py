@@ -124,7 +124,7 @@ def load_trials(directories: Sequence[Path]) -> list[Trial]:
     for directory in directories:
         if not (paths := list(_run_directories(Path(directory)))):
             raise ResultsError(
-                f"{directory} holds no ended run (trial.json, or metrics.jsonl and recipe.yaml); "
+                f"{directory} contains no finished run (trial.json, or metrics.jsonl and recipe.yaml); "
                 "give the folder of a comparison (runs/NAME) or of a run"
             )
         found.update({path.resolve(): _load(path) for path in paths})

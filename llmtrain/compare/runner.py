@@ -65,7 +65,9 @@ def run_comparison(file: Path, overrides: Sequence[str] = (), shaping: bool = Tr
     """
     comparison = load_comparison(file, overrides)
     if shaping and (why := why_no_cluster()):
-        raise RecipeError(f"hosts can't be made here: {why}; or compare on loopback, without limits: --no-shaping")
+        raise RecipeError(
+            f"virtual hosts can't be created here: {why}; or compare on loopback, without limits: --no-shaping"
+        )
     check_benchmarks(comparison.suite)
     planned = trials(comparison, file)
     recipes = [_checked(one, comparison) for one in planned]

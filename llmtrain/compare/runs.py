@@ -70,7 +70,7 @@ def find_compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     for folder in folders:
         paths = list(run_directories(folder)) if folder.is_dir() else []
         if not paths:
-            what = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+            what = "holds no run" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
             raise ResultsError(
                 f"{folder} {what}; give run directories, with recipe.yaml and metrics.jsonl, as in runs/"
             )

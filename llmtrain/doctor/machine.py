@@ -58,7 +58,7 @@ def gpus(world: World) -> list[Finding]:
             continue
         what = f"GPU {index}: {name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         if free < LEAST_FREE_SHARE * total:
-            findings.append(warning(what, "another process holds its memory; see nvidia-smi"))
+            findings.append(warning(what, "another process uses its memory; see nvidia-smi"))
         else:
             findings.append(ok(what))
     return findings or [ok("no GPU: everything runs on the CPU, over gloo")]
@@ -87,7 +87,7 @@ def shared_memory(folder: Path, gpu_count: int) -> list[Finding]:
     if gpu_count > 1 and size < LEAST_SHARED_MEMORY:
         return [
             warning(
-                f"{what}, little for NCCL between {gpu_count} GPUs",
+                f"{what}, which is small for NCCL between {gpu_count} GPUs",
                 "give the container more: docker --shm-size, in Kubernetes a memory emptyDir (launch/kubernetes.yaml)",
             )
         ]
@@ -102,7 +102,7 @@ def open_files() -> Finding:
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
         most = "unlimited" if hard == resource.RLIM_INFINITY else hard
         return warning(
-            f"{what}, few for many ranks", f"ulimit -n {LEAST_OPEN_FILES} or more (the hard limit is {most})"
+            f"{what}, which is low for many ranks", f"ulimit -n {LEAST_OPEN_FILES} or more (the hard limit is {most})"
         )
     return ok(what)
 
@@ -195,11 +195,11 @@ def _cuda() -> Finding | None:
         return None
     if torch.version.cuda is None:
         return problem(
-            "an NVIDIA driver is here, but this torch is built without CUDA",
+            "an NVIDIA driver is installed, but this torch is built without CUDA",
             "install torch for CUDA: pip install torch -c constraints.txt from the default package index",
         )
     return warning(
-        f"an NVIDIA driver is here, but CUDA {torch.version.cuda} finds no usable GPU",
+        f"an NVIDIA driver is installed, but CUDA {torch.version.cuda} finds no usable GPU",
         "look at nvidia-smi and CUDA_VISIBLE_DEVICES; the driver may be too old for this torch",
     )
 
@@ -207,9 +207,12 @@ def _cuda() -> Finding | None:
 def _backends() -> Finding:
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     if not available["gloo"]:
-        return problem("torch.distributed has no gloo", "install a torch with gloo; the ranks agree over it")
+        return problem(
+            "torch.distributed has no gloo",
+            "install a build of torch with gloo, over which ranks coordinate",
+        )
     if torch.cuda.is_available() and not available["nccl"]:
-        return problem("torch.distributed has no NCCL, which GPUs need", "install a torch for CUDA on Linux")
+        return problem("torch.distributed has no NCCL, which GPUs need", "install a build of torch for CUDA on Linux")
     return ok(f"backends: {', '.join(name for name, is_available in available.items() if is_available)}")
 
 
@@ -259,9 +262,9 @@ def network_interfaces(cards: Sequence[Card]) -> list[Finding]:
     advice = f"name one of: {', '.join(sorted(names))}"
     gloo, nccl = os.environ.get(GLOO), os.environ.get(NCCL)
     if gloo and not names & set(map(str.strip, gloo.split(","))):
-        findings.append(problem(f"{GLOO}={gloo}, but no such interface with an address is here", advice))
+        findings.append(problem(f"{GLOO}={gloo}, but this host has no such interface with an address", advice))
     if nccl and not _matches_nccl(nccl, names):
-        findings.append(problem(f"{NCCL}={nccl} matches no interface with an address here", advice))
+        findings.append(problem(f"{NCCL}={nccl} matches no interface of this host that has an address", advice))
     return findings
 
 

@@ -269,11 +269,11 @@ def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
     usual = median(_slower(link) for link in working)
     for link in sorted(working, key=_slower)[:SHOWN]:
         what = (
-            f"{hosts[link.there]} to {hosts[link.here]}: {link.milliseconds:.2f} ms there and back, "
-            f"{_per_second(link.sent)} sent, {_per_second(link.received)} received"
+            f"{hosts[link.there]} to {hosts[link.here]}: {link.milliseconds:.2f} ms round trip, {_per_second(link.sent)} sent, "
+            f"{_per_second(link.received)} received"
         )
         if _slower(link) < SLOW * usual:
-            advice = f"the usual link has {_per_second(usual)}; every synchronization waits for the slowest"
+            advice = f"the median link has {_per_second(usual)}; every synchronization waits for the slowest"
             findings.append(warning(what, advice))
         else:
             findings.append(ok(what))
@@ -285,7 +285,7 @@ def links_between(hosts: Sequence[str], links: Sequence[Link]) -> list[Finding]:
 def not_measurable(hosts: Sequence[str]) -> Finding:
     """Return the finding that the links are not measured, because `hosts` have no known IPv4 address."""
     return warning(
-        f"not measured, because no IPv4 address is known of {', '.join(hosts)}",
+        f"not measured, because no IPv4 address is known for {', '.join(hosts)}",
         "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked",
     )
 

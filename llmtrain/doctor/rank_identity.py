@@ -63,7 +63,9 @@ def who_is_where(hosts: Sequence[NodeRanks]) -> list[Finding]:
     sizes = Counter(len(host.ranks) for host in hosts)
     if len(sizes) > 1:
         shown = ", ".join(f"{count} with {size}" for size, count in sorted(sizes.items()))
-        findings.append(warning(f"hosts have different numbers of ranks: {shown}", "start as many on every host"))
+        findings.append(
+            warning(f"hosts have different numbers of ranks: {shown}", "start the same number of ranks on every host")
+        )
     return findings
 
 

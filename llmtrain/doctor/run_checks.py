@@ -109,15 +109,15 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         findings.append(ok(f"traffic between replicas: {' · '.join(sent.splitlines())}"))
         written = run_bytes(recipe, size, replicas)
         tokens = missing_token_bytes(recipe, size.vocabulary, nodes, shards)
-    again = "; what is there from earlier runs is counted again"
+    again = "; files that the run already has there are counted again"
     findings.append(disk("run.out_dir", recipe.run.out_dir, written, advice=again))
     findings.append(disk("data.cache_dir", recipe.data.cache_dir, tokens, "the run adds tokens of up to"))
     return findings, Plan(replicas, shards, size)
 
 
-def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Finding:
+def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, available: float) -> Finding:
     total, parallel = needed.total(on_gpu), recipe.parallel
-    what = f"memory: about {total / GIB:.1f} GiB a process, {there / GIB:.1f} GiB there"
+    what = f"memory: about {total / GIB:.1f} GiB per process, of {available / GIB:.1f} GiB available"
     changes = {
         "lower train.micro_batch": recipe.train.micro_batch > 1,
         "set parallel.activation_checkpointing=true": parallel.activation_checkpointing is not True,
@@ -126,11 +126,11 @@ def _memory(recipe: Recipe, needed: Memory, on_gpu: bool, there: float) -> Findi
         "use a larger parallel.shards": not parallel.in_process,
         "train fewer parallel.replicas": parallel.in_process,
     }
-    return _if_it_fits(total, there, what, one_of([change for change, helps in changes.items() if helps]))
+    return _if_it_fits(total, available, what, one_of([change for change, helps in changes.items() if helps]))
 
 
-def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Finding:
-    """Return a finding on the CPU memory of a node that has `there` bytes of it and `ranks` ranks on GPUs."""
+def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, available: float) -> Finding:
+    """Return a finding on the CPU memory of a node with `ranks` ranks on GPUs and `available` bytes of memory."""
     offloads = {"sync.offload": recipe.sync.offload, "parallel.zero_offload": recipe.parallel.zero_offload}
     uses = [
         (
@@ -140,21 +140,21 @@ def _cpu_memory(recipe: Recipe, needed: Memory, ranks: int, there: float) -> Fin
         ),
         (
             needed.pinned_total,
-            "pinned for what is offloaded",
+            "pinned for offloaded state",
             " or ".join(f"set {key}=false" for key, is_set in offloads.items() if is_set),
         ),
-        (needed.host_models, "taken by newest models, for group averages", "use another sync.schedule"),
+        (needed.host_models, "taken by the newest models, for group averages", "use another sync.schedule"),
         (needed.host_validation, "copied while the replicas' mean is validated", ""),
     ]
     taken = " or ".join(text for size, text, _ in uses if size)
     changes = ", ".join(change for size, _, change in uses if size and change)
     total = ranks * needed.host_total
-    what = f"CPU memory: about {total / GIB:.1f} GiB a node are {taken}, this one has {there / GIB:.1f} GiB"
-    return _if_it_fits(total, there, what, f"{changes}{', or ' * bool(changes)}use a larger parallel.shards")
+    what = f"CPU memory: about {total / GIB:.1f} GiB per node are {taken}; this node has {available / GIB:.1f} GiB"
+    return _if_it_fits(total, available, what, f"{changes}{', or ' * bool(changes)}use a larger parallel.shards")
 
 
-def _if_it_fits(needed: float, there: float, what: str, advice: str) -> Finding:
-    return ok(what) if needed <= MEMORY_HEADROOM * there else warning(f"{what}: it may run out", advice)
+def _if_it_fits(needed: float, available: float, what: str, advice: str) -> Finding:
+    return ok(what) if needed <= MEMORY_HEADROOM * available else warning(f"{what}: it may run out", advice)
 
 
 class ClusterCheck:

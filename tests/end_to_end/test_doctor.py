@@ -75,7 +75,7 @@ def test_between_hosts_it_measures_the_network(folders):
     # 80 Mbit/s are 10 MB/s. What a token bucket lets through at once after a pause adds only a little.
     number = r"([\d.]+) MB/s"
     (link,) = re.findall(
-        rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms there and back, {number} sent, {number}", shown
+        rf"host1 \(10.77.0.2\) to host0 \(10.77.0.1\): [\d.]+ ms round trip, {number} sent, {number}", shown
     )
     (replicas,) = re.findall(
         rf"replica axis, between replicas: all-reduce over 2 ranks sends .*? round trip, {number}", shown

@@ -181,7 +181,7 @@ def test_keys_of_an_unknown_section_are_refused(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as left:
         main(["recipe", "keys", section])
     assert left.value.code == 2
-    assert f"error: {section} is no section and no key of a recipe; {hint}" in capsys.readouterr().err
+    assert f"error: {section} is neither a section nor a key of a recipe; {hint}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("is_terminal", "found"), [(True, None), (False, "1")])

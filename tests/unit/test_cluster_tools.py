@@ -55,7 +55,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_hosts_need_root(be: Callable[[int], None]) -> None:
     be(1000)
     assert why_no_cluster() == "network namespaces need root"
-    with pytest.raises(ClusterError, match=r"^hosts can't be made here: network namespaces need root$"):
+    with pytest.raises(ClusterError, match=r"^virtual hosts can't be created here: network namespaces need root$"):
         virtual_cluster([HostLimits()]).__enter__()
 
 
@@ -80,7 +80,7 @@ def test_hosts_need_a_kernel_that_makes_them(tmp_path: Path, script: Script, be:
     script("true", "tc", "unshare", "mount")
     script(f'echo "$*" >> {asked}; case "$*" in *veth*) echo "Operation not permitted" >&2; exit 2;; esac', "ip")
     why = why_no_cluster()
-    assert why is not None and why.startswith("network namespaces, bridges or veth can't be made (ip -n llmtrain-")
+    assert why is not None and why.startswith("network namespaces, bridges or veth can't be created (ip -n llmtrain-")
     assert why.endswith(" link add eth0 type veth peer name port: Operation not permitted)")
     first, *_, last = asked.read_text().splitlines()
     assert last == first.replace("add", "delete"), "the namespace that was made for the check is deleted"
@@ -112,7 +112,7 @@ def test_a_host_that_the_machine_refuses_to_make_is_one_line(
     monkeypatch.setattr(cluster, "why_no_cluster", lambda: None)
     monkeypatch.setattr(cluster, "FOLDERS", tmp_path / ("file" if refuses == "none" else "folders"))
     monkeypatch.setattr(cluster, "NAMESPACES", tmp_path / "namespaces")
-    with pytest.raises(ClusterError, match=rf"^hosts can't be made here: {why}; .*--no-shaping$"):
+    with pytest.raises(ClusterError, match=rf"^virtual hosts can't be created here: {why}; .*--no-shaping$"):
         virtual_cluster([HostLimits()]).__enter__()
 
 

@@ -265,7 +265,7 @@ def test_tasks_from_the_hub_are_loaded_once_before_the_trials(tmp_path: Path, mo
 
     def run(command: list[str], stdout: Any, **_: Any) -> SimpleNamespace:
         commands.append(command[2:])
-        stdout.write("error: task piqa: its data can't be had\n" if "small" in command else "")
+        stdout.write("error: task piqa: its data is not available\n" if "small" in command else "")
         return SimpleNamespace(returncode=2 if "small" in command else 0)
 
     monkeypatch.setattr(benchmarks.subprocess, "run", run)

@@ -125,7 +125,7 @@ def test_outcomes(tmp_path: Path) -> None:
 
 def test_between_leaders_there_may_be_no_difference(tmp_path: Path) -> None:
     write(tmp_path, synchronous=SYNCHRONOUS, edit=[(20.0, 4.0), (25.0, 4.0)], diloco=[(24.0, 4.0), (28.0, 4.0)])
-    assert headline(tmp_path).endswith("2 seeds); no difference to diloco")
+    assert headline(tmp_path).endswith("2 seeds); no difference from diloco")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_run_is_faster_than_a_baseline_that_mostly_misses_the_target(tmp_path:
     write(tmp_path, synchronous=[(10.0, 4.0), (10.0, 5.0), (10.0, 5.0)], edit=[(5.0, 4.0)] * 3)
     assert rows(tmp_path, target=4.0)["edit"]["outcome"] == "faster"
     assert headline(tmp_path, target=4.0) == (
-        "edit under plain reached 4.000 before synchronous, but how many times as fast is unknown"
+        "edit under plain reached 4.000 before synchronous, but the speed-up is unknown"
     )
 
 

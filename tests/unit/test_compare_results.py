@@ -136,7 +136,7 @@ def test_directories_that_hold_nothing_are_named(tmp_path: Path) -> None:
     write_trial(tmp_path / "full", "plain", "diloco", 1, CURVE)
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ResultsError, match=r"empty holds no ended run \(trial\.json, or metrics\.jsonl and recipe\.yaml\)"
+        ResultsError, match=r"empty contains no finished run \(trial\.json, or metrics\.jsonl and recipe\.yaml\)"
     ):
         load_trials([tmp_path / "full", tmp_path / "empty"])
 

@@ -133,7 +133,9 @@ def goes_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("goes_no_further")
 def test_a_comparison_needs_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "why_no_cluster", lambda: "network namespaces need root")
-    message = r"^hosts can't be made here: network namespaces need root; or compare on loopback, .*: --no-shaping$"
+    message = (
+        r"^virtual hosts can't be created here: network namespaces need root; or compare on loopback, .*: --no-shaping$"
+    )
     with pytest.raises(RecipeError, match=message):
         runner.run_comparison(written(tmp_path, ONE))
 

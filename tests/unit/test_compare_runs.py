@@ -90,7 +90,7 @@ def test_all_runs_of_a_folder_are_compared(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"), [("folder", "holds no run"), ("file", "is no folder"), (None, "does not exist")]
+    ("made", "message"), [("folder", "holds no run"), ("file", "is not a folder"), (None, "does not exist")]
 )
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys, made: str | None, message: str) -> None:
     other = tmp_path / "other"

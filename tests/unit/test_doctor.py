@@ -60,7 +60,7 @@ def test_a_torch_that_can_not_talk_is_a_problem(monkeypatch, gloo, said):
     monkeypatch.setattr(machine.dist, "is_gloo_available", lambda: gloo)
     monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: False)
     found = machine.software()[-1]
-    assert found.level == "problem" and said in found.what and found.advice.startswith("install a torch")
+    assert found.level == "problem" and said in found.what and found.advice.startswith("install a build of torch")
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def test_links_between_hosts_without_ipv4_addresses_are_not_measured(opened: Ope
     """Instead of the other hosts, each host's own loopback address would have answered."""
     for sections in examined(None, ["a", "b"], address=None):
         advice = "give the hosts IPv4 addresses, and MASTER_ADDR one of them; training over IPv6 alone is not checked"
-        assert sections["links"] == [warning("not measured, because no IPv4 address is known of a, b", advice)]
+        assert sections["links"] == [warning("not measured, because no IPv4 address is known for a, b", advice)]
         assert sections["collectives"] == [ok("measured")]
 
 
@@ -334,21 +334,21 @@ def test_what_is_pinned_on_a_node_is_compared_with_its_memory(
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
     assert one.level == level
     assert (
-        f"about {pinned / GIB:.1f} GiB a node" in one.what
-        and f"this one has {pinned / share / GIB:.1f} GiB" in one.what
+        f"about {pinned / GIB:.1f} GiB per node" in one.what
+        and f"this node has {pinned / share / GIB:.1f} GiB" in one.what
     )
     wagma = recipe("sync.method=wagma", "checkpoint.background=false", *large)
     newest = 2 * estimate(wagma, size_of(wagma), 2, 2).host_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: newest / share)
     found, _ = fit(wagma, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
-    assert one.level == level and f"about {newest / GIB:.1f} GiB a node are taken by newest models" in one.what
+    assert one.level == level and f"about {newest / GIB:.1f} GiB per node are taken by the newest models" in one.what
     copied = recipe("sync.offload=false", *large)
     state = 2 * estimate(copied, size_of(copied), 2, 2).host_total
     monkeypatch.setattr(checks, "memory_bytes", lambda device: state / share)
     found, _ = fit(copied, nodes, [4 * GIB] * 4)
     [one] = [finding for finding in found if finding.what.startswith("CPU memory")]
-    assert one.level == level and f"about {state / GIB:.1f} GiB a node are copied for a checkpoint" in one.what
+    assert one.level == level and f"about {state / GIB:.1f} GiB per node are copied for a checkpoint" in one.what
     found, _ = fit(recipe("sync.method=synchronous", "checkpoint.background=false", *large), nodes, [4 * GIB] * 4)
     assert not [finding for finding in found if finding.what.startswith("CPU memory")]
 

@@ -147,7 +147,7 @@ def test_pairs_that_can_not_talk_are_named():
 def test_a_slow_link_and_a_clock_that_is_off_are_warned_of():
     found = links_between(THREE_HOSTS, [link(0, 1), link(0, 2, rate=1e7), link(1, 2, skew=-3)])
     assert levels(found) == ["warning", "ok", "ok", "warning"]
-    assert found[0].what.startswith("node3 (10.0.0.3) to node1 (10.0.0.1): 0.50 ms there and back, 10.0 MB/s sent")
+    assert found[0].what.startswith("node3 (10.0.0.3) to node1 (10.0.0.1): 0.50 ms round trip, 10.0 MB/s sent")
     assert found[3].what == "the clock of node2 (10.0.0.2) is -3.0 s off that of node3 (10.0.0.3)"
     fine = links_between(THREE_HOSTS, [link(0, 1, skew=0.002)])
     assert fine[-1].what == "clocks agree to 2.0 ms"

@@ -85,7 +85,7 @@ def test_the_delay_is_the_shortest_that_hides_messages(recipe: Callable[..., Rec
 
 
 def test_what_the_recipe_does_not_allow_is_not_offered(recipe: Callable[..., Recipe], size: ModelSize) -> None:
-    """The exchange of EDiT's norms takes one step of the delay. Rounds of seconds have no length in steps."""
+    """The exchange of EDiT's norms takes one step of the delay. Timed rounds have no length in steps."""
     edit = recipe("sync.method=edit", "sync.warmup_steps=1")
     offered = [keys for keys, _ in changes(edit, size, *MESH, HardwareRates(1e10, 1e6))]
     assert "sync.schedule='{kind: overlapped, steps: 2}'" in offered

@@ -172,7 +172,7 @@ def test_a_terminal_gets_a_table_with_colors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "code", "words"), [(None, 2, "does not exist"), ("file", 2, "is no folder"), ("folder", 0, "no runs")]
+    ("made", "code", "words"), [(None, 2, "does not exist"), ("file", 2, "is not a folder"), ("folder", 0, "no runs")]
 )
 def test_nothing_to_list(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str | None, code: int, words: str

@@ -55,10 +55,10 @@ def test_the_repository_has_these_suites_and_tasks() -> None:
         ("tasks: [{few_shot: 5}]", "tasks.0.task is not given and has no default"),
         ("tasks: [{task: piqa, limit: 0}]", "tasks.0.limit is 0; input should be greater than 0"),
         ("about: nothing", "has nothing to evaluate; give it tasks, texts or samples"),
-        ("tasks: [{task: piqa}, {task: piqa}]", "piqa is there twice; leave one out, or put it into another suite"),
+        ("tasks: [{task: piqa}, {task: piqa}]", "piqa is listed twice; leave one out, or put it into another suite"),
         (
             "{texts: [{name: samples, file: a.txt}], samples: {prompts: [Once]}}",
-            "samples is there twice; leave one out, or put it into another suite",
+            "samples is listed twice; leave one out, or put it into another suite",
         ),
         ("[1]", "is not a mapping; a suite has about, batch_size, task_folders, tasks, texts, samples"),
     ],
@@ -112,14 +112,14 @@ def test_a_copied_task_names_the_file_that_must_lie_beside_it(
         units_of(options(suite_file(tmp_path, "task_folders: [tasks]\ntasks: [{task: offline_piqa}]"), tmp_path))
     assert str(error.value) == (
         f"{tasks / Path(task).name}: needs {tasks / missing} ({reason}), which is missing; copy "
-        f"{FILES / 'tasks' / Path(missing).name} to there"
+        f"{FILES / 'tasks' / Path(missing).name} there"
     )
 
 
 def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Without this error, its tasks would be looked up among the thousands of lm-evaluation-harness."""
     with pytest.raises(
-        SuiteError, match=r"mine.yaml: task_folders has \S+/task, which is no folder; they are relative to"
+        SuiteError, match=r"mine.yaml: task_folders has \S+/task, which is not a folder; they are relative to"
     ):
         load_suite(suite_file(tmp_path, "task_folders: [task]\ntasks: [{task: mine}]"))
 
@@ -200,7 +200,7 @@ def test_task_files_of_the_harness_are_accepted(tmp_path: Path) -> None:
     assert digest_of([tmp_path / "sub", tmp_path]) != digest
     for wrong in ("quiz.text", "code.text", "sub.other.text", "json.other.text", "code.text.text", ".text", "text"):
         (tmp_path / "quiz.yaml").write_text(f"{text}doc_to_text: !function {wrong}")
-        with pytest.raises(SuiteError, match=r"which is missing; copy it from where the task file comes from"):
+        with pytest.raises(SuiteError, match=r"which is missing; copy it from the source of the task file"):
             local_tasks([tmp_path])
 
 

@@ -120,7 +120,7 @@ def test_a_process_that_no_launcher_started_is_never_silent(
     for name, value in variables.items():
         environment.setenv(name, value)
     code, output = run_here(["recipe", "keys", "optimm"])
-    assert code == 2 and message_of(output).startswith("optimm is no section")
+    assert code == 2 and message_of(output).startswith("optimm is neither a section")
 
 
 @pytest.mark.parametrize("variables", [RANK, SLURM], ids=["torchrun", "Slurm"])

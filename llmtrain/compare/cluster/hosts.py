@@ -166,7 +166,7 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1, seed: int =
     Raises ClusterError, whose message is one line, if a host or its limits are not available. Nothing is left behind then.
     """
     if (why := why_no_cluster()) is not None:
-        raise ClusterError(f"hosts can't be made here: {why}")
+        raise ClusterError(f"virtual hosts can't be created here: {why}")
     if not 0 < len(limits) <= MOST_HOSTS:
         raise ClusterError(f"{len(limits)} hosts: expected 1 to {MOST_HOSTS}")
     with _new_cluster() as (cluster, hosts):
@@ -182,7 +182,7 @@ def virtual_cluster(limits: Sequence[HostLimits], networks: int = 1, seed: int =
                 hosts.append(_virtual_host(cluster, switch, number, limits, networks))
         except (CommandError, OSError) as error:
             raise ClusterError(
-                f"hosts can't be made here: {one_line(error)}; allow it, as in a privileged container, or compare on loopback, "
+                f"virtual hosts can't be created here: {one_line(error)}; allow it, as in a privileged container, or compare on loopback, "
                 "without limits: --no-shaping"
             ) from None
         with ExitStack() as running:
@@ -217,7 +217,7 @@ def why_no_cluster() -> str | None:
         run("ip", "-n", trial, "link", "add", "net0", "type", "bridge")
         run("ip", "-n", trial, "link", "add", "eth0", "type", "veth", "peer", "name", "port")
     except CommandError as error:
-        return f"network namespaces, bridges or veth can't be made ({error})"
+        return f"network namespaces, bridges or veth can't be created ({error})"
     finally:
         with suppress(CommandError):
             run("ip", "netns", "delete", trial)
