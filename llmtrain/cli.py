@@ -182,7 +182,7 @@ def compare(
         bool, typer.Option("--report", help="Write a full report on given runs: time, tokens and bytes to a loss.")
     ] = False,
     baseline: Annotated[
-        str | None, typer.Option(help="In a report on given runs, which one others are set against.")
+        str | None, typer.Option(help="In a report on given runs, the run that others are compared with.")
     ] = None,
     target: Annotated[
         float | None, typer.Option(help="In a report on given runs, the loss to reach; by default the baseline's last.")
@@ -342,7 +342,9 @@ def evaluate_command(
         bool, typer.Option("--over-time", help="Evaluate every checkpoint of the runs, and draw curves.")
     ] = False,
     step: StepOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most documents per task; the suite's by default.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of documents per task; the suite's by default.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per batch; the suite's by default.")] = None,
     data_dir: Annotated[
         Path | None,

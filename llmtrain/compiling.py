@@ -16,9 +16,9 @@ Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 def compiled(function: Compilable, **options: Any) -> Compilable:
     """Return torch.compile of `function` with its `options`, for a process that handles stop signals.
 
-    The first call of a compiled function starts the processes in which Triton's kernels are compiled. A stop signal that
-    a launcher or a scheduler sends to all processes of a run would end them, and the next kernel would be waited for without
-    limit. They are therefore started with these signals blocked.
+    The first call of a compiled function starts the processes in which Triton's kernels are compiled. A stop signal that a launcher
+    or a scheduler sends to all processes of a run would end these processes, and the run would then wait forever for its next kernel.
+    They are therefore started with stop signals blocked.
     """
     inner, is_first = torch.compile(function, **options), True
 

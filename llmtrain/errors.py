@@ -38,7 +38,7 @@ class DataError(UserError):
 
 
 class UnavailableError(DataError):
-    """Data that can't be reached now and perhaps can later; the command ends with exit code 1, after which launchers start it
+    """Data that is unavailable now but may be available later; the command ends with exit code 1, after which launchers start it
     again."""
 
     exit_code = FAILED

@@ -38,7 +38,9 @@ def check_path(path: str | Path) -> None:
     try:
         os.stat(path)
     except PermissionError as error:
-        raise UserError(f"{path} can't be looked up ({error.strerror}); choose another path, or allow it") from None
+        raise UserError(
+            f"{path} can't be looked up ({error.strerror}); choose another path, or change the permissions"
+        ) from None
     except (OSError, ValueError):  # the command itself refuses or creates a path that does not exist
         return
 

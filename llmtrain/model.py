@@ -176,7 +176,8 @@ def build(config: PretrainedConfig, loss_chunk: int, separator: int | None = Non
     for key in LOGIT_CHANGING_KEYS:
         if getattr(config, key, None) not in (None, 1.0):
             raise ModelError(
-                f"model.config.{key}={getattr(config, key)} changes the logits, which this loss does not do; choose another model"
+                f"model.config.{key}={getattr(config, key)} changes the logits, which llmtrain's loss does not support; choose "
+                "another model"
             )
     is_masked = (
         config.model_type not in IGNORE_POSITIONS and {*(getattr(config, "layer_types", None) or ())} <= MASKED_LAYERS
@@ -207,7 +208,7 @@ def _check_depth(config: PretrainedConfig) -> None:
     """Raise ModelError for a model that skips layers at random, because ranks would then gather and average different layers."""
     if layerdrop := getattr(config, "layerdrop", None):
         raise ModelError(
-            f"model: layerdrop is {layerdrop:g}, with which each rank would skip other layers; set it to 0"
+            f"model: layerdrop is {layerdrop:g}, with which each rank would skip different layers; set it to 0"
         )
 
 

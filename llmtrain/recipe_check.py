@@ -148,9 +148,9 @@ def _check_first_passes(recipe: Recipe) -> None:
     if (parallel.engine, parallel.zero_stage) != ("zero", 3) or parallel.replicas == 1:
         return
     for choice, given, why in (
-        ("sync.pull", recipe.sync.pull is not None, "a replica that pulls makes none"),
+        ("sync.pull", recipe.sync.pull is not None, "a replica that pulls runs none"),
         ("sync.period=seconds", recipe.sync.period.is_timed, "a replica that ends its round waits elsewhere"),
-        ("train.batch_shares", len(set(recipe.train.batch_shares)) > 1, "a replica with a smaller share makes fewer"),
+        ("train.batch_shares", len(set(recipe.train.batch_shares)) > 1, "a replica with a smaller share runs fewer"),
     ):
         if given:
             raise RecipeError(
@@ -177,8 +177,8 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     if ranks is not None and ranks != world_size:
         raise RecipeError(
             f"parallel.replicas x parallel.shards = {parallel.replicas} x {parallel.shards} needs {ranks} processes, there "
-            f"are {world_size}; start them with `llmtrain launch RECIPE` or `deepspeed --num_accelerators {ranks}`, or leave "
-            f"the mesh to us: parallel.replicas=auto parallel.shards=auto"
+            f"are {world_size}; start them with `llmtrain launch RECIPE` or `deepspeed --num_accelerators {ranks}`, or let llmtrain "
+            "choose the mesh: parallel.replicas=auto parallel.shards=auto"
         )
     for key in ("replicas", "shards"):
         size = getattr(parallel, key)
@@ -252,7 +252,7 @@ def _check_sync(recipe: Recipe) -> None:
             key = f"sync.warmup_until_lr is {sync.warmup_until_lr}, which optim.lr's schedule never falls to"
         raise RecipeError(
             f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
-            f"lower it, or say sync.method=synchronous"
+            f"lower it, or use sync.method=synchronous"
         )
     sync.schedule.check(sync, blocks=None)
     if sync.pull is not None:
@@ -309,18 +309,18 @@ def _check_engine(parallel: ParallelSection) -> None:
     if parallel.engine != "zero":
         for key in ("zero_offload", "deepspeed"):
             if getattr(parallel, key):
-                raise RecipeError(f"parallel.{key} is DeepSpeed's, but parallel.engine is fsdp2; say engine=zero")
+                raise RecipeError(f"parallel.{key} is DeepSpeed's, but parallel.engine is fsdp2; use engine=zero")
         return
     if parallel.precision == "fp64":
         raise RecipeError("parallel.precision is fp64, which DeepSpeed does not have; use bf16, fp32, or engine=fsdp2")
     if parallel.compile and parallel.zero_stage == 3:
         raise RecipeError(
-            "parallel.compile can't be combined with zero_stage=3, whose hooks inside a layer make it compile over and over; "
+            "parallel.compile can't be combined with zero_stage=3, whose hooks inside a layer cause repeated recompilation; "
             "use zero_stage=2, or engine=fsdp2"
         )
     if parallel.zero_offload and parallel.replica_backend == "nccl":
         raise RecipeError(
-            "parallel.replica_backend is nccl, but with zero_offload what replicas send is in CPU memory; use auto or gloo"
+            "parallel.replica_backend is nccl, but with zero_offload replicas send from CPU memory; use auto or gloo"
         )
     for key, value in leaves(parallel.deepspeed).items():
         if key in OWN_DEEPSPEED:
@@ -332,7 +332,9 @@ def _check_engine(parallel: ParallelSection) -> None:
             None,
         )
         if known is not None:
-            raise RecipeError(f"parallel.deepspeed.{key} is {value!r}, but this is what {known} is for; change that")
+            raise RecipeError(
+                f"parallel.deepspeed.{key} is {value!r}, but a recipe sets it with {known}; change that key instead"
+            )
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -346,7 +348,7 @@ def _check_model(recipe: Recipe) -> None:
     config = model_config(section)
     if not hasattr(config, "num_hidden_layers"):
         raise RecipeError(
-            f"model: {config.model_type} is more than a language model, and its config has no num_hidden_layers; choose its "
+            f"model: {config.model_type} is not only a language model, and its config has no num_hidden_layers; choose its "
             "text model, as gemma3_text for gemma3"
         )
     _check_heads(config)

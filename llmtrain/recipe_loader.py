@@ -65,7 +65,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), method: str | N
     layers = [*_read_with_bases(path, ()), Overlay(COMMAND_LINE, parse_overrides(overrides))]
     if method is not None:
         layers.append(Overlay(f"method {method}", {"sync": {"method": method}}))
-    whose = f"{path} (whose name the run has, because run.name is not given)"
+    whose = f"{path} (the run takes its name, because run.name is not given)"
     layers = [Overlay(whose, {"run": {"name": path.stem}}), *_on_preset(layers)]
     data: dict[str, Any] = {}
     for layer in layers:
@@ -91,7 +91,9 @@ def _with_outer_step(recipe: Recipe) -> Recipe:
         return recipe
     if sync.period.is_timed or sync.period.averages_gradients:
         why = (
-            "rounds of seconds have no number" if sync.period.is_timed else "a step that averages gradients is no round"
+            "the number of timed rounds is unknown"
+            if sync.period.is_timed
+            else "a step that averages gradients is no round"
         )
         raise RecipeError(f"sync.outer is auto, but {why}; leave it out, or give {{kind: nesterov, lr, momentum}}")
     rounds = round_count(recipe)
@@ -111,13 +113,13 @@ def check_not_moved(recipe: Recipe, path: Path, overrides: Sequence[str]) -> Non
     out_dir = "" if _is_same_folder(Path(run.out_dir), folder.parent) else f" run.out_dir={folder.parent}"
     if run.name != folder.name and "name" not in given:
         raise RecipeError(
-            f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name}{out_dir} to continue what "
-            f"is in it, or run.name={run.name} to start a run of that name"
+            f"{path} is of the run {run.name}, but its folder is {folder.name}; give run.name={folder.name}{out_dir} to continue the "
+            f"run in this folder, or run.name={run.name} to start a run of that name"
         )
     if run.name == folder.name and "out_dir" not in given:
         raise RecipeError(
             f"{path} is of a run in run.out_dir={run.out_dir}, which is another folder now; give{out_dir} to continue "
-            "what is in its folder, or run.name=NAME to start another run"
+            "the run in its folder, or run.name=NAME to start another run"
         )
 
 

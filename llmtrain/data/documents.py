@@ -96,7 +96,7 @@ def document_samples(prepared: TokenDataset, split: Split, sequence_length: int,
                 starts = find_starts(whole, prepared.eos_id, sequence_length)
     if len(whole) and len(starts) == 1:
         raise DataError(
-            f"{prepared.directory}: no {split} document ends, because the eos token {prepared.eos_id} is none of its "
+            f"{prepared.directory}: no {split} document ends, because the eos token {prepared.eos_id} does not occur in its "
             f"{len(whole):,} tokens; data.packing=none needs one after each document, so use data.packing=packed"
         )
     return DocumentSamples(prepared.tokens(split), starts, prepared.eos_id)

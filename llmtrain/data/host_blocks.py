@@ -69,7 +69,7 @@ class HostBlocks:
             for post in posts:
                 if post["digest"] != posts[0]["digest"]:
                     raise DataError(
-                        f"{tokens.source}: {post['host']} has other tokens ({post['digest']}) than {posts[0]['host']} "
+                        f"{tokens.source}: {post['host']} has different tokens ({post['digest']}) than {posts[0]['host']} "
                         f"({posts[0]['digest']}) from token {start:,} on; {remedy_for(tokens.source, tokens.directory)}"
                     )
 

@@ -77,7 +77,7 @@ def find_ready_made(data: DataSection) -> ReadyMadeFiles | None:
     if data.validation is not None:
         if held_out is None:
             raise DataError(
-                f"data.validation: {data.validation}: no token files, but data.source is; give token files, or the text under "
+                f"data.validation: {data.validation}: not token files, but data.source is; give token files, or the text under "
                 "eval.sets"
             )
         if data.validation != data.source:
@@ -235,7 +235,9 @@ def measured(prepared: TokenDataset) -> Index:
     assert index.ready_made is not None
     count = count_text_bytes(tokens, prepared)
     if not count:
-        raise DataError(f"data.validation: the {len(tokens):,} validation tokens are no text; give other token files")
+        raise DataError(
+            f"data.validation: the {len(tokens):,} validation tokens contain no text; give other token files"
+        )
     known = {**index.ready_made.validation_bytes, len(tokens): count}
     return index.model_copy(update={"ready_made": index.ready_made.model_copy(update={"validation_bytes": known})})
 
@@ -293,7 +295,9 @@ def describe_files(prepared: TokenDataset) -> list[str]:
         f"reading {len(files)} {index.ready_made.kind} {what} in place: {index.source}, tokens of {index.tokenizer}; nothing is copied"
     ]
     if not index.ready_made.has_eos:
-        lines.append(f"note: {no_separators(prepared)}: a sequence runs from one document into the next without a mark")
+        lines.append(
+            f"note: {no_separators(prepared)}: a sequence runs from one document into the next without a separator"
+        )
     return lines
 
 
@@ -301,7 +305,7 @@ def no_separators(prepared: TokenDataset) -> str:
     """Return the line that says that documents are not separated."""
     eos = prepared.load_tokenizer().eos_token
     return (
-        f"{prepared.index.source}: documents are not separated, the eos token {eos} ({prepared.eos_id}) of "
+        f"{prepared.index.source}: documents are not separated: the eos token {eos} ({prepared.eos_id}) of "
         f"data.tokenizer={prepared.index.tokenizer} does not occur"
     )
 

@@ -28,7 +28,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
     of_ranks = mesh.all_ranks.all_gather_object(mine, "comparing token shards")
     for rank, (host, _, problem) in enumerate(of_ranks):
         if problem is not None:
-            raise UnavailableError(f"rank {rank} on {host} can't read its token shards: {problem}; see to that disk")
+            raise UnavailableError(f"rank {rank} on {host} can't read its token shards: {problem}; check that disk")
     first: dict[str, tuple[int, str, str]] = {}  # (rank, host, digest) of the first rank that reads a text, by name
     for rank, (host, digests, _) in enumerate(of_ranks):
         for name, digest in digests.items():
@@ -40,7 +40,7 @@ def check_same_tokens(mesh: Mesh, texts: Mapping[str, TokenDataset]) -> None:
                 if text is not None and text.index.ready_made is not None:
                     remedy = "copy these files from one host to all"
                 raise DataError(
-                    f"{source}: rank {rank} on {host} has other tokens ({digest}) than rank {first_rank} on "
+                    f"{source}: rank {rank} on {host} has different tokens ({digest}) than rank {first_rank} on "
                     f"{first_host} ({first_digest}); {remedy}"
                 )
 

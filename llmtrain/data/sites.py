@@ -155,7 +155,7 @@ def gather_sites(mesh: Mesh, mine: SiteText | DataError) -> Sites:
     for rank, (_, text) in enumerate(of_ranks):
         if text.tokenizer != first.tokenizer:
             raise DataError(
-                f"data.tokenizer: rank {rank} at {text.name} has another tokenizer ({text.tokenizer}) than rank 0 at {first.name} "
+                f"data.tokenizer: rank {rank} at {text.name} has a different tokenizer ({text.tokenizer}) than rank 0 at {first.name} "
                 f"({first.tokenizer}); give all sites the same files, and prepare again"
             )
         texts.setdefault(text.name, text)

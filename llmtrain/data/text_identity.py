@@ -62,7 +62,7 @@ def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapp
         if not now.continues(before):
             counts = "" if now.tokens == before.tokens else f" ({now.tokens:,} tokens now, {before.tokens:,} then)"
             raise DataError(
-                f"the training text{f' {name}' if name else ''} is another one than when the run's checkpoint was written{counts}; "
+                f"the training text{f' {name}' if name else ''} is not the one with which the run's checkpoint was written{counts}; "
                 "give the same text and tokenizer, start another run with run.name=NAME, or continue from the weights alone with "
                 "model.from_weights=RUN"
             )

@@ -251,7 +251,7 @@ def _read_megatron(path: Path, index: Path) -> TokenFile:
     if version != 1:
         raise DataError(f"{index}: Megatron's version {version}; expected version 1")
     if code not in MEGATRON_DTYPES:
-        raise DataError(f"{index}: dtype code {code}, which is not of whole numbers; expected that of tokens")
+        raise DataError(f"{index}: dtype code {code}, which is not an integer type; expected an integer type")
     expected = MEGATRON_HEADER.size + 12 * sequences + 8 * borders
     # datasets of text and images have one more byte per sequence, for its mode
     if index_size not in (expected, expected + sequences):

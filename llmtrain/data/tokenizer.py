@@ -132,7 +132,7 @@ def _hide_eos(tokenizer: PreTrainedTokenizerBase, data: DataSection) -> bool:
             return True
     raise DataError(
         f"data.tokenizer: {data.tokenizer} finds its eos token {eos!r} in ordinary text, where documents would seem to end; give it "
-        "another eos token, which is no piece of text"
+        "another eos token, which does not occur in text"
     )
 
 

@@ -107,7 +107,7 @@ def _evaluate_one(
         # Before the model is loaded. A read-only cache that lacks nothing, such as a baseline's, passes.
         check_can_write(cache.folder)
     if not missing:
-        console.print(f"{where}: evaluated on {suite} before", markup=False)
+        console.print(f"{where}: already evaluated on {suite}", markup=False)
     for number, unit in enumerate(missing, 1):
         console.print(f"{where}: {unit.name} ({number} of {len(missing)})", markup=False)
         if is_main_process() or unit.by_all:
@@ -178,7 +178,7 @@ def _show(
             console.print(note, markup=False)
     for unit, metrics in without_rows(newest[0], show).items():
         console.print(
-            f"{unit}: no row, because it has none of what the suite shows of it; under show, name some of: {metrics}",
+            f"{unit}: no row, because it has none of the metrics that the suite shows; set `show` to some of: {metrics}",
             markup=False,
         )
     for each in newest:
@@ -206,7 +206,7 @@ def _draw(
         kinds = {(name, SEPARATE in about) for of_entry in abouts for name, about in of_entry}
         if len(kinds) > len(dict(kinds)):
             console.print(
-                "of some checkpoints, texts were read one document at a time, of others not: part of a curve may be that"
+                "texts were read one document at a time for some checkpoints but not for others, which may explain a part of a curve"
             )
 
 

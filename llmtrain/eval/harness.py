@@ -128,9 +128,9 @@ def load_task(name: str, manager: TaskManager, is_local: bool) -> dict[str, Any]
         return manager.load([name])
     except (OSError, ValueError, LookupError, RuntimeError, DatasetsError, UndefinedError) as error:
         if is_local and not isinstance(error, OSError):  # errors of JSON, text encodings, columns and empty files
-            raise DataError(f"task {name}: its data can't be read ({first_line(error)}); mend the file") from error
+            raise DataError(f"task {name}: its data can't be read ({first_line(error)}); fix the file") from error
         raise DataError(  # ValueError if another configuration of the dataset is in the hub's cache
-            f"task {name}: its data can't be had ({one_line(error)}); without internet, take --suite offline with --data-dir"
+            f"task {name}: its data is not available ({one_line(error)}); without internet, use --suite offline with --data-dir"
         ) from error
 
 

@@ -82,7 +82,7 @@ class Loaded:
         found = next((one for one in ids if one is not None), None)
         if found is None:
             raise ModelError(
-                f"{self.tokenizer.name_or_path}: the tokenizer has neither bos nor eos token, of which a text needs one"
+                f"{self.tokenizer.name_or_path}: the tokenizer has neither a bos nor an eos token, one of which must begin a text"
             )
         return found
 
@@ -216,8 +216,8 @@ def write_samples(section: SamplesSection, loaded: Loaded) -> Entry:
         ids = [loaded.first_token, *loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]]
         if loaded.positions is not None and len(ids) >= loaded.positions:
             raise ModelError(
-                f"samples: a prompt has {len(ids)} tokens, but {loaded.model.name_or_path} has learned {loaded.positions} positions and "
-                "has to write one more; shorten it in the suite"
+                f"samples: a prompt has {len(ids)} tokens, but {loaded.model.name_or_path} has learned {loaded.positions} positions, "
+                "one of which a new token needs; shorten it in the suite"
             )
         room = (loaded.room or LONGEST_WINDOW) - len(ids)
         new = _continuation(
@@ -270,7 +270,7 @@ def generate(
     ids = [*([] if begin is None else [begin]), *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if room is not None and len(ids) >= room:
         raise UserError(
-            f"--prompt has {len(ids)} tokens, the model has room for {room} and has to write one; shorten it"
+            f"--prompt has {len(ids)} tokens, but the model has room for {room}, including one new token; shorten it"
         )
     if not ids:
         raise UserError("--prompt is empty and this model has no token that begins a text; give a word")

@@ -175,7 +175,9 @@ def replacing(
             final.rename(retired)
         temporary.rename(final)
         if is_current:
-            note(f"{final} is a new folder; a shell that is in the old one sees its files after: cd {final}")
+            note(
+                f"{final} is a new folder; a shell whose working directory is the old one sees the new files after: cd {final}"
+            )
     except (OSError, SafetensorError) as error:
         is_of_transformers = isinstance(error, OSError) and error.errno is None and not isinstance(error, shutil.Error)
         if is_of_transformers:  # transformers raises OSErrors without a number for other reasons

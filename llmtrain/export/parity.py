@@ -81,7 +81,7 @@ def check_logits(config: PretrainedConfig, weights: ChosenWeights, folder: Path,
     parity = Parity(difference, expected.abs().max().item(), rounding)
     if not parity.difference <= TOLERANCE * parity.scale:  # also if either is NaN
         raise TrainingError(
-            f"the exported model is not the trained one: {parity.describe()}; nothing was kept, please report this model's config"
+            f"the exported model is not the trained one: {parity.describe()}; nothing was written, please report this model's config"
         )
     return parity
 
@@ -96,7 +96,7 @@ def check_tokenizer(trained_with: PreTrainedTokenizerBase, folder: Path) -> None
         is_same = exported(text, add_special_tokens=False)["input_ids"] == ids == exported(text)["input_ids"]
         if not is_same or exported.decode(ids) != trained_with.decode(ids):
             raise TrainingError(
-                f"the exported tokenizer is not the one of training: they differ on {text!r}; nothing was kept, please report "
+                f"the exported tokenizer differs from the training tokenizer on {text!r}; nothing was written, please report "
                 f"this tokenizer ({type(trained_with).__name__}, exported as {type(exported).__name__})"
             )
 

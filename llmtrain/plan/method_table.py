@@ -69,7 +69,7 @@ def show_methods(recipe: Recipe, with_method: Callable[[str], Recipe], console: 
         console.print(f"  {method}: {reason}", soft_wrap=True)
     console.print(
         f"{footnote(hardware)}\n  A method's preset replaces the recipe's reduction, outer optimizer and schedule; the recipe's "
-        "period, warm-up and wire stay where\n  the method has none of its own. docs/results.md has what each costs in loss.\n  "
+        "period, warm-up and wire stay where\n  the method has none of its own. docs/results.md compares their losses.\n  "
         f"One replica alone would train as fast as {replicas} replicas that compute for {1 / replicas:.1%} of the time.",
         soft_wrap=True,
     )

@@ -19,15 +19,15 @@ and the arithmetic of a synchronization takes no time, so the exposed time is on
     delayed             as for overlapped, with the steps of a round as d
     wait-avoiding       in every step, the round trips that wake the group's threads, and the group's messages; in the last step of
                         a round, the messages of all replicas
-    rounds of seconds   as for a round of as many steps as `timed_round` counts
+    timed rounds        as for a round of as many steps as `timed_round` counts
     averaged moments    all messages of the moments that are due, unrounded, at the end of a round; Muon's matrices count as if
                         they had second moments
 
 TCP starts slowly after a pause. `NetworkLink.restart_seconds` is added to the first message after a pause.
 
 If the reduction weights replicas, an overlapped or delayed message is sent one step later, when the weights are known, which
-leaves d - 1 steps to hide it. The second exchange of a rounded message starts halfway through these steps. In rounds of
-seconds, and in steps that average gradients, it starts only when the mean is needed, and nothing hides it.
+leaves d - 1 steps to hide it. The second exchange of a rounded message starts halfway through these steps. In timed rounds,
+and in steps that average gradients, it starts only when the mean is needed, and nothing hides it.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def timed_round(
     forward_share: float = FORWARD_SHARE,
     value_bytes: int = VALUE_BYTES,
 ) -> RoundTime:
-    """Return the times of a round of seconds, as `round_time` does. Replicas exchange step counts every `sync.period.every`
+    """Return the times of a timed round, as `round_time` does. Replicas exchange step counts every `sync.period.every`
     seconds, including the wait for the last round's messages, until they have taken `sync.period.min_steps` steps together."""
     period, found, steps = sync.period, RoundTime(0.0, 0.0, 0.0), 0
     in_later_ones = max(1, math.ceil(period.every / step_seconds))
@@ -385,7 +385,7 @@ def _fragment_exposed(
 ) -> float:
     """Return the exposed seconds of one fragment in a round."""
     steps = section.steps if isinstance(section, OverlappedSection) else every
-    # In rounds of seconds, replicas agree on weights and send at once. The second exchange waits until they meet again.
+    # In timed rounds, replicas agree on weights and send at once. The second exchange waits until they meet again.
     before = 0 if sync.period.is_timed else sync.reduction.steps_before_sending
     middle = 0 if sync.period.is_timed else (before + steps) // 2 - before
     hidden, halfway = (steps - before) * step_seconds, middle * step_seconds

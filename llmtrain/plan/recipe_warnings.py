@@ -118,7 +118,7 @@ def _average(recipe: Recipe) -> Iterator[str]:
     if rounds < SEVERAL * covered:
         yield (
             f"sync.outer.decay is {outer.decay:g}, an average over about {covered:,} synchronizations, but the run has {rounds:,}: "
-            "it ends with much of its early parameters"
+            "the final average still contains much of the early parameters"
         )
 
 
@@ -180,7 +180,7 @@ def _recordings(recipe: Recipe) -> Iterator[str]:
 
 def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
     """Yield a line, with a better value, if a short run has its outer momentum from the first round on. `seconds` is
-    the duration of a step, if known, and serves to count rounds of seconds."""
+    the duration of a step, if known, and serves to count timed rounds."""
     period, outer = recipe.sync.period, recipe.sync.outer
     if not isinstance(outer, NesterovSection | MomentumSection):
         return
@@ -192,8 +192,8 @@ def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:
     if is_tested and recipe.parallel.replicas != 1 and 1 < rounds <= TESTED_ROUNDS and not outer.rounds.momentum_warmup:
         has_rule = isinstance(outer, NesterovSection) and not period.is_timed and rounds >= FEWEST_WITH_RULE
         yield (
-            f"sync.outer.momentum is {outer.momentum:g} from the first of {'about ' * period.is_timed}{rounds} rounds: so short a run "
-            f"ended lower in tests with {'sync.outer=auto or ' * has_rule}"
+            f"sync.outer.momentum is {outer.momentum:g} from the first of {'about ' * period.is_timed}{rounds} rounds: in tests, runs "
+            f"this short ended with a lower loss with {'sync.outer=auto or ' * has_rule}"
             f"sync.outer.rounds.momentum_warmup={min(TESTED_WARMUP, rounds)}"
         )
 
@@ -205,7 +205,7 @@ def _ranks(recipe: Recipe, mesh: MeshSize | None) -> Iterator[str]:
         return
     if mesh.replicas == 1 and not (is_for_one_replica(recipe.sync.method) or recipe.sync.period.averages_gradients):
         yield (
-            f"there is one replica, so sync.method={recipe.sync.method} averages with nobody; for several, give "
+            f"there is one replica, so sync.method={recipe.sync.method} has no other replica to average with; for several replicas, give "
             "parallel.replicas=auto and start more processes (llmtrain launch), or parallel.in_process=true parallel.replicas=2"
         )
     missing = [rank for rank in recipe.log.profile.ranks if rank >= mesh.ranks] if recipe.log.profile else []

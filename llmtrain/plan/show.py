@@ -51,8 +51,8 @@ def footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
-        f"most {PREDICTION_ERROR:g} points off in benchmarks over gloo with emulated steps (docs/network.md)"
+        f"replicas (--mbit),\n  one-way latency {rates.latency_ms:g} ms (--latency-ms); waiting: for messages, per step on "
+        f"average;\n  computing: at most {PREDICTION_ERROR:g} points off in benchmarks over gloo with emulated steps (docs/network.md)"
     )
 
 
@@ -75,7 +75,7 @@ def _figures(recipe: Recipe, size: ModelSize, replicas: int) -> Table:
     pulled = f", none in pulls (about {pulls:.0%} of steps)" if pulls and keeps_batches else ""
     table.add_row("tokens", f"{at_most}{format_si(taken)}: {steps:,} steps of {at_most}{per_step:,}{pulled}")
     table.add_row(
-        "FLOPs", f"{format_si(size.flops_per_token)} a token, {at_most}{size.flops_per_token * computed:.2e} in all"
+        "FLOPs", f"{format_si(size.flops_per_token)} per token, {at_most}{size.flops_per_token * computed:.2e} in all"
     )
     table.add_row("traffic", traffic(recipe, size, replicas))
     return table

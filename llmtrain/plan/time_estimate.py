@@ -96,7 +96,7 @@ def rounds_of(recipe: Recipe, size: ModelSize, replicas: int) -> Rounds:
 def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
     """Return one or two lines of text with the bytes that a replica sends per round and per step."""
     if replicas == 1:
-        return "none between replicas: there is one"
+        return "none between replicas: there is only one"
     sync = recipe.sync
     gradients = decimal(int(gradient_bytes(recipe, size, replicas)))
     whose = f"from each of {replicas} replicas"

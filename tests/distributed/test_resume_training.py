@@ -94,7 +94,7 @@ def fit_timed(recipe: Recipe, seconds: tuple[float, ...]) -> str:
 
 
 def test_what_is_due_happens_though_its_step_was_passed(ranks: RankPool, folder: Path) -> None:
-    """In these rounds of seconds, all ranks know the global step at 2, 6, 10, 14 and 16, and at no other step."""
+    """In these timed rounds, all ranks know the global step at 2, 6, 10, 14 and 16, and at no other step."""
     method = ("sync.method=a_edit", "sync.warmup_steps=2", "sync.period={kind: seconds, every: 3, min_steps: 0}")
     keys = ("train.steps=16", "log.every=3", "eval.every=4", "checkpoint.every=5", "checkpoint.keep=9")
     recipe = recipe_of(folder, "passed", *method, *keys)
@@ -238,9 +238,9 @@ def test_a_run_is_not_continued_on_another_text(tmp_path: Path) -> None:
     run = tmp_path / "runs/changed"
     before = {file: (run / file).read_text() for file in ("summary.json", "recipe.yaml", "metrics.jsonl")}
     (tmp_path / "train" / "zzz.txt").write_text("another file\n" * 200)
-    with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
+    with pytest.raises(DataError, match="the training text is not the one with which the run's checkpoint was written"):
         run_training(longer, World(0, 1, 0, 1))
-    with pytest.raises(DataError, match="the training text is another one than when the run's checkpoint was written"):
+    with pytest.raises(DataError, match="the training text is not the one with which the run's checkpoint was written"):
         check_here(longer, Nodes(1), per_node=1)
     assert {file: (run / file).read_text() for file in before} == before, "a refused start changes nothing"
     (tmp_path / "train" / "zzz.txt").unlink()

@@ -48,7 +48,7 @@ def test_other_tokens_on_another_host_are_refused_on_all(ranks, tmp_path: Path) 
     one, other = ranks.run(checked, [a, c], world_size=2)
     assert (
         one.startswith(f"DataError: {a.source}: rank 1 on ")
-        and "has other tokens (4,038 + 301 of a vocabulary of 320" in one
+        and "has different tokens (4,038 + 301 of a vocabulary of 320" in one
     )
     assert other.startswith(f"DataError: {c.source}: rank 1 on ")
     assert other.endswith("; copy this text, and data.tokenizer if it is a file or folder, from one host to all")

@@ -34,7 +34,7 @@ from tests.end_to_end.runs import exact, lines_of
 TEXTS = {"a": ("this", "bisect", "heapq", "textwrap"), "b": ("queue", "shlex", "sched", "stat")}
 ENTRIES = "data.{key}=[{{source: {folder}/a, weight: 3}}, {{source: {folder}/b}}]"
 FAST = ("edit", "a_edit")
-"""A method with rounds of steps, and one with rounds of seconds."""
+"""A method with rounds of steps, and one with timed rounds."""
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_what_one_site_lacks_is_an_error_at_all(ranks: RankPool, folder: Path) -
         first
         == second
         == (
-            "data.tokenizer: rank 1 at b has another tokenizer (digest1) than rank 0 at a (digest0); give all sites the same files, "
+            "data.tokenizer: rank 1 at b has a different tokenizer (digest1) than rank 0 at a (digest0); give all sites the same files, "
             "and prepare again"
         )
     )

@@ -151,7 +151,9 @@ def test_hosts_with_other_text_after_the_first_block_are_named_on_all(ranks: Ran
     ]
     one, other = ranks.run(read_on_two_hosts, sections, None, world_size=2)
     for data, line in zip(sections, (one, other), strict=True):
-        assert line.startswith(f"{data.source}: ") and " has other tokens (" in line and "from token 1,800 on" in line
+        assert (
+            line.startswith(f"{data.source}: ") and " has different tokens (" in line and "from token 1,800 on" in line
+        )
 
 
 def test_an_error_of_one_host_is_that_of_all(ranks: RankPool, tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_data_that_is_only_on_the_hub_says_what_to_do_without(monkeypatch: pytes
     manager = lm_eval.tasks.TaskManager(
         include_path=Path(lm_eval.tasks.__file__).parent / "piqa", include_defaults=False
     )
-    with pytest.raises(DataError, match=r"task piqa: its data can't be had .*take --suite offline with --data-dir"):
+    with pytest.raises(DataError, match=r"task piqa: its data is not available .*use --suite offline with --data-dir"):
         run_task(TaskSection(task="piqa"), None, lambda: None, manager)
 
 

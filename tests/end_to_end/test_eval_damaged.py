@@ -72,5 +72,5 @@ def test_damaged_data_of_a_task_is_one_line(model: Path, tmp_path: Path) -> None
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.jsonl").write_text('{"goal": "Wait", "so')
     (tmp_path / "s.yaml").write_text("tasks: [{task: offline_piqa}]")
-    with pytest.raises(DataError, match=r"task offline_piqa: its data can't be read \(.*\); mend the file"):
+    with pytest.raises(DataError, match=r"task offline_piqa: its data can't be read \(.*\); fix the file"):
         evaluate([model], str(tmp_path / "s.yaml"), data_dir=tmp_path, device="cpu", out=tmp_path)

@@ -29,7 +29,7 @@ TABLES = {
         recipe check: a warm-up may be as long as the run
           - if warmup_steps(recipe) >= total:
           + if warmup_steps(recipe) > total:
-        zero: rounds of seconds are accepted in stage 3
+        zero: timed rounds are accepted in stage 3
           - recipe.sync.period.is_timed,␣
           + False,␣
     seen by unit/test_recipe_check.py
@@ -92,8 +92,8 @@ TABLES = {
           - if run.name == folder.name and "out_dir" not in given:
           + if False:
         run directory: the advice for a copied folder lacks out_dir
-          - {folder.name}{out_dir} to continue what
-          + {folder.name} to continue what
+          - {folder.name}{out_dir} to continue the
+          + {folder.name} to continue the
     seen by unit/test_text_list.py
         lists: a base file's text remains beside an overlaid list
           - data = merge(_without_other_texts(data, layer.data), layer.data)

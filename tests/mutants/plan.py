@@ -175,7 +175,7 @@ TABLES = {
     """,
     "llmtrain/plan/recipe_warnings.py": r"""
     seen by unit/test_auto_outer.py
-        warnings: rounds of seconds are not counted
+        warnings: timed rounds are not counted
           - rounds = 0 if seconds is None else round(local_steps(recipe) * seconds / period.every)
           + rounds = 0
     seen by unit/test_recipe_warnings.py

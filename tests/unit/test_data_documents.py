@@ -335,5 +335,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_tokens_without_ends_of_documents_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no train document ends, because the eos token 0 is none of its 9 tokens"):
+    with pytest.raises(
+        DataError, match="no train document ends, because the eos token 0 does not occur in its 9 tokens"
+    ):
         document_samples(prepared(tmp_path, np.arange(1, 10, dtype=np.uint32)), "train", 4)

@@ -203,7 +203,7 @@ def test_hosts_compare_every_block_up_to_the_one_that_is_needed(data: DataSectio
     blocks = HostBlocks(store, [0, 1])
     if other > 0:
         blocks.agree(tokens, FIRST + 1)
-    with pytest.raises(DataError, match=rf"node1 has other tokens \(1\) than node0 \(0\) from token {other:,} on"):
+    with pytest.raises(DataError, match=rf"node1 has different tokens \(1\) than node0 \(0\) from token {other:,} on"):
         blocks.agree(tokens, 3 * FIRST + 2)
 
 

@@ -106,10 +106,10 @@ def test_only_a_task_with_a_local_file_has_a_file_to_mend(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=None))
     for is_local, message in (
-        (True, "data can't be read (Couldn't find cache for ai2_arc); mend the file"),
+        (True, "data can't be read (Couldn't find cache for ai2_arc); fix the file"),
         (
             False,
-            "data can't be had (Couldn't find cache for ai2_arc Available: ARC-Easy); without internet, take --suite",
+            "data is not available (Couldn't find cache for ai2_arc Available: ARC-Easy); without internet, use --suite",
         ),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
@@ -135,7 +135,7 @@ def test_a_suites_tasks_are_loaded_without_a_model(tmp_path: Path, monkeypatch: 
     fetching.fetch(str(suite), tmp_path)
     assert loaded == [("offline_piqa", False), ("piqa", True)]
     suite.write_text("tasks: [{task: siqa}]\n")
-    with pytest.raises(DataError, match=r"task siqa: its data can't be had \(no internet\)"):
+    with pytest.raises(DataError, match=r"task siqa: its data is not available \(no internet\)"):
         fetching.fetch(str(suite))
     suite.write_text("tasks: [{task: piqq}]\n")
     with pytest.raises(SuiteError, match=r"did you mean piqa"):

@@ -155,7 +155,7 @@ def test_a_text_begins_with_bos_or_else_eos(bos: int | None, eos: int | None, fi
     with pytest.raises(ModelError) as refused:
         _ = loaded.first_token
     assert str(refused.value).startswith(
-        "models/odd: the tokenizer has neither bos nor eos token, of which a text needs one"
+        "models/odd: the tokenizer has neither a bos nor an eos token, one of which must begin a text"
     )
 
 
@@ -278,9 +278,11 @@ def test_learned_positions_that_training_has_not_reached_are_not_used(
     loaded = load_model_and_tokenizer(tmp_path)
     write_samples(SamplesSection(prompts=["abc"], tokens=20), loaded)
     assert asked == [6 - len("_abc"), 6 - len("_abc")]
-    with pytest.raises(UserError, match="--prompt has 6 tokens, the model has room for 6 and has to write one"):
+    with pytest.raises(UserError, match="--prompt has 6 tokens, but the model has room for 6, including one new token"):
         generate(tmp_path, "12345")
-    with pytest.raises(ModelError, match=r"a prompt has 6 tokens, but .* has learned 6 positions and has to write one"):
+    with pytest.raises(
+        ModelError, match=r"a prompt has 6 tokens, but .* has learned 6 positions, one of which a new token needs"
+    ):
         write_samples(SamplesSection(prompts=["12345"]), loaded)
     (tmp_path / "text").write_text("abc")
     with pytest.raises(ModelError, match=r"letters: window is 7, but .* has learned 6 positions"):

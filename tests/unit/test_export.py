@@ -303,7 +303,7 @@ def test_a_prompt_has_a_token_and_leaves_room_for_one(model: Path) -> None:
     with pytest.raises(UserError, match=r"--prompt is empty and this model has no token that begins a text; give a w"):
         generate(model, "")
     with pytest.raises(
-        UserError, match="--prompt has 8 tokens, the model has room for 8 and has to write one; shorten it"
+        UserError, match="--prompt has 8 tokens, but the model has room for 8, including one new token; shorten it"
     ):
         generate(model, "12345678")
     with pytest.raises(UserError, match=r"--prompt is '\\udcff', which is not UTF-8"):
@@ -339,7 +339,7 @@ def test_a_weight_of_another_name_is_found_out(model: Path) -> None:
 
 def test_special_tokens_that_a_text_spells_out_are_split_as_in_training(model: Path, tmp_path: Path) -> None:
     """The check refuses a folder that transformers loads without `split_special_tokens`."""
-    with pytest.raises(TrainingError, match=r"they differ on '<unk> or <\|endoftext\|>'; nothing was kept"):
+    with pytest.raises(TrainingError, match=r"tokenizer on '<unk> or <\|endoftext\|>'; nothing was written"):
         parity.check_tokenizer(byte_tokenizer(), model)
     (tmp_path / "exported").mkdir()
     byte_tokenizer().save_pretrained(tmp_path / "of training")
@@ -363,7 +363,7 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_found_out(model: Path, p
     byte_tokenizer(split_special_tokens=True).save_pretrained(model)
     parity.check_tokenizer(trained_with, model)
     setattr(trained_with.backend_tokenizer, part, other)
-    with pytest.raises(TrainingError, match=r'they differ on "Once upon .*; nothing was kept, please report'):
+    with pytest.raises(TrainingError, match=r'tokenizer on "Once upon .*; nothing was written, please report'):
         parity.check_tokenizer(trained_with, model)
 
 

@@ -323,7 +323,7 @@ def test_a_dense_model_of_a_type_that_can_have_experts_is_built(kind, key):
 @pytest.mark.parametrize("kind", ["biogpt", "xglm"])
 def test_layers_that_are_skipped_at_random_are_refused(kind):
     with pytest.raises(
-        ModelError, match=r"layerdrop is 0\.1, with which each rank would skip other layers; set it to 0"
+        ModelError, match=r"layerdrop is 0\.1, with which each rank would skip different layers; set it to 0"
     ):
         build(model_config(ModelSection(type=kind, config={"layerdrop": 0.1}), 97), 64)
 

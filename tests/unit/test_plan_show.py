@@ -356,7 +356,7 @@ def test_latency_is_waited_for_hop_by_hop(connections: int | str, at_once: int) 
     least = 0.5 * (3 + 6 * -(-blocks // at_once)) / 10
     assert near.waiting < 1e-3 and least < far.waiting < least + 0.5 * 10 / 10
     assert far.message == near.message and far.run - near.run == pytest.approx(50 * (far.waiting - near.waiting))
-    assert "100 Mbit/s between replicas (--mbit),\n  0 ms apart" in shown(STDLIB)
+    assert "100 Mbit/s between replicas (--mbit),\n  one-way latency 0 ms" in shown(STDLIB)
 
 
 def test_a_rate_is_found_here() -> None:

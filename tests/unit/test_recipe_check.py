@@ -51,7 +51,7 @@ def test_deepspeeds_own_keys_are_passed_on_unless_one_of_ours_says_the_same(tmp_
     with pytest.raises(RecipeError, match="round_robin_gradients is True, but the engine needs its own value"):
         check(load_recipe(path, [*zero, "parallel.deepspeed={zero_optimization: {round_robin_gradients: true}}"]), None)
     with pytest.raises(
-        RecipeError, match=r"^parallel\.deepspeed\.gradient_clipping is 1\.0, but this is what optim\.clip"
+        RecipeError, match=r"^parallel\.deepspeed\.gradient_clipping is 1\.0, but a recipe sets it with optim\.clip"
     ):
         check(load_recipe(path, [*zero, "parallel.deepspeed={gradient_clipping: 1.0}"]), None)
 

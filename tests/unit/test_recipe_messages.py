@@ -44,7 +44,7 @@ def test_message_names_the_file_that_gave_the_value(tmp_path: Path) -> None:
 def test_file_name_that_is_no_run_name_is_blamed_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "my recipe.yaml"
     path.write_text("train: {steps: 3}")
-    blamed = "my recipe.yaml (whose name the run has, because run.name is not given): run.name is"
+    blamed = "my recipe.yaml (the run takes its name, because run.name is not given): run.name is"
     assert_one_line_with(refusal(path), [f'{blamed} "my recipe"', "letters, digits"])
 
 

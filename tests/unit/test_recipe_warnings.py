@@ -154,7 +154,11 @@ def test_a_validation_text_that_is_trained_on_is_a_warning(tmp_path: Path, keys:
 
 def test_a_method_that_replaces_one_for_one_replica_averages_with_nobody() -> None:
     recipe = load_recipe(RECIPE.with_name("snoo_gpt_neo_8m.yaml"), ["sync.method=diloco"])
-    assert [line for line in recipe_warnings(recipe, mesh=MeshSize(4, 1, 4)) if "averages with nobody" in line]
+    assert [
+        line
+        for line in recipe_warnings(recipe, mesh=MeshSize(4, 1, 4))
+        if "has no other replica to average with" in line
+    ]
 
 
 def test_no_recipe_of_the_repository_has_a_warning() -> None:

@@ -143,8 +143,8 @@ WRONG_OVERRIDES = [
         ["parallel.replicas is 3", "does not divide 4 processes", "a multiple of 3"],
     ),
     # engine
-    ("parallel.zero_offload=true", ["parallel.zero_offload", "engine is fsdp2", "say engine=zero"]),
-    ("parallel.deepspeed.steps_per_print=9", ["parallel.deepspeed", "engine is fsdp2", "say engine=zero"]),
+    ("parallel.zero_offload=true", ["parallel.zero_offload", "engine is fsdp2", "use engine=zero"]),
+    ("parallel.deepspeed.steps_per_print=9", ["parallel.deepspeed", "engine is fsdp2", "use engine=zero"]),
     ("parallel={engine: zero, precision: fp64}", ["parallel.precision is fp64", "DeepSpeed", "fp32"]),
     ("parallel={engine: zero, compile: true}", ["parallel.compile", "zero_stage=3", "use zero_stage=2"]),
     (
@@ -179,7 +179,7 @@ WRONG_OVERRIDES = [
     ),
     (
         "sync={method: a_edit, warmup_steps: 0, schedule: {kind: delayed, fragments: 2}}",
-        ["sync.schedule.fragments is 2", "rounds of seconds", "give 1"],
+        ["sync.schedule.fragments is 2", "timed rounds", "give 1"],
     ),
     ("sync={method: a_edit, schedule: wait_avoiding}", ["sync.period=seconds", "sync.schedule=wait_avoiding"]),
     (
@@ -262,7 +262,7 @@ WRONG_FILES = [
     ),
     (
         "model: {type: gemma3}\ntrain: {steps: 10}\nsync: {method: local_sgd}\n",
-        ["gemma3 is more than a language model", "choose its text model, as gemma3_text"],
+        ["gemma3 is not only a language model", "choose its text model, as gemma3_text"],
     ),
     (
         "train: {steps: 10}\noptim: {nonfinite: skip}\nparallel: {engine: zero}\nsync: {method: synchronous}",

@@ -58,6 +58,6 @@ def test_what_continues(other: TextIdentity, continues: bool) -> None:
 def test_another_text_is_named() -> None:
     stored = {"news": identity(IDS).state_dict()}
     with pytest.raises(
-        DataError, match=r"text news is another one .* \(8,000 tokens now, 9,000 then\); give the same text"
+        DataError, match=r"text news is not the one with .* \(8,000 tokens now, 9,000 then\); give the same text"
     ):
         check_continued({"news": identity(IDS[:8000])}, stored)

@@ -154,7 +154,7 @@ def test_the_texts_of_a_mixture_have_one_tokenizer(
     monkeypatch.setattr("llmtrain.train.prepare_data.prepare", lambda data, *_, **__: texts[Path(data.source).stem])
     assert prepare_texts(hub, show_progress=False) == texts
     texts["b"] = replace(texts["b"], index=texts["b"].index.model_copy(update={"eos_id": 7}))
-    with pytest.raises(DataError, match=r"\S+/b-\S+ has another version of org/model \(\S+\) than \S+/a-"):
+    with pytest.raises(DataError, match=r"\S+/b-\S+ has a different version of org/model \(\S+\) than \S+/a-"):
         prepare_texts(hub, show_progress=False)
     assert prepare_texts(made, show_progress=False) == texts, "a folder's name has a digest of its trained tokenizer"
 

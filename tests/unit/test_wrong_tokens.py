@@ -84,7 +84,7 @@ READY_MADE: list[tuple[str, bytes | Callable[[Path], None], str]] = [
     ("a.bin", cut(".bin", 4000), "a.bin: no tokens"),
     ("a.bin", changed_index(0, b"TNTIDX"), "a.idx: not an index of Megatron"),
     ("a.bin", changed_index(9, struct.pack("<Q", 2)), "a.idx: Megatron's version 2; expected version 1"),
-    ("a.bin", changed_index(17, b"\7"), "a.idx: dtype code 7, which is not of whole numbers"),
+    ("a.bin", changed_index(17, b"\7"), "a.idx: dtype code 7, which is not an integer type"),
     ("a.bin", changed_index(17, b"\4"), "a.idx: its sequences do not follow one another"),
     ("a.bin", changed_index(SIZES, struct.pack("<i", 6)), "a.idx: its sequences do not follow one another"),
     ("a.bin", changed_index(SIZES, struct.pack("<i", -5)), "a.idx: its sequences do not follow one another"),
@@ -115,7 +115,7 @@ COMBINED: list[tuple[str, Files, str]] = [
     (
         "data.source={f}/a.bin data.validation={f}/b.txt",
         BIN | {"b.txt": b"b"},
-        "b.txt: no token files, but data.source",
+        "b.txt: not token files, but data.source",
     ),
     ("data.source={f}/b.txt data.validation={f}/a.bin", BIN | {"b.txt": b"b"}, "a.bin: token files, but data.source"),
     ("data.source=stories data.validation={f}/a.bin", BIN, "token files, but data.source=stories is text"),
@@ -129,7 +129,7 @@ COMBINED: list[tuple[str, Files, str]] = [
     (
         "data.source={f}/a.npy train.document_mask=true data.validation={f}/b.npy",
         {"a.npy": npy(IDS % 6), "b.npy": npy(IDS % 6)},
-        "train.document_mask: .*a.npy: documents are not separated, the eos token <eos>",
+        "train.document_mask: .*a.npy: documents are not separated: the eos token <eos>",
     ),
     ("data.source={f}/a.bin data.tokenizer={f}/m.model", BIN | {"m.model": b"junk" * 99}, "not a SentencePiece model"),
     (
