@@ -119,8 +119,8 @@ def _round_changes(lines: Lines) -> Iterator[tuple[Mapping[str, Any], Mapping[st
 
 
 def _start_of_round(line: Mapping[str, Any]) -> float:
-    """Return the tokens at which a line's round began, assuming that all steps have the same number of tokens. In rounds of
-    seconds, this holds on average."""
+    """Return the tokens at which a line's round began, assuming that all steps have the same number of tokens. In timed rounds,
+    this holds on average."""
     return line["tokens"] * (1 - line["sync/round_step"] / line["step"])
 
 
@@ -172,7 +172,7 @@ def _count_in_thousands(axes: Axes) -> None:
 
 
 def _add_steps_axis(axes: Axes, lines: Lines) -> None:
-    """Add an axis of steps at the top. Every step trains on the same number of tokens, except in rounds of seconds,
+    """Add an axis of steps at the top. Every step trains on the same number of tokens, except in timed rounds,
     where this holds on average."""
     from matplotlib.ticker import EngFormatter
 

@@ -153,7 +153,7 @@ class LRScheduleSection(Section):
 
 
 class CpuMeshSection(Section):
-    """Mesh on machines without a GPU, where the number of devices cannot set the number of ranks."""
+    """Mesh on machines without a GPU, where the number of ranks does not follow from the number of devices."""
 
     replicas: Count
     """Number of replicas."""
@@ -198,8 +198,8 @@ class ParallelSection(Section):
     virtual_clock: VirtualClockSection | None = None
     """With `in_process`, how long each replica's steps take. `null`: unknown, so methods that depend on it are refused."""
     on_cpu: CpuMeshSection | None = None
-    """Values of `auto` on machines without a GPU. launch/train.sh starts as many ranks; with any other number of ranks this key
-    has no effect."""
+    """Mesh that `auto` stands for on machines without a GPU. launch/train.sh starts that many ranks; with any other number of ranks,
+    this key has no effect."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Precision of forward and backward passes. Master parameters and optimizer state are fp32; `fp64` is everything in fp64, for
     verification."""
@@ -256,7 +256,7 @@ class CheckpointSection(Section):
     """Checkpoints of the complete state: their interval and retention."""
 
     every: Count | None = 1000
-    """Steps between checkpoints; `null`: only after the last step. With rounds of seconds, checkpoints are written at
+    """Steps between checkpoints; `null`: only after the last step. With timed rounds, checkpoints are written at
     exchanges of step counts."""
     keep: Count = 3
     """Number of the newest checkpoints to keep."""

@@ -84,7 +84,8 @@ class EverySecondsSection(PeriodSection):
     kind: Literal["seconds"] = "seconds"
     """`seconds`: a round lasts a fixed time; replicas take different numbers of local steps."""
     every: PositiveFloat = 600
-    """Seconds from one exchange of step counts to the next. The last spans are shortened so that the run ends on its tokens."""
+    """Seconds from one exchange of step counts to the next. The last intervals are shortened so that the run ends at its number of
+    tokens."""
     min_steps: CountOrZero = 100
     """Minimum local steps per round, summed over replicas. While a round has fewer, an exchange does not end it."""
     is_timed: ClassVar[bool] = True
@@ -111,9 +112,9 @@ class OuterLrSection(Section):
     """Outer learning rate over the rounds of a run."""
 
     lr_warmup: CountOrZero = 0
-    """Rounds before the first one with the whole learning rate: round r of n has r / (n + 1) of it."""
+    """Rounds of linear warm-up before the first round with the full learning rate: round r of n such rounds uses r / (n + 1) of it."""
     lr_decay: CountOrZero = 0
-    """Rounds after the warm-up over which the learning rate falls to `lr_final`, linearly; 0: it does not."""
+    """Rounds after the warm-up over which the learning rate falls linearly to `lr_final`; 0: no decay."""
     lr_final: Fraction = 0.0
     """Learning rate after `lr_decay`, as a fraction of `lr`."""
 
@@ -123,7 +124,7 @@ class OuterRoundsSection(OuterLrSection):
     because the first rounds move the parameters in much the same direction."""
 
     momentum_warmup: CountOrZero = 0
-    """Rounds before the first one with the whole momentum: round r of n has r / (n + 1) of it."""
+    """Rounds of linear warm-up before the first round with the full momentum: round r of n such rounds uses r / (n + 1) of it."""
 
 
 class AverageSection(OuterSection):
@@ -183,7 +184,7 @@ class MomentumSection(OuterSection):
 
 class PrimalAverageSection(OuterSection):
     """Generalized primal averaging (GPA): the anchor x is a running average of a fast point z, and replicas compute gradients at y,
-    between the two. Meant for one replica and H = 1, in which it does the work of an outer step without rounds."""
+    between the two. Meant for one replica and H = 1, where it has the effect of an outer step, but without rounds."""
 
     kind: Literal["gpa"] = "gpa"
     """`gpa`: z <- z + (theta - y); x <- decay x + (1 - decay) z; y <- share x + (1 - share) z, where replicas continue."""
@@ -195,8 +196,8 @@ class PrimalAverageSection(OuterSection):
 
 
 class AutoOuterSection(OuterSection):
-    """Nesterov momentum that fits the number and length of rounds: the best of a study of short runs with AdamW, scaled
-    (docs/results.md)."""
+    """Nesterov momentum that fits the number and length of rounds: the best setting in a study of short runs with AdamW, scaled to
+    this run (docs/results.md)."""
 
     kind: Literal["auto"] = "auto"
     """`auto`: a `nesterov` step whose learning rate, momentum and warm-up follow from the number of rounds of the run. These are
@@ -229,7 +230,7 @@ class MomentsSection(Section):
 
 class WireSection(Section):
     """Format of the messages between replicas. In `int8`, `int4`, `fp4` and `2bit`, 128 values share a scale. Sums are taken in
-    fp32."""
+    master precision."""
 
     kind: Literal["fp32", "bf16", "int8", "int4", "fp4", "2bit", "topk"] = "fp32"
     """`fp32` is master precision, unrounded; `bf16`, `int8`, `int4`, `fp4` (a sign and an exponent) and `2bit` (four levels for normally
@@ -240,7 +241,8 @@ class WireSection(Section):
     values: Literal["2bit", "fp32"] = "2bit"
     """Form of a value of `topk`: `2bit`, a sign and one of two magnitudes per chunk, or `fp32`, unrounded."""
     error_feedback: bool = False
-    """Error feedback: add what rounding has left out of a rank's messages to its next message. Costs 4 bytes per parameter."""
+    """Error feedback: add the values and rounding errors that a rank's message has left out to its next message. Costs 4 bytes per
+    parameter."""
     feedback_decay: Fraction = 1.0
     """Decay factor of the error-feedback buffer, per message."""
     gradients: bool = False
@@ -248,7 +250,8 @@ class WireSection(Section):
 
     @property
     def needs_anchor(self) -> bool:
-        """Return whether messages are rounded. Rounded messages are pseudo-gradients, which are small, and not parameters."""
+        """Return whether messages are rounded. Rounded messages hold pseudo-gradients instead of parameters, because pseudo-gradients
+        are small."""
         return self.kind != "fp32"
 
 

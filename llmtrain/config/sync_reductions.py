@@ -28,7 +28,7 @@ class MeanSection(ReductionSection):
 
 
 class WeightedSection(ReductionSection):
-    """Base of the reductions whose weights follow from what all replicas tell each other before they send."""
+    """Base of the reductions whose weights follow from values that all replicas exchange before they send pseudo-gradients."""
 
     needs_anchor: ClassVar[bool] = True
     steps_before_sending: ClassVar[int] = 1
@@ -76,7 +76,7 @@ class EditPenaltySection(WeightedSection):
     then 4 z and so on. So a single spike hardly moves the threshold, and, with the default `ema`, a lasting rise of up to 100
     times is followed within 15 rounds. `paper`: norms as they are, and excluded ones never enter."""
     max_exclusions: Count | None = 20
-    """Rounds in a row after which a block of a replica that is always excluded ends the run with an error; `null`: never."""
+    """Number of consecutive rounds in which a block of a replica is excluded that ends the run with an error; `null`: never."""
     temperature: PositiveFloat | None = 1.0
     """Weighted averaging: the weights are softmax(-norm / temperature); `null`: equal weights."""
     clip: PositiveFloat | None = 10.0

@@ -166,7 +166,7 @@ class DelayedSection(FragmentsSection):
         period, shortest, before = sync.period, sync.period.min_length, sync.reduction.steps_before_sending
         if period.is_timed and self.fragments > 1:
             raise RecipeError(
-                f"sync.schedule.fragments is {self.fragments}, but in rounds of seconds replicas meet only at a round's end; give 1"
+                f"sync.schedule.fragments is {self.fragments}, but in timed rounds replicas synchronize only at a round's end; give 1"
             )
         if shortest is not None and shortest <= before > 0:
             raise RecipeError(

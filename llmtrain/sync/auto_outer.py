@@ -5,16 +5,16 @@ from __future__ import annotations
 from llmtrain.config import NesterovSection, OuterRoundsSection
 
 COVERED_SHARE = 1 / 5
-"""Rounds that the momentum averages over, as a share of all rounds."""
+"""Rounds over which the momentum averages, as a fraction of all rounds."""
 FULL_ROUND = 30
 """Local steps per round from which the momentum is not reduced."""
 MAX_COVERED = 10.0
-"""Maximum number of rounds that the momentum averages over, which is a momentum of 0.9."""
+"""Maximum number of rounds over which the momentum averages. 10 rounds correspond to a momentum of 0.9."""
 LR_WITHOUT_MOMENTUM, LR_PER_MOMENTUM = 1.0, -0.375
 """Coefficients of the outer learning rate as a linear function of the momentum: 1 without momentum, which is plain averaging, and
 0.7 with a momentum of 0.8."""
 WARMUP_SHARE = 1 / 6
-"""Rounds of the momentum's warm-up, as a share of all rounds."""
+"""Rounds of the momentum's warm-up, as a fraction of all rounds."""
 
 
 def outer_for(rounds: int, steps: float) -> NesterovSection:
@@ -29,7 +29,8 @@ def outer_for(rounds: int, steps: float) -> NesterovSection:
 
     - With AdamW and 4 replicas, the rule is better for DiLoCo in 26 and 52 rounds of 30 steps and in 78 of 10, and for EDiT in 26
       and 78 rounds. For DiLoCo in 8 rounds of 100 steps, its loss is 0.008 higher.
-        - In 260 rounds of 3 steps, for which the rule is plain averaging, a momentum of 0.4 that warms up over 43 rounds is 0.018 worse.
+    - In 260 rounds of 3 steps, for which the rule is plain averaging, the loss with a momentum of 0.4 that warms up over 43 rounds
+      is 0.018 higher.
     - With 2 replicas, its loss is 0.020 higher, and with MuLoCo 0.058. Less momentum is better there (docs/results.md).
 
     For fewer rounds, trials of PALSGD with pull probabilities of 0.1 and 0.2 partly contradict the rule. Learning rate 1.0 and

@@ -17,8 +17,8 @@ from llmtrain.sync.sync_stats import SyncStats
 
 COMPARING = "comparing the first anchors"
 FIRST_ANCHORS_DIFFER = (
-    "replicas had different parameters after the synchronous steps, so all continue with those of replica 0; devices of "
-    "different kinds round differently, above all with optim.kind=muon"
+    "replicas had different parameters after the synchronous steps, so all of them continue with the parameters of replica 0; "
+    "different kinds of devices round differently, especially with optim.kind=muon"
 )
 
 
@@ -26,7 +26,8 @@ class PendingReduction:
     """A block's reduction in flight. `wait` may be called more than once."""
 
     def __init__(self, pending: PendingCollective, error: torch.Tensor | None = None):
-        """Wrap `pending`. `error`, if given, is the block's error-feedback buffer, to which `wait` adds what rounding lost."""
+        """Wrap `pending`. `error`, if given, is the block's error-feedback buffer, to which `wait` adds this message's rounding
+        error."""
         self._pending, self._error = pending, error
 
     def start_second_phase(self) -> None:
@@ -34,8 +35,8 @@ class PendingReduction:
         self._pending.start_second_phase()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the mean and return it. With error feedback, keep what this rank's message lost by rounding for its next
-        message."""
+        """Wait for the mean and return it. With error feedback, store the rounding error of this rank's message, to be added to its
+        next message."""
         mean = self._pending.wait()
         if self._error is not None and (lost := self._pending.quantization_error()) is not None:
             # A broken replica's NaN spoils this mean anyway, but must not enter the next message.
@@ -189,8 +190,8 @@ class BlockSync:
         return PendingReduction(pending, self.rounding_errors[index] if self.rounding_errors else None)
 
     def completed_reduction(self, index: int, mean: torch.Tensor) -> PendingReduction:
-        """Return a completed reduction of a block, with a copy of `mean` as its result. For means loaded from a checkpoint, because
-        the outer step overwrites its mean."""
+        """Return a completed reduction of a block, for a mean that was loaded from a checkpoint. Its result is a copy of `mean`,
+        because the outer step overwrites the mean that it uses."""
         device = self.replica.blocks[index].shards[0].device
         return PendingReduction(PendingCollective(self.replica_comms, "", None, mean.to(device, copy=True)))
 
@@ -251,8 +252,8 @@ class BlockSync:
 
     def sync_blocks(self, blocks: Sequence[int], local_steps: LocalSteps) -> None:
         """Synchronize these blocks one after another, with equal weights. Afterwards, all replicas have the same parameters in them.
-        Requires anchors. Schedules use this where their own order does not apply: at the end of a run, and for the averages over all
-        replicas between averages of groups."""
+        Requires anchors. Schedules use this where their own order does not apply: at the end of a run, and for WAGMA's averages over
+        all replicas, which end its rounds of group averages."""
         means = results_in_order((index, self.start_reduce(index)) for index in blocks)
         for _, (index, mean) in zip(self.anchors.iter_prefetched(blocks, with_state=True), means, strict=True):
             self.outer_step(index, mean, local_steps)

@@ -111,7 +111,7 @@ def build_method(
 
     `replica_comms` and `shard_comms` are the two axes of the mesh (rank = replica x shards + shard). `lr_schedule` gives the
     run's learning rates. With `compiled`, messages are rounded by compiled code. `store` is the job's key-value store, which the
-    wait-avoiding schedule needs. `clock` times rounds of seconds, which also end once `stop_seen()` is true on a rank.
+    wait-avoiding schedule needs. `clock` measures timed rounds, which also end once `stop_seen()` is true on a rank.
     `offload_of` returns the anchor offload for a device, or None.
     """
     outer = OUTERS[type(sync.outer)](sync.outer)

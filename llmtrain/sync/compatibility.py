@@ -81,13 +81,13 @@ RULES = (
         choice="wire",
         kind="topk",
         excludes={"period": ("every_step",), "schedule": ("wait_avoiding",)},
-        why="what is not among the largest values must be sent later, and nothing is kept for later",
+        why="values that topk leaves out must be sent later, but with this choice nothing keeps them",
     ),
     Rule(
         choice="wire",
         kind="2bit",
         excludes={"period": ("every_step",), "schedule": ("wait_avoiding",)},
-        why="2bit leaves out so much that it must be sent later, and nothing is kept for later",
+        why="rounding errors of 2bit are so large that they must be sent later, but with this choice nothing keeps them",
     ),
     Rule(
         choice="period",
@@ -106,8 +106,8 @@ RULES = (
         choice="period",
         kind="seconds",
         excludes={"schedule": ("overlapped", "wait_avoiding")},
-        why="replicas take different numbers of steps in a round of seconds and meet only at its end, so there is no common step "
-        "within it at which to send or receive",
+        why="replicas take different numbers of steps in a timed round and wait for each other only at its end, so within the "
+        "round they have no common step at which to send or receive",
     ),
     *(
         Rule(
@@ -122,7 +122,7 @@ RULES = (
         choice="reduction",
         kind="radial",
         excludes={"wire": ("topk", "2bit")},
-        why="a message that leaves values out shortens the mean; radial would lengthen it again, although they are sent later",
+        why="a message that leaves values out shortens the mean; radial would lengthen it again, although the values are sent later",
     ),
     Rule(
         choice="moments",
@@ -139,7 +139,7 @@ RULES = (
             "pull": ("pull",),
             "wire": ROUNDED,
         },
-        why="replicas do not continue from the anchor, but from a point between it and where they were, so what they send is not small",
+        why="replicas continue from a point away from the anchor, so their pseudo-gradients are not small",
     ),
     Rule(
         choice="error_feedback",
@@ -151,7 +151,7 @@ RULES = (
         choice="error_feedback",
         kind="off",
         excludes={"wire": ("2bit", "topk")},
-        why="what the message leaves out would never be sent",
+        why="the values and rounding errors that a message leaves out would never be sent",
     ),
     Rule(
         choice="error_feedback",
@@ -166,7 +166,9 @@ def find_conflict(sync: SyncSection) -> str | None:
     """Return one line that says why these choices cannot be combined and gives alternatives; None if they can be combined."""
     kinds = kinds_of(sync)
     if sync.wire.gradients and sync.wire.kind in ("fp32", "2bit", "topk"):
-        why = "rounds nothing" if sync.wire.kind == "fp32" else "would lose what it does not send of gradients"
+        why = (
+            "rounds nothing" if sync.wire.kind == "fp32" else "would lose the parts of gradients that it does not send"
+        )
         return f"sync.wire.gradients is true, but {sync.wire.kind} {why}; use bf16, int8, int4 or fp4, or leave it out"
     for rule in RULES:
         if (other := rule.excluded(kinds)) is not None:
@@ -179,8 +181,8 @@ def find_conflict(sync: SyncSection) -> str | None:
             return f"{given}: {rule.why}; use {_alternatives(other, allowed)}, or {instead}"
     if sync.period.averages_gradients and sync.wire.kind != "fp32" and not sync.wire.gradients:
         return (
-            f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients travel, and they are not "
-            "rounded; add sync.wire.gradients=true, or use fp32"
+            f"sync.wire is {sync.wire.kind}, but with sync.period=every_step only gradients are sent, and they are not rounded; add "
+            "sync.wire.gradients=true, or use fp32"
         )
     return None
 

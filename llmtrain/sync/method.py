@@ -85,14 +85,14 @@ class Method:
             # Count tokens only for a reduction that uses them. Resharding may require that all replicas have equal statistics,
             # and their tokens may differ.
             tokens = float(tokens) if self._counts_tokens else 0
-            ends_round = self.period.ends_round(step)  # in rounds of seconds, a collective
+            ends_round = self.period.ends_round(step)  # in timed rounds, a collective
             self.schedule.end_step(step, self._lr, ends_round, tokens)
             if self.moments is not None and ends_round:
                 self.moments.end_round()
 
     def agreed_step(self, step: int) -> int | None:
-        """Return the global step after this replica's step `step`, or None if the ranks do not know it now. All ranks get numbers at
-        the same times, and the same numbers."""
+        """Return the global step after this replica's step `step`; None between two exchanges of step counts, in timed rounds.
+        All ranks get the same sequence of global steps."""
         return self.period.agreed_step(step)
 
     def wait_for_messages(self) -> None:
@@ -105,8 +105,8 @@ class Method:
         self.block_sync.end_at_anchor()
 
     def end_threads(self) -> None:
-        """End background work and wait for it, after a step that all ranks have completed. A thread that still waited for the job's
-        store would abort the process if the store answered, or went away, during the interpreter's shutdown."""
+        """End background work and wait for it, after a step that all ranks have completed. If a thread still waited for the job's
+        store when the interpreter shuts down, the store's answer, or the loss of the store, would abort the process."""
         self.schedule.end_threads()
 
     def close(self) -> None:
@@ -159,9 +159,9 @@ class Method:
         self.period.total_steps_changed(self.is_synchronized)
 
     def keep_warmup(self, step: int) -> None:
-        """Begin the first round after global step `step` at the earliest, if the state just loaded, of that step, is in the
-        synchronous warm-up. Once local steps have begun, a run does not return to the warm-up, because equal gradients do not make
-        replicas equal whose moments differ."""
+        """Keep the first round after global step `step` if the state that was just loaded, from that step, is still in the
+        synchronous warm-up. Once local steps have begun, a run does not return to the warm-up: replicas with different moments would
+        not stay equal, even with equal gradients."""
         if self._phase != "local":
             self.period.set_warmup(max(self.period.warmup, step))
 

@@ -48,8 +48,8 @@ class MomentAverages:
         self._rounds = state["rounds"]
 
     def _check(self) -> None:
-        """Raise RecipeError, on every rank, unless all replicas have the moments to average, of the same parameters. torch
-        creates a parameter's moments with its first gradient. A collective of all ranks."""
+        """Raise RecipeError, on every rank, unless all replicas have the moments that are averaged, and have them for the same
+        parameters. torch creates a parameter's moments with its first gradient. A collective of all ranks."""
         blocks, device = self.replica.blocks, self.replica_comms.device
         # Size of each parameter's moment on this rank, by order and block; 0 for a parameter without one.
         sizes = [
@@ -82,7 +82,7 @@ class MomentAverages:
             self._install(index, order, mean)
 
     def _start(self, index: int, order: int) -> PendingCollective | None:
-        """Start averaging a block's moments. Return None for a block without moments, which has none on any replica."""
+        """Start averaging a block's moments. Return None for a block without moments. Such a block has no moments on any replica."""
         parts = [moment.reshape(-1) for moment in self.replica.moments(index, order) if moment is not None]
         if not parts:
             return None
@@ -97,6 +97,6 @@ class MomentAverages:
                 continue
             moment.copy_(next(parts).view(moment.shape))
             if order == 1 and second is not None:
-                # A second moment of 0 means that this value has had no gradient yet, as the embedding of a token that has not
+                # A second moment of 0 means that this value has had no gradient yet, such as the embedding of a token that has not
                 # occurred. AdamW would divide the averaged first moment by epsilon alone.
                 moment.masked_fill_(second == 0, 0.0)

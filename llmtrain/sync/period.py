@@ -160,7 +160,8 @@ class QsrPeriod(Period):
 
 
 def _grown(section: QsrSection, lr: float) -> float:
-    """Return the number of steps of a round that begins at the rate `lr`, by the rule without `base`; infinite at a rate of 0."""
+    """Return floor((alpha / lr)^power), the length of a round that begins at learning rate `lr`, before the minimum `base` applies;
+    infinite if `lr` is 0."""
     try:
         # Without the margin, rounding could turn (2 x lr / lr)^2 into 3.99..., whose floor is 3.
         return math.floor((section.alpha / lr) ** section.power * (1 + 1e-12))
@@ -182,7 +183,7 @@ PERIODS: dict[type[PeriodSection], Callable[[Any, int, LRSchedule], Period]] = {
     QsrSection: QsrPeriod,
 }
 """Constructors of periods of steps, by the class of `sync.period`. They take the section, the number of synchronous steps before
-the first round, and the run's learning-rate schedule. `build_method` builds periods of seconds."""
+the first round, and the run's learning-rate schedule. `build_method` builds timed periods."""
 
 
 def build_period(section: AnyPeriod, warmup: int, lr_schedule: LRSchedule) -> Period:

@@ -1,4 +1,4 @@
-"""Rounds of seconds (A-EDiT, arXiv 2412.07210): no replica waits long for a slower one, because fast ones take more steps."""
+"""Timed rounds (A-EDiT, arXiv 2412.07210): no replica waits long for a slower one, because fast ones take more steps."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class TimedPeriod(Period):
         self._paused_at = None
 
     def total_steps_changed(self, is_synchronized: bool) -> None:
-        """Let the next exchange come after the full `section.every` seconds, or earlier once a replica has taken an equal share
-        of the remaining steps."""
+        """Schedule the next exchange `section.every` seconds from now, or earlier, as soon as a replica has taken an equal share of
+        the remaining steps."""
         if is_synchronized:
             self._summed_steps_at_sync = self._summed_steps
         left = max(0, self.total_steps - self._summed_steps // self.replica_comms.size)

@@ -70,7 +70,7 @@ class Weighing:
             row[1 + ROUND_VALUES.index("tokens")] = sums[0]  # the replica's tokens in place of this rank's
         elif replica_comms.size == 1:
             target = row.device  # the CPU, so the host need not wait for a GPU
-        return replica_comms.start_all_gather(row.to(target), "meeting for a synchronization")
+        return replica_comms.start_all_gather(row.to(target), "gathering the replicas' local steps")
 
     def agree(self, blocks: Sequence[int], gathering: PendingCollective) -> Agreement:
         """Wait for all replicas' rows and return the agreement on `blocks`, the blocks whose squared norms `start`

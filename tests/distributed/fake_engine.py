@@ -332,7 +332,7 @@ def load(engine: FakeEngine, method: Method, saved: Saved) -> None:
 
 def train(scenario: Scenario, replica: Comms, shard: Comms, store: dist.Store | None = None) -> Answer:
     """Run the scenario on this rank of the given axes. `step` counts this replica's own steps. `global_step` is the step of the
-    whole run that all ranks knew last; in rounds of seconds the two differ."""
+    whole run that all ranks knew last; in timed rounds the two differ."""
     clock, sync = Clock(), scenario.sync
 
     def build() -> tuple[FakeEngine, Method]:

@@ -5,7 +5,7 @@ messages, no order of work, and no shards except where messages are rounded. The
 recorded. A layer-wise synchronization is a blocking one here: it is due at the same moment and sees the same parameters.
 
 `Oracle` has what all methods share, and the blocking schedule. oracle_late.py has the schedules that use a mean later, and
-oracle_timed.py the rounds of seconds.
+oracle_timed.py the timed rounds.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class DelayedOracle(FragmentOracle):
                 self.take_turn(part)
 
     def synchronize(self) -> None:
-        """Take the turn of part 0 when replicas meet in rounds of seconds."""
+        """Take the turn of part 0 when replicas meet in timed rounds."""
         self.take_turn(0)
 
     def take_turn(self, part: int) -> None:
@@ -90,7 +90,7 @@ class DelayedOracle(FragmentOracle):
 
 
 class TimedDelayedOracle(TimedOracle, DelayedOracle):
-    """Oracle of rounds of seconds in which the mean of each round is used at the end of the next one."""
+    """Oracle of timed rounds in which the mean of each round is used at the end of the next one."""
 
 
 class OverlappedOracle(FragmentOracle):

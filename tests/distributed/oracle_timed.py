@@ -1,4 +1,4 @@
-"""Oracle of rounds of seconds (A-EDiT): fast replicas do more steps before they meet the others."""
+"""Oracle of timed rounds (A-EDiT): fast replicas do more steps before they meet the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed.oracle import Oracle
 
 
 class TimedOracle(Oracle):
-    """Oracle of rounds of seconds. `seconds(replica, step)` is the duration of a step."""
+    """Oracle of timed rounds. `seconds(replica, step)` is the duration of a step."""
 
     def __init__(self, *args, seconds: Callable[[int, int], float], **kwargs) -> None:
         super().__init__(*args, **kwargs)

@@ -82,7 +82,7 @@ def test_replicas_that_do_not_continue_alike_are_refused_on_all_ranks(ranks: Ran
         of_steps,
         of_steps,
         "rank 0 continues from step 5, rank 1 has no state; load",
-        "rank 1 has other choices than rank 0: ",
+        "rank 1 and rank 0 have different arguments: ",
         "the states of step 5 have different anchors",
         "the module of rank 1 does not have the parameters with which its state was saved",
         "the replicas' optimizers have different moments of rest before the first step, so equal gradients",

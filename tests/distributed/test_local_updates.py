@@ -237,11 +237,11 @@ WRONG = [
     ("diloco", {"replicas": 2}, "^replicas is 2, expected a process group with this rank"),
     ("diloco", {"timeout_seconds": -1}, "^timeout_seconds is -1, expected a number greater than 0"),
     ("palsgd", {}, "needs llmtrain's own loop"),
-    ("a_edit", {}, "rounds of seconds end a run, which needs llmtrain's own loop"),
+    ("a_edit", {}, "timed rounds decide when a run ends, which needs llmtrain's own loop"),
     ("qsr", {"period": {"alpha": 0.1}}, "follows the learning rate: give lr"),
     ("wagma", {}, "sync.schedule=wait_avoiding needs store"),
     ("diloco", {"outer": "auto"}, "sync.outer=auto follows from the number of rounds"),
-    ("synchronous", {"wire": "int8"}, "sync.wire is int8, but with sync.period=every_step only gradients travel"),
+    ("synchronous", {"wire": "int8"}, "sync.wire is int8, but with sync.period=every_step only gradients are sent"),
     (
         "edit",
         {"schedule": "wait_avoiding"},

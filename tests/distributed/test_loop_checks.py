@@ -289,13 +289,13 @@ MISTAKES = {
     leave_out_the_rate: "SGD has no learning rate (lr of its first parameter group), expected a number",
     use_an_optimizer_without_a_rate: "Optimizer has no learning rate (lr of its first parameter group), expected a number",
     drop_the_rate: "SGD has no learning rate (lr of its first parameter group), expected a number",
-    use_complex_numbers: "weight has complex numbers, expected real ones",
+    use_complex_numbers: "weight is complex, expected a real parameter",
     load_the_state_of_the_model: "the state is not one of LocalUpdates.state_dict()",
     begin_with_a_rate_that_never_falls: "sync.warmup_until_lr is 0.5, a share of the peak to which lr never falls",
     load_without_error_feedback: "the state is of another loop: error_feedback is on there, and off here",
     load_for_fewer_parameters: "the state is of another loop: values is [26, 20, 20] there, and [24, 20, 20] here",
     give_sparse_gradients: "synchronous steps cannot average sparse gradients",
-    give_other_layers: "layers has a module that is not a part of the model",
+    give_other_layers: "layers contains a module that is not a part of the model",
     give_another_optimizer: "the optimizer has no trainable parameters of the module",
     reorder: "layer 1 runs before layer 0 in this forward pass",
     train_in_evaluation_mode: "the last round was not synchronized, because not all blocks ran in a training forward",
@@ -344,7 +344,7 @@ def test_a_replica_on_another_gpu_than_the_current_one_is_refused(monkeypatch: p
 
 def test_parameters_of_16_bits_are_warned_of() -> None:
     model = Layered().bfloat16()
-    with pytest.warns(UserWarning, match=r"^step 0: parameters are in bfloat16, and so are the anchors"):
+    with pytest.warns(UserWarning, match=r"^step 0: parameters and anchors are in bfloat16"):
         LocalUpdates(model, sgd(model), "diloco", **CHOICES)
 
 

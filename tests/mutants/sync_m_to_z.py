@@ -191,7 +191,7 @@ TABLES = {
           -
           +
           +
-        length: rounds of seconds stay as short as at the shorter run's end
+        length: timed rounds stay as short as at the shorter run's end
           - self._interval, self._step_limit = self.section.every, self._last_exchange_step + left
           + pass
         length: steps before a run's end count toward its next synchronization

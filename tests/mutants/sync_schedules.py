@@ -30,7 +30,7 @@ TABLES = {
         delayed: the first turn of a fragment resets the others
           - self.block_sync.reset_to_anchor(self.fragments[fragment])
           + self.block_sync.reset_to_anchor()
-        delayed: in rounds of seconds, a message is sent only when it is used
+        delayed: in timed rounds, a message is sent only when it is used
           -             taken.send()
           +             pass
         delayed: the end ignores steps since a fragment's last turn

@@ -103,7 +103,10 @@ def test_auto_follows_the_rounds_and_is_written_out(keys: list[str], rounds: int
 
 @pytest.mark.parametrize(
     ("method", "why"),
-    [("a_edit", "rounds of seconds have no number"), ("synchronous", "a step that averages gradients is no round")],
+    [
+        ("a_edit", "the number of timed rounds is unknown"),
+        ("synchronous", "a step that averages gradients is no round"),
+    ],
 )
 def test_auto_needs_rounds_that_can_be_counted(method: str, why: str) -> None:
     with pytest.raises(RecipeError, match=rf"^sync\.outer is auto, but {why}; leave it out, or give {{kind: nesterov"):

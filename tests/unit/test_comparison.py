@@ -103,7 +103,10 @@ def test_the_settings_of_a_condition_are_those_of_its_file(tmp_path: Path) -> No
             ("recipe: ../edit_llama_stdlib.yaml", ""),
             "runs.synchronous has no recipe; give runs.synchronous.recipe or recipe",
         ),
-        (("hosts: {count: 2}", "baseline: edit"), "baseline is 'edit', which is none of the runs synchronous, diloco"),
+        (
+            ("hosts: {count: 2}", "baseline: edit"),
+            "baseline is 'edit', which is not one of the runs synchronous, diloco",
+        ),
         (("runs:", "runs: 5\nrun:"), "run is not a key"),
         (("runs:", "runs: [\n"), r"small\.yaml:\d+: not YAML: "),
         (("runs:", "? \nruns:"), "a key is not a word or a number"),

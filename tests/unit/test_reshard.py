@@ -196,7 +196,7 @@ def test_statistics_of_no_round_are_none() -> None:
 
 
 def test_other_replicas_restart_what_any_was_excluded_from() -> None:
-    """All new replicas start from a mean that includes an excluded replica's parameters. In rounds of seconds, replicas take
+    """All new replicas start from a mean that includes an excluded replica's parameters. In timed rounds, replicas take
     different numbers of steps, of which the new state has the mean."""
     schedule = SimpleNamespace(weighing=SimpleNamespace(reduction=None))
     rounds = [LocalSteps(2, 0.1, 0.3), LocalSteps(4, 0.3, 0.9), LocalSteps(6, 0.2, 0.6)]

@@ -10,13 +10,14 @@ Traffic   per round, 2 (N-1)/N x 4 bytes x parameters from each replica, one blo
 Memory    anchor and outer momentum: 8 bytes per parameter, sharded like the parameters; in CPU memory with `sync.offload`.
 Defaults  H = 128, warm-up 1000, outer lr 0.8 and momentum 0.85, phi = 10, alpha = 0.02, z = 3: the paper's, from memory and
           unverified. The published code's README has outer lr 0.7, momentum 0.8 and no clip.
-Differs   the norms of all blocks are gathered at the first block, not one by one; running statistics are bias-corrected
-          (the published code's are not); by default they describe norms per summed learning rate, lowered by
-          sqrt(steps / usual steps) in a shorter round (by steps / usual steps if the schedule mixes the anchor with own
-          parameters), and an excluded norm enters them at a bound, so that a lasting rise of up to 100 times is followed
-          within 15 rounds (`statistics: paper` never lets one in, and stays locked in); the test starts after 10 rounds (120
-          in the published code, 10 in its example; the paper's number is unknown to us); a rollback is decided on the
-          gathered norms, so that the shards of a block agree; a block that is excluded 20 rounds in a row ends the run.
+Differs   the norms of all blocks are gathered at the first block, not one by one. Running statistics are bias-corrected
+          (the published code's are not). By default they describe norms per summed learning rate. In a round with fewer steps
+          than usual, these norms are multiplied by sqrt(steps / usual steps), or by steps / usual steps if the schedule mixes
+          the anchor with a replica's own parameters. An excluded norm enters the statistics up to a bound, so that a lasting
+          rise of up to 100 times is followed within 15 rounds (with `statistics: paper`, excluded norms never enter, and such
+          a replica stays excluded). The test starts after 10 rounds (120 in the published code, 10 in its example; the
+          paper's number is unknown to us). A rollback is decided on the gathered norms, so that the shards of a block agree.
+          A block that is excluded 20 rounds in a row ends the run.
 """
 
 PAPER = "arXiv 2412.07210"

@@ -11,9 +11,9 @@ Defaults  H = 15, 64 of 4096 values, decay 0.95, outer lr 1: published for 512 M
           goes up to 250, and longer rounds send more values.
 Differs   chunks are of consecutive values of a rank's part of a block (in the paper, of 64 x 64 values of a matrix), the two
           magnitudes of a chunk are the means of the larger and smaller half of what it sends, and each takes 4 bytes
-          (`llmtrain/parallel/sparse_format.py`). Unsent values are kept times 1/N, which changes nothing. The published code
-          divides each value by the number of replicas that sent it; here, as in the paper, by N. One replica alone sends nothing
-          and leaves nothing out.
+          (`llmtrain/parallel/sparse_format.py`). Unsent values are stored multiplied by 1/N, which does not change
+          the result. The published code divides each value by the number of replicas that sent it; here, as in the paper, by N.
+          One replica alone sends nothing and leaves nothing out.
 """
 
 PAPER = "arXiv 2508.15706"

@@ -53,8 +53,8 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
     ranks, steps, choices, anchors, others, synchronized, averaging = found.unbind(-1)
     if (choices != choices[0, 0]).any():
         raise RecipeError(
-            f"rank {ranks[choices != choices[0, 0]][0]} has other choices than rank {ranks[0, 0]}: method, keys, lr, layers or groups; "
-            "construct LocalUpdates with the same ones on all ranks"
+            f"rank {ranks[choices != choices[0, 0]][0]} and rank {ranks[0, 0]} have different arguments: method, keys, lr, layers or "
+            "groups; construct LocalUpdates with the same arguments on all ranks"
         )
     if (steps != steps[0, 0]).any():
         begun = zip(ranks.flatten().tolist(), steps.flatten().tolist(), strict=True)
@@ -62,7 +62,8 @@ def check_equal_start(replicas: Comms, shards: Comms, replica: ModuleReplica, st
         raise RecipeError(f"{_listed(texts)}; load checkpoints of the same step on all ranks")
     if (anchors != anchors[:, :1]).any():
         raise RecipeError(
-            f"the states of step {start.steps} have different anchors, so they are of different runs; load what the ranks of one run saved"
+            f"the states of step {start.steps} have different anchors, so they are of different runs; load states that the ranks of "
+            "one run saved"
         )
     if others.any():
         raise RecipeError(

@@ -82,11 +82,11 @@ class LocalUpdates:
         `period={"every": 50}` or `wire="int8"`.
 
         `replicas` is the process group of the ranks with the same shard, one per replica (default: all ranks, for unsharded
-        replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules that
-        are synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that follow the
-        learning rate need its schedule `lr`, and warn once if the optimizer's rate differs from it. The wait-avoiding schedule needs
-        `store`. Its waits end after `timeout_seconds`; waits in the groups end after the groups' own timeouts. Raises RecipeError
-        for choices that cannot be combined, that such a loop cannot support, or that lack an argument.
+        replicas). `shards` is the group of this replica's ranks, if FSDP2 has sharded the module. `layers` are the modules that are
+        synchronized one by one (default: the elements of the longest ModuleList or Sequential). Choices that depend on the learning
+        rate need its schedule, `lr`. A warning appears once if the optimizer's learning rate differs from the schedule. The
+        wait-avoiding schedule needs `store`. Its waits end after `timeout_seconds`; waits in the groups end after the groups' own
+        timeouts. Raises RecipeError for choices that cannot be combined, that such a loop cannot support, or that lack an argument.
         """
         check_types(model, optimizer, {"replicas": replicas, "shards": shards}, layers, lr, timeout_seconds)
         if any(loop._optimizer is optimizer for loop in _LOOPS_OPEN):
@@ -319,7 +319,7 @@ class LocalUpdates:
         if low := dtypes & {torch.bfloat16, torch.float16}:
             kind = str(low.pop()).removeprefix("torch.")
             self._warn(
-                f"parameters are in {kind}, and so are the anchors, in which small outer steps are lost; keep parameters in fp32, and "
+                f"parameters and anchors are in {kind}, which is too coarse for small outer steps; keep parameters in fp32, and "
                 "compute in bf16 with autocast"
             )
 

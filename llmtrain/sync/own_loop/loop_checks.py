@@ -67,7 +67,7 @@ def check_choices(
         what = (
             "sync.pull decides before a step whether there is a gradient"
             if sync.pull
-            else "rounds of seconds end a run"
+            else "timed rounds decide when a run ends"
         )
         raise RecipeError(f"{what}, which needs llmtrain's own loop; use another method, or a recipe")
     if sync.reduction.counts_tokens:

@@ -32,7 +32,7 @@ class ModuleReplica(Replica):
         seen = {parameter for parameter in names if parameter not in trained}
         if any(parameter not in names for layer in layers for parameter in layer.parameters()):
             raise RecipeError(
-                "layers has a module that is not a part of the model; give parts of the model that is synchronized"
+                "layers contains a module that is not a part of the model; give submodules of the model that is synchronized"
             )
         of_layers = [(f"layer {i}", layer, _take(layer, seen)) for i, layer in enumerate(layers)]
         units = [unit for unit in [("rest", model, _take(model, seen)), *of_layers] if unit[2]]
@@ -51,7 +51,7 @@ class ModuleReplica(Replica):
         """Parameters of all blocks, in an order that is the same on all ranks."""
         if (complex_one := next((p for p in self.parameters if p.is_complex()), None)) is not None:
             raise RecipeError(
-                f"{names[complex_one]} has complex numbers, expected real ones; make its torch.view_as_real the parameter"
+                f"{names[complex_one]} is complex, expected a real parameter; make its torch.view_as_real the parameter"
             )
         self._synchronized = set(self.parameters)
         self._handles: list[RemovableHandle] = []
@@ -107,7 +107,7 @@ class ModuleReplica(Replica):
         return torch.stack([_checksum(moments) for moments in plain])
 
     def register_block_hook(self, hook: Callable[[int], None]) -> None:
-        # In a compiled module, the communication would be traced, which takes long and changes nothing.
+        # torch.compile would otherwise trace the communication, which is slow and has no benefit.
         untraced = torch.compiler.disable(hook)
 
         def before(index: int) -> Callable[[nn.Module, Any], None]:

@@ -1,4 +1,4 @@
-"""Hooks around an optimizer's step that run once per step, also where torch's own hooks run twice."""
+"""Hooks around an optimizer's step that run once per step, even where torch's own hooks run twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepHooks:
         self._before, self._after = before, after
         # Call of `step` that torch's hooks are part of. A counter would not do: no hook runs after a step that has failed.
         self._call: FrameType | None = None
-        # In a compiled step, the communication would be traced, which takes long and changes nothing.
+        # torch.compile would otherwise trace the communication, which is slow and has no benefit.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         self._handles = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
 

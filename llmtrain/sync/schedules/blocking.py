@@ -111,8 +111,8 @@ class BlockingSchedule(Schedule):
             self.reduction.load_state_dict(state[STATE_KEY])
 
     def resharded(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ in rounds of
-        seconds. A synchronization uses the same mean."""
+        """Return one state for all new replicas. Its round is the mean of the old replicas' rounds, which differ in timed rounds.
+        A synchronization uses the same mean."""
         statistics = require_equal([state[STATE_KEY] for state in states])
         return {
             "round": mean_local_steps([LocalSteps(**state["round"]) for state in states]).state(),

@@ -15,8 +15,8 @@ class DelayedSchedule(FragmentSchedule):
     the fragment's pseudo-gradient, takes the outer step with the mean of the pseudo-gradients sent one turn earlier, and
     continues from the new anchor.
 
-    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In rounds of
-    seconds, replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
+    If the reduction weights replicas, they start to agree on their weights at the turn, and send one step later. In timed rounds,
+    replicas wait for each other at the turn anyway, so they agree there and send at once. If all replicas were
     excluded from a block, its anchor does not change."""
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
@@ -33,7 +33,7 @@ class DelayedSchedule(FragmentSchedule):
                 self._messages[fragment] = None
 
     def _advance(self, fragment: int, message: Message, step: int) -> None:
-        # In rounds of seconds, `_take_turn` has sent the message already, and replicas are at different steps.
+        # In timed rounds, `_take_turn` has sent the message already, and replicas are at different steps.
         if not self.period.section.is_timed:
             message.advance(int(self._local_steps[fragment].steps), self.period.round_length(step))
 
