@@ -51,8 +51,8 @@ def footnote(hardware: Hardware) -> str:
     rates = hardware.rates
     return (
         f"  with {rates.flops / 1e12:.3g} TFLOP/s of {hardware.device} ({hardware.source}) and {rates.mbit:,g} Mbit/s between "
-        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart (--latency-ms); waiting: for messages, per step on average;\n  computing: at "
-        f"most {PREDICTION_ERROR:g} points off in benchmarks over gloo with emulated steps (docs/network.md)"
+        f"replicas (--mbit),\n  {rates.latency_ms:g} ms apart, one way (--latency-ms); waiting: for messages, per step on average;\n"
+        f"  computing: at most {PREDICTION_ERROR:g} points off in benchmarks over gloo with emulated steps (docs/network.md)"
     )
 
 
@@ -89,7 +89,8 @@ def _memory(recipe: Recipe, size: ModelSize, meshes: Sequence[tuple[int, int]], 
     device = hardware.device if hardware.on_gpu or len(meshes) == 1 else "each rank"
     table = _by_mesh(meshes)
     for part in (field.name for field in fields(Memory) if not field.name.startswith("host")):
-        table.add_row(part, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
+        label = "not all at once" if part == "non_coincident" else part
+        table.add_row(label, *(f"{getattr(memory, part) / scale:,.2f}" for memory in estimates))
     is_offloaded = any(memory.host for memory in estimates)
     if is_offloaded and not hardware.on_gpu:
         table.add_row("offloaded", *(f"{memory.host / scale:,.2f}" for memory in estimates))

@@ -136,6 +136,7 @@ def test_a_card_gives_rate_and_memory() -> None:
     text = shown(RECIPES / "edit_7b.yaml", hardware=hardware)
     assert row(text, "fits in 80 GB")[0] == "no" and row(text, "fits in 80 GB")[-1] == "yes"
     assert "GiB on each H100, by" in text
+    assert max(map(float, row(text, "not all at once"))) <= 0 and "non_coincident" not in text
     assert f"with {GPU_EFFICIENCY * 989:.3g} TFLOP/s of each H100 (40% of the peak in bf16; --tflops)" in text
     assert hardware_of(recipe, "h100", 500.0, 1.0).rates.flops == 500e12
     with pytest.raises(UserError, match=r"--gpu h1000 is not a known card; did you mean h100\?"):
@@ -356,7 +357,7 @@ def test_latency_is_waited_for_hop_by_hop(connections: int | str, at_once: int) 
     least = 0.5 * (3 + 6 * -(-blocks // at_once)) / 10
     assert near.waiting < 1e-3 and least < far.waiting < least + 0.5 * 10 / 10
     assert far.message == near.message and far.run - near.run == pytest.approx(50 * (far.waiting - near.waiting))
-    assert "100 Mbit/s between replicas (--mbit),\n  0 ms apart" in shown(STDLIB)
+    assert "100 Mbit/s between replicas (--mbit),\n  0 ms apart, one way (--latency-ms)" in shown(STDLIB)
 
 
 def test_a_rate_is_found_here() -> None:
