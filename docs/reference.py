@@ -30,33 +30,33 @@ INTRODUCTION = """\
 A recipe is a YAML file that describes a complete run, in sections of keys. Each key has a default, and a recipe gives only the
 keys that differ.
 
-    llmtrain recipe check RECIPE        # would it start on this machine, and how? (--processes N: with N ranks elsewhere?)
+    llmtrain recipe check RECIPE        # would it start on this machine, and how? (--processes N: as N ranks on a cluster?)
     llmtrain recipe show RECIPE         # every key's value, the model's size, memory, traffic, time (--gpu h100: on that card)
     llmtrain recipe keys [SECTION]      # keys with values, defaults and meanings, as on this page
     llmtrain recipe diff A B            # keys in which two recipes or runs differ, after base files and presets
     llmtrain recipe schema              # JSON schema, for editors
 
 Editors with the YAML language server complete and check keys by `recipes/schema.json`, which each recipe names in a comment:
-`# yaml-language-server: $schema=schema.json`. `llmtrain recipe check` also prints the mesh, the model and the memory that
-each process would need.
+`# yaml-language-server: $schema=schema.json`. Without `--processes`, `llmtrain recipe check` also prints the mesh, the model and
+the memory that each process would need.
 
-**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names recipes, relative to this one, whose values this one
-overrides. They may have base files themselves.
+**Base files.** `base: FILE` or `base: [FILE, ...]` at the top names other recipes, with paths relative to this one. Their
+values hold where this recipe gives none. Base files may have base files themselves.
 
-**Overrides.** Every command that takes a recipe accepts keys after it. Values are YAML. Values that YAML does not read as they seem to be
-are refused: numbers in another base (`0400`, `1:30`), comments, text that YAML changes, and empty values. For no value, give `null`;
-for empty text, `'""'`, with quotes within quotes. There are three equivalent forms:
+**Overrides.** Every command that takes a recipe accepts keys after it. Values are YAML. Values that YAML reads differently than
+they look are refused: numbers in another base (`0400`, `1:30`), comments, text that YAML changes, and empty values. For no
+value, give `null`; for empty text, `'""'`, with quotes within quotes. There are three equivalent forms:
 
     llmtrain launch recipes/quickstart.yaml optim.lr=1e-2 --run.name=lower_lr --sync.period.every 32
 
-**Precedence.** Later wins: the method's preset, base files in their order, the file itself, the command line. Mappings merge key
-by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind replaces the old one completely, so on
-the command line give a kind before its other keys. There is no
-interpolation (`${...}`), and the environment is not read.
+**Precedence.** Values come from layers: the method's preset, base files in their order, the file itself, the command line.
+Later layers win. Mappings merge key by key, but a `sync.period`, `reduction`, `outer`, `schedule` or `wire` of another kind
+replaces the old one completely, so on the command line give a kind before its other keys. There is no interpolation (`${...}`),
+and the environment is not read.
 
-**Another method.** If a layer names another method than the layers below it, their `reduction`, `outer`, `schedule`, `pull` and `moments`
-are dropped, because they were chosen for the old method. Their period, warm-up and wire stay, so that methods are compared at the same
-round length. Exceptions:
+**Another method.** If a layer names another method than the layers before it, their `reduction`, `outer`, `schedule`, `pull`
+and `moments` are dropped, because they were chosen for the old method. Their period, warm-up and wire stay, so that methods are
+compared at the same round length. Exceptions:
 
 - A period of another kind than the new method's is dropped.
 - A key that the old or the new method chooses itself is dropped: the wire (`streaming_diloco`, `sparseloco`), `warmup_until_lr`
@@ -64,35 +64,37 @@ round length. Exceptions:
 - If the new method averages gradients in every step, the warm-up and a wire that is not for gradients are dropped.
 
 **Texts.** A recipe names one text (`data.source`), a mixture (`data.sources`) or a text for each replica (`data.per_replica`):
-[texts.md](texts.md). A layer that names texts replaces those of the layers below it; a file in their `data.validation` stays.
+[texts.md](texts.md). A layer that names texts replaces those of the layers before it; a file in their `data.validation` stays.
 
 **Short forms.** A word stands for a mapping with that `kind` (`sync.schedule=layerwise`), a number for a period of steps
 (`sync.period=10`), and a name for a suite (`eval.suite=small`).
 
-**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy. `llmtrain prepare RECIPE --export FOLDER
---format KIND` writes prepared tokens in these formats. [tokens.md](tokens.md) describes both, and SentencePiece models and trained
-tokenizers.
+**Ready-made tokens.** `data.source` may be token files of nanoGPT, llm.c, Megatron-LM or NumPy.
+`llmtrain prepare RECIPE --export FOLDER --format KIND` writes prepared tokens in these formats. [tokens.md](tokens.md) describes
+both, and SentencePiece models and trained tokenizers.
 
 **Continued pretraining.** With `model.from_weights`, a new run starts from existing weights, under any method and engine:
 
     bash launch/train.sh recipes/quickstart.yaml run.name=further run.seed=5 model.from_weights=runs/quickstart
 
-It names a run (its newest checkpoint), one of its checkpoints, an export, or a transformers folder or hub name. A recipe without
-`model.type`, `config` and `from_config` has the architecture of the weights, so this is a complete one for a model from elsewhere:
+It names a run (its newest checkpoint), one of its checkpoints, an export, or a transformers folder or hub name. A recipe
+without `model.type`, `config` and `from_config` has the architecture of the weights, so this recipe for a model from elsewhere
+is complete:
 
     model: {from_weights: models/stories260K}
     data: {source: stories.txt, tokenizer: models/stories260K}
     train: {tokens: 10000000}
 
-Of a checkpoint, the run takes the mean of the replicas, as its validation does. Step, optimizer, learning rate and data begin anew;
-the same seed and text give the same samples in the same order. Master parameters are fp32, whatever the files hold. Another
-architecture or tokenizer, missing or unexpected tensors, damaged files and pickled ones (`pytorch_model.bin`) are refused in one
-line. A tokenizer may have more tokens than that of the weights, and a model with rotary positions may have more of them. The folder's
-path and digest are recorded in every checkpoint, in `summary.json` and in the model card of an export.
+From a checkpoint, the run takes the mean of the replicas, as its validation does. Step, optimizer, learning rate and data begin
+anew; the same seed and text give the same samples in the same order. Master parameters are fp32, whatever the dtype of the
+files. Another architecture or tokenizer, missing or unexpected tensors, damaged files and pickled ones (`pytorch_model.bin`)
+are refused in one line. A tokenizer may have more tokens than that of the weights, and a model with rotary positions may have
+more positions. The folder's path and digest are recorded in every checkpoint, in `summary.json` and in the model card of an
+export.
 
-**What is refused.** Unknown keys, values of another type, and combinations that can't run are refused before anything starts. The message
-gives the reason; for an unknown key, it names a similar one. If a value has less effect than it seems to have, such as a period longer
-than the run, `recipe check` and the start of training print a warning.
+**What is refused.** Unknown keys, values of another type, and combinations that can't run are refused before anything starts.
+The message gives the reason; for an unknown key, it names a similar one. If a value has less effect than it seems to have, such
+as a period longer than the run, `recipe check` and the start of training print a warning.
 """
 PRESETS = """\
 The next table has the keys of `sync` that each method sets, and those of `optim` that `muloco` sets. A recipe that gives part of a
