@@ -38,7 +38,7 @@ def ssh_between(made: list[Host], folder: Path) -> Iterator[Path]:
     server = folder / "sshd_config"
     server.write_text(
         f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nPermitRootLogin prohibit-password\n"
-        "StrictModes no\nUsePAM no\nPidFile none\n"
+        "StrictModes no\nUsePAM no\nPidFile none\nSubsystem sftp internal-sftp\n"
     )
     client = folder / "ssh_config"
     client.write_text(
