@@ -106,7 +106,8 @@ def check_not_moved(recipe: Recipe, path: Path, overrides: Sequence[str]) -> Non
     if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
     run, given = recipe.run, parse_overrides(overrides).get("run", {})
-    if _is_same_folder(Path(run.out_dir) / run.name, folder):
+    mirror = (recipe.mirror_url or "").removeprefix("file://")
+    if any(_is_same_folder(Path(known), folder) for known in (f"{run.out_dir}/{run.name}", mirror) if known):
         return
     out_dir = "" if _is_same_folder(Path(run.out_dir), folder.parent) else f" run.out_dir={folder.parent}"
     if run.name != folder.name and "name" not in given:
