@@ -33,6 +33,7 @@ from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
 from llmtrain.config.section import SYNC_SHORT_FORMS, expand_name, leaves, merge
 from llmtrain.errors import RecipeError, raise_if_no_answer, reason
+from llmtrain.files import LONGEST_NAME
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.run_files import CHECKPOINTS, RECIPE
@@ -229,7 +230,7 @@ def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
     does not answer. For the message, `what` says what the file holds ("recipe" or "comparison"), and `missing` returns the end of
     the line if there is no such file."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
+        value = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
         raise RecipeError(f"{path}: there is no such file{missing()}") from None
     except yaml.MarkedYAMLError as error:
@@ -245,6 +246,10 @@ def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
         if isinstance(error, OSError):
             raise_if_no_answer(path, error)
         raise RecipeError(f"{path}: can't be read as a {what}: {reason(error)}") from None
+    # OmegaConf makes a key without a value of a file that is only text, which may be long.
+    if isinstance(value, dict) and len(value) == 1 and None in value.values() and len(str(*value)) > LONGEST_NAME:
+        raise RecipeError(f"{path} is a text, not a {what}; give a YAML file with lines such as `key: value`")
+    return value
 
 
 def _read(path: Path, named_by: Path | None) -> dict[str, Any]:
