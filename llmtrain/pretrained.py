@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from llmtrain.config import ModelSection, Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.data.hub import require_on_hub
-from llmtrain.errors import DataError, ModelError, first_line, one_line
+from llmtrain.errors import DataError, ModelError, UserError, first_line, one_line
 from llmtrain.files import is_bare_file_name, local_path
 from llmtrain.run_files import CHECKPOINTS, RECIPE, STATE_FILE, complete_checkpoints, is_run
 
@@ -211,15 +212,22 @@ def with_architecture(recipe: Recipe, run: Path) -> Recipe:
     """Return the recipe with the architecture from `model.from_config` or, if it gives weights and no architecture, from the
     weights.
 
-    From a run's first start on, the recipe in its directory `run` holds the architecture, so the run can continue without the
-    weights. Raises UserError if that recipe does not exist and the configuration of the weights can't be read.
+    From a run's first start on, the recipes in its directory `run` and in its mirror hold the architecture, so the run can continue
+    without the weights. The mirror is only read if the weights are not. Raises UserError if none of these recipes exists and the
+    configuration of the weights can't be read.
     """
     section = recipe.model
     if section.from_config is not None:
         return _with_config(recipe)
     if section.from_weights is None or section.config:
         return recipe
-    found = _recorded(run, section.from_weights) or _architecture_of(section.from_weights)
+    found = _recorded(run / RECIPE, section.from_weights)
+    if found is None:
+        try:
+            found = _architecture_of(section.from_weights)
+        except UserError:
+            if recipe.mirror_url is None or not (found := _recorded_in(recipe.mirror_url, section.from_weights)):
+                raise
     if "type" in section.model_fields_set and section.type != found.type:
         raise ModelError(
             f"model.type is {section.type}, but {KEY}={section.from_weights} is a {found.type} model; leave model.type out"
@@ -227,12 +235,26 @@ def with_architecture(recipe: Recipe, run: Path) -> Recipe:
     return recipe.model_copy(update={"model": found})
 
 
-def _recorded(run: Path, name: str) -> ModelSection | None:
-    """Return the model section in a run's own recipe if the run started from weights of this name, or None."""
+def _recorded_in(mirror: str, name: str) -> ModelSection | None:
+    """Return the model section in the recipe of a run's mirror as `_recorded` does; None if the mirror can't be read."""
+    from fsspec.core import url_to_fs
+
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / RECIPE
+        try:
+            files, there = url_to_fs(f"{mirror}/{RECIPE}")
+            files.get_file(there, str(here))
+        except Exception:  # every file system has its own exceptions
+            return None
+        return _recorded(here, name)
+
+
+def _recorded(recipe: Path, name: str) -> ModelSection | None:
+    """Return the model section in the file of a run's own recipe if the run started from weights of this name, or None."""
     import yaml
 
     try:
-        section = ModelSection.model_validate(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))["model"])
+        section = ModelSection.model_validate(yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"])
     except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError):
         return None
     return section if section.from_weights == name and section.config else None

@@ -33,6 +33,7 @@ from llmtrain.config import AutoOuterSection, Recipe, SyncSection
 from llmtrain.config.data import HUB, LISTS
 from llmtrain.config.section import SYNC_SHORT_FORMS, expand_name, leaves, merge
 from llmtrain.errors import RecipeError, raise_if_no_answer, reason
+from llmtrain.files import LONGEST_NAME
 from llmtrain.recipe_files import recipe_named_in, recipe_names
 from llmtrain.recipe_messages import Overlay, closest, explain, format_value, one_of
 from llmtrain.run_files import CHECKPOINTS, RECIPE
@@ -108,7 +109,8 @@ def check_not_moved(recipe: Recipe, path: Path, overrides: Sequence[str]) -> Non
     if path.name != RECIPE or not (folder / CHECKPOINTS).is_dir():
         return
     run, given = recipe.run, parse_overrides(overrides).get("run", {})
-    if _is_same_folder(Path(run.out_dir) / run.name, folder):
+    mirror = (recipe.mirror_url or "").removeprefix("file://")
+    if any(_is_same_folder(Path(known), folder) for known in (f"{run.out_dir}/{run.name}", mirror) if known):
         return
     out_dir = "" if _is_same_folder(Path(run.out_dir), folder.parent) else f" run.out_dir={folder.parent}"
     if run.name != folder.name and "name" not in given:
@@ -230,7 +232,7 @@ def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
     does not answer. For the message, `what` says what the file holds ("recipe" or "comparison"), and `missing` returns the end of
     the line if there is no such file."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
+        value = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
         raise RecipeError(f"{path}: there is no such file{missing()}") from None
     except yaml.MarkedYAMLError as error:
@@ -246,6 +248,10 @@ def load_yaml(path: Path, what: str, missing: Callable[[], str]) -> Any:
         if isinstance(error, OSError):
             raise_if_no_answer(path, error)
         raise RecipeError(f"{path}: can't be read as a {what}: {reason(error)}") from None
+    # OmegaConf makes a key without a value of a file that is only text, which may be long.
+    if isinstance(value, dict) and len(value) == 1 and None in value.values() and len(str(*value)) > LONGEST_NAME:
+        raise RecipeError(f"{path} is a text, not a {what}; give a YAML file with lines such as `key: value`")
+    return value
 
 
 def _read(path: Path, named_by: Path | None) -> dict[str, Any]:

@@ -239,6 +239,8 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     data = load_yaml(path, "comparison", lambda: "; comparisons are YAML files, see recipes/compare/")
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected keys such as `runs:` and `conditions:`")
+    if not data.keys() & {"recipe", "runs", "conditions"} and data.keys() & {"base", "train", "sync"}:
+        raise RecipeError(f"{path} is a recipe, not a comparison; name it as `recipe:` of one, see recipes/compare/")
     data = {"name": path.stem} | data
     for key in ("runs", "conditions"):  # an entry without keys takes all defaults
         if isinstance(data.get(key), dict):

@@ -40,6 +40,10 @@ REPORT = re.compile(
 """Beginning of torchrun's report on a failure or a signal, with which it ends."""
 
 
+ERROR = ("error: ", "Traceback ")
+"""Beginnings of the line of a rank's log that says why the rank failed."""
+
+
 class StageEnd(NamedTuple):
     """Outcome of a stage on all of its hosts."""
 
@@ -47,7 +51,7 @@ class StageEnd(NamedTuple):
     """None if the next stage continues the run, which is never the case after the last one."""
     exit_codes: list[int | None]
     last_lines: list[str]
-    """Last lines of output of the first host that failed."""
+    """Last lines of output of the first host that failed and logged an error."""
     seconds: float
     """Seconds of training."""
 
@@ -66,7 +70,7 @@ class StageTimes:
     failed: float | None = None
     """When the first host failed."""
     first_failed: int = 0
-    """Number of that host."""
+    """Number of that host, if one failed while others trained."""
 
     def waiting_since(self) -> float:
         """Return the time since which hosts have been expected to log a first line or to end; infinity while they train."""
@@ -194,8 +198,19 @@ class TrialRun:
         if times.stopped is not None and read_mapping(directory / SUMMARY, RUN_AGAIN).get("stopped") == "signal":
             is_complete = times.stopped_after >= (stage.until or math.inf)
             return StageEnd(None if is_complete else TrialState.STOPPED, codes, [], seconds)
-        lines = _last_lines(self._log(self.hosts[times.first_failed]), logged[times.first_failed])
-        return StageEnd(TrialState.FAILED, codes, lines, seconds)
+        return StageEnd(TrialState.FAILED, codes, self._reason(codes, times.first_failed, logged), seconds)
+
+    def _reason(self, codes: list[int | None], first: int, logged: Sequence[int]) -> list[str]:
+        """Return the last lines that the ranks of host `first` logged in this stage or, if it failed without an error of its own,
+        those of the first host that logged one; torchrun's lines if its ranks logged nothing. A host that was stopped, or that does
+        not repeat the error of another host, fails without one."""
+        others = (number for number, code in enumerate(codes) if code != DONE and number != first)
+        failed = [first, *others] if codes[first] != DONE else [*others]
+        logs = [
+            self._log(self.hosts[number]).read_bytes()[logged[number] :].decode(errors="replace") for number in failed
+        ]
+        lines = next((own for own in map(_own_lines, logs) if any(line.startswith(ERROR) for line in own)), None)
+        return (lines or _own_lines(logs[0]) or logs[0].splitlines())[-LAST_LINES:]
 
     def _log(self, host: Host) -> Path:
         """Return the path of a host's log, which all stages append to."""
@@ -271,11 +286,9 @@ def _traffic(host: Host, before: tuple[int, int] | None) -> dict[str, Any]:
     return {"name": host.name, "address": host.address, **counts}
 
 
-def _last_lines(log: Path, start: int) -> list[str]:
-    """Return the last lines that the ranks wrote after the first `start` bytes of a log, or torchrun's if they wrote none."""
-    text = log.read_bytes()[start:].decode(errors="replace")
-    own = [line for line in REPORT.split(text)[0].splitlines() if "torch/distributed/elastic" not in line]
-    return (own or text.splitlines())[-LAST_LINES:]
+def _own_lines(text: str) -> list[str]:
+    """Return the lines of a log that the ranks wrote, without those of torchrun."""
+    return [line for line in REPORT.split(text)[0].splitlines() if "torch/distributed/elastic" not in line]
 
 
 def _commit() -> str | None:

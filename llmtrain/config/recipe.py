@@ -376,3 +376,9 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     log: LogSection = Field(default_factory=LogSection)
     eval: EvalSection = Field(default_factory=EvalSection)
+
+    @property
+    def mirror_url(self) -> str | None:
+        """Location of the run's mirror, or None if it has none."""
+        base = self.checkpoint.mirror
+        return None if base is None else f"{base.rstrip('/')}/{self.run.name}"

@@ -76,7 +76,9 @@ class HostBlocks:
     def _status(self) -> Mapping[str, Any]:
         """Return the progress of each host, and the error of one that has failed."""
         keys = [f"text/{host}" for host in self._hosts]
-        found = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        # Many ranks ask at every poll, so two requests have to suffice once all hosts have posted.
+        posted = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+        found = [json.loads(status) for status in self._store.multi_get(posted)] if posted else []
         failed = next((status for status in found if "error" in status), None)
         slowest = min(
             (max(status["committed"], status.get("tokens", 0)) for status in found if "committed" in status), default=0

@@ -28,20 +28,23 @@ class TextIdentity:
     is_fixed: bool
     """True if runs of all lengths have the same tokens."""
     windows: tuple[str, ...]
-    """Digest of each complete window."""
+    """Digest of each complete window or, if the text is shorter than a window, of all of it."""
 
     @classmethod
     def of(cls, text: TokenDataset, is_fixed: bool) -> TextIdentity:
         """Return the identity of those training tokens of a text that exist now."""
         tokens = text.tokens("train")
         vocabulary = f"{text.vocab_size} {text.eos_id} ".encode()
-        windows = (tokens.window(start, WINDOW) for start in _starts(tokens))
+        length = min(WINDOW, len(tokens))
+        windows = (tokens.window(start, length) for start in _starts(tokens))
         return cls(len(tokens), is_fixed, tuple(digest_windows([window], vocabulary) for window in windows))
 
     def continues(self, other: TextIdentity) -> bool:
         """Return whether a run that began with the other text can continue with this one."""
         if self.is_fixed and other.is_fixed and self.tokens != other.tokens:
             return False
+        if self.tokens != other.tokens and min(self.tokens, other.tokens) < WINDOW:
+            return True  # the windows have different lengths
         return all(mine == theirs for mine, theirs in zip(self.windows, other.windows, strict=False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +72,9 @@ def check_continued(texts: Mapping[str, TextIdentity], stored: Mapping[str, Mapp
 
 
 def _starts(tokens: TokenShards) -> Iterator[int]:
-    """Yield the start positions of complete windows. Later windows are farther apart."""
+    """Yield the start positions of complete windows, or 0 if the text is shorter. Later windows are farther apart."""
+    if 0 < len(tokens) < WINDOW:
+        yield 0
     start = 0
     while start + WINDOW <= len(tokens):
         yield start

@@ -61,8 +61,8 @@ def console() -> Console:
 
 
 def show_findings(sections: Mapping[str, Sequence[Finding]], out: Console) -> None:
-    """Print findings by section, in columns that are as wide in every part of the report."""
-    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    """Print findings by section, in columns that are as wide in every part of the report, and an empty line before each section."""
+    table = Table(box=SIMPLE_HEAD, show_header=False, show_edge=False)
     table.add_column(no_wrap=True, min_width=len("other hosts"))
     table.add_column(no_wrap=True, min_width=len(Level.PROBLEM))
     table.add_column(overflow="fold")
@@ -73,6 +73,7 @@ def show_findings(sections: Mapping[str, Sequence[Finding]], out: Console) -> No
                 text.append(f"\n→ {finding.advice}", style="italic")
             table.add_row(name if number == 0 else "", Text(finding.level.value, STYLES[finding.level]), text)
         table.add_section()
+    out.print()
     out.print(table)
 
 

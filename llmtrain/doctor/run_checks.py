@@ -306,6 +306,7 @@ def run_checks(recipe: Recipe | None, world: World, timeout_seconds: float) -> i
         if world.rank == 0:
             show_findings(measured, out)
     if world.rank == 0:
+        out.print()
         out.print(verdict([finding for part in (sections, measured) for found in part.values() for finding in found]))
     return FAILED if has_problem(sections) or has_problem(measured) else DONE
 

@@ -41,7 +41,7 @@ from llmtrain.run_list import is_locked
 from llmtrain.suites import check_suite_data
 from llmtrain.train.devices import memory_of_rank
 from llmtrain.train.initial_weights import InitialWeights, check_initial_weights
-from llmtrain.train.mirror import RemoteRun, mirror_url
+from llmtrain.train.mirror import RemoteRun
 from llmtrain.train.run_dir import RunDirectory
 from llmtrain.train.run_texts import check_texts, is_complete
 
@@ -127,7 +127,7 @@ def check_here(recipe: Recipe, nodes: Nodes | None = None, per_node: int | None 
             f"{lock_holder(directory.path)} works in {directory.path}; wait until it has ended, or choose another run.name"
         )
     _check_folder("run.out_dir", directory.path)
-    _check_mirror(mirror_url(recipe), directory.path)
+    _check_mirror(recipe.mirror_url, directory.path)
     texts = check_data(recipe, start.replicas, start.shards, start.replicas_of(nodes))
     check_texts(directory, texts)
     prepared = next(iter(texts.values()), None)

@@ -13,7 +13,7 @@ import random
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,22 +194,25 @@ def listen_at_both_ends(address: str, backlog: int) -> list[socket.socket]:
         return [_listen_on_first(address, [0], backlog)]
     first, last = found
     several = min(PORTS_TO_TRY, last - first + 1)
-    return [
-        _listen_on_first(address, [*range(first, first + several), 0], backlog),
-        _listen_on_first(address, [*range(last, last - several, -1), 0], backlog),
-    ]
+    ends = range(first, first + several), range(last, last - several, -1)
+    with ExitStack() as if_one_fails:
+        listeners = [if_one_fails.enter_context(_listen_on_first(address, [*ports, 0], backlog)) for ports in ends]
+        if_one_fails.pop_all()
+    return listeners
 
 
 def _listen_on_first(address: str, ports: Sequence[int], backlog: int) -> socket.socket:
     """Return a socket that listens on the first free one of `ports`. 0 stands for a port that the kernel chooses."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    for port in ports[:-1]:
-        with suppress(OSError):
-            listener.bind((address, port))
-            break
-    else:
-        listener.bind((address, ports[-1]))
-    listener.listen(backlog)
+    with ExitStack() as if_it_fails:
+        listener = if_it_fails.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        for port in ports[:-1]:
+            with suppress(OSError):
+                listener.bind((address, port))
+                break
+        else:
+            listener.bind((address, ports[-1]))
+        listener.listen(backlog)
+        if_it_fails.pop_all()
     return listener
 
 

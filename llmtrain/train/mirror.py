@@ -169,15 +169,9 @@ class RemoteRun:
         self._files.mv(f"{there}.tmp", there)
 
 
-def mirror_url(recipe: Recipe) -> str | None:
-    """Return the URL of the run's mirror, or None if it has none."""
-    base = recipe.checkpoint.mirror
-    return None if base is None else f"{base.rstrip('/')}/{recipe.run.name}"
-
-
 def has_mirrored_checkpoint(recipe: Recipe) -> bool:
     """Return whether the run's mirror has a complete checkpoint. False if the run has no mirror, or it can't be read."""
-    url = mirror_url(recipe)
+    url = recipe.mirror_url
     if url is None:
         return False
     try:
@@ -192,7 +186,7 @@ class Mirror:
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, note: Callable[[str], None], is_main: bool):
         """Report copies, fetches and their failures through `note`."""
-        self.url = mirror_url(recipe)
+        self.url = recipe.mirror_url
         self.recipe, self.directory, self.note, self.is_main = recipe, directory, note, is_main
         self.timeout_seconds = recipe.run.timeout_seconds
         self.newest: int | None = None

@@ -63,6 +63,7 @@ STEPPED = {
     "co2-qsr": of("co2", None, period=QSR),
     "co2-weighed": of("co2", penalty={**PENALTY, "z": 0.5, "min_rounds": 2}, outer=BY_SUM),
     "co2-fragments": of("co2", schedule={"kind": "delayed", "fragments": 3}),
+    "co2-fragments-qsr": of("co2", None, period=QSR, schedule={"kind": "delayed", "fragments": 3}),
     "co2-fragments-weighed": of("co2", 3, penalty=PENALTY, schedule={"kind": "delayed", "fragments": 2}),
     "streaming": streaming(),
     "streaming-accumulated": streaming(outer=BY_SUM),

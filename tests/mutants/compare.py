@@ -231,8 +231,11 @@ TABLES = {
           - .faults_after(trained)
           + .faults_after(math.inf)
         compare: the reason of a failure is read from the stage before
-          - log.read_bytes()[start:]
-          + log.read_bytes()
+          - .read_bytes()[logged[number] :]
+          + .read_bytes()
+        compare: the reason of a failure is sought on the first host only
+          - if any(line.startswith(ERROR) for line in own)
+          + if True
         compare: hosts may hang after another host has failed
           - (first_line, self.stopped, self.failed, math.inf)
           + (first_line, self.stopped, math.inf)

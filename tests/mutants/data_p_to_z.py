@@ -219,6 +219,12 @@ TABLES = {
         identity: a text that has grown passes
           - if self.is_fixed and other.is_fixed and self.tokens != other.tokens:
           + if False:
+        identity: a text that is shorter than a window is not compared
+          - if 0 < len(tokens) < WINDOW:
+          + if False:
+        identity: a short text may not grow
+          - min(self.tokens, other.tokens) < WINDOW
+          + False
         identity: only the beginning of a text is compared
           - start = max(start + WINDOW, int(start * SPACING))
           + return

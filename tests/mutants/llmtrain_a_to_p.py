@@ -303,7 +303,13 @@ TABLES = {
           - if not is_bare_file_name(name):
           + if False:
         weights: a run without them does not know its architecture
-          - _recorded(run, section.from_weights) or␣
+          - _recorded(run / RECIPE, section.from_weights)
+          + None
+    seen by unit/test_lost_weights.py
+        weights: a run without its folder and them does not look at its mirror
+          - recipe.mirror_url is None or not
+          + True or not
+    seen by unit/test_pretrained.py
         weights: the hub's pickled files are downloaded too
           - snapshot_download(name, allow_patterns=DOWNLOADED)
           + snapshot_download(name, allow_patterns=[*DOWNLOADED, "*.bin"])

@@ -85,6 +85,8 @@ TABLES = {
         resume: a recipe on a disk that does not answer is invalid
           -             raise_if_no_answer(path, error)
           +             pass
+        mirror: its folder counts as a run that was moved
+          - recipe.mirror_url or␣
         resume: a renamed folder starts a new run elsewhere
           - if run.name != folder.name and "name"
           + if False and "name"

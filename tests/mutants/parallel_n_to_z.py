@@ -12,8 +12,14 @@ TABLES = {
           + if found:
     seen by unit/test_public_network.py
         network: only the low end of the port range is tried
-          - *range(last, last - several, -1), 0]
-          + *range(first, first + several), 0]
+          - range(last, last - several, -1)
+          + range(first, first + several)
+        network: a socket that can't listen stays open
+          - if_it_fails.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+          + socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        network: the first listener stays open if the second one fails
+          - [if_one_fails.enter_context(_listen_on_first(address, [*ports, 0], backlog)) for ports in ends]
+          + [_listen_on_first(address, [*ports, 0], backlog) for ports in ends]
         network: the interface is that of the first peer, even without a route
           - (interface_of(address_towards(peer)) for peer in peers)
           + (interface_of(address_towards(peer)) for peer in peers[:1])

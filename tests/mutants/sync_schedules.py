@@ -18,8 +18,11 @@ TABLES = {
     "llmtrain/sync/schedules/delayed.py": r"""
     seen by distributed/test_methods_resume.py
         delayed: staleness is not recorded
-          - self.staleness = max(
-          + self.nothing = max(
+          - self.staleness = int(self._messages[max(turns)[1]]
+          + self.nothing = int(self._messages[max(turns)[1]]
+        delayed: a continued run logs the staleness of another fragment than the last one
+          - self._messages[max(turns)[1]]
+          + self._messages[min(turns)[1]]
     seen by SCENARIOS
         delayed: the scale may fall below 1
           - return max(1.0, (sent.lr_sum / sent.steps) / (now.lr_sum / now.steps))

@@ -116,6 +116,10 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
+def begin(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial.TrialRecord]:
     """Provide a function that makes a trial of the run `plain` or `elastic`. There is no git, and time passes only while
@@ -255,6 +259,16 @@ def test_the_reason_of_a_failure_after_a_stop_is_recorded(
     assert record.last_lines == (["host0 waits", *own] if fails_in == 1 else ["host0 lacks a file"])
 
 
+@pytest.mark.parametrize("end", [math.inf, 5.1], ids=["all are stopped", "the others end earlier"])
+def test_the_reason_is_that_of_the_host_with_an_error(made: Callable[..., trial.TrialRecord], end: float) -> None:
+    hosts = ScriptedHost(0, Torchrun(end, code=1)), ScriptedHost(1, Torchrun(end + 0.2, code=1))
+    hosts[1].says = "begins\nerror: the disk is full"
+    for host in hosts:
+        host.torchruns[0].on_signal = lambda: 1
+    record = made("plain", *hosts, look=begin, keys="stop_after_minutes: 0.2\n")
+    assert (record.state, record.last_lines) == ("failed", ["host1 begins", "error: the disk is full"])
+
+
 def test_hosts_stop_and_die_so_many_seconds_after_training_began(
     made: Callable[..., trial.TrialRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,9 +298,6 @@ def test_hosts_stop_and_die_so_many_seconds_after_training_began(
 def test_a_fault_that_fails_is_a_failed_trial(made: Callable[..., trial.TrialRecord], also_kill: bool) -> None:
     """The trial does not wait for processes that do not obey, and writes its record."""
 
-    def look(folder: Path) -> None:
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-
     def fail() -> None:
         raise TimeoutError("processes of host0 have not obeyed")
 
@@ -294,19 +305,16 @@ def test_a_fault_that_fails_is_a_failed_trial(made: Callable[..., trial.TrialRec
     hosts[0].pause = fail
     if also_kill:
         hosts[0].kill = fail
-    record = made("plain", *hosts, look=look, faults="pauses: [{host: 0, at: 4, seconds: 3}]")
+    record = made("plain", *hosts, look=begin, faults="pauses: [{host: 0, at: 4, seconds: 3}]")
     assert (record.state, record.missed) == ("failed", [])
     assert record.last_lines == ["processes of host0 have not obeyed"] * (1 + also_kill)
     assert record.exit_codes == [None if also_kill else -signal.SIGKILL, -signal.SIGKILL]
 
 
 def test_faults_that_a_run_ended_before_are_in_its_record(made: Callable[..., trial.TrialRecord]) -> None:
-    def look(folder: Path) -> None:
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-
     hosts = ScriptedHost(0, Torchrun(11.0)), ScriptedHost(1, Torchrun(11.0))
     faults = "pauses: [{host: 0, at: 4, seconds: 3}, {host: 0, at: 12.5, seconds: 1}], kills: [{host: 1, at: 20}]"
-    record = made("plain", *hosts, look=look, faults=faults)
+    record = made("plain", *hosts, look=begin, faults=faults)
     assert record.state == "done"
     assert record.missed == ["the pause of host 0 at 12.5 s", "the death of host 1 at 20 s"]
 

@@ -228,6 +228,16 @@ class CountedStore:
         self._store.multi_set(keys, values)
 
 
+@pytest.mark.parametrize("posted", [4, 3])
+def test_a_waiting_rank_asks_for_the_progress_of_all_hosts_in_few_requests(posted: int) -> None:
+    store = CountedStore()
+    for host in range(posted):
+        store._store.set(f"text/{host}", json.dumps({"committed": FIRST + host}))
+    status = HostBlocks(store, range(4))._status()
+    assert [one["committed"] for one in status["hosts"]] == [FIRST + host for host in range(posted)]
+    assert store.calls == {"check": 1 if posted == 4 else 5, "multi_get": 1}
+
+
 def test_a_run_that_continues_compares_and_posts_many_blocks_in_few_requests(
     data: DataSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,6 +341,21 @@ def test_recipes_are_compared_by_their_resolved_values():
 # ---- the report
 
 
+def test_both_parts_of_the_report_have_one_empty_line_before_each_section():
+    out = Console(record=True, width=100, file=io.StringIO())
+    show_findings({"machine": [ok("a"), ok("b")], "network": [ok("c")]}, out)
+    show_findings({"collectives": [ok("d")]}, out)
+    assert [line.split() for line in out.export_text().splitlines()] == [
+        [],
+        ["machine", "ok", "a"],
+        ["ok", "b"],
+        [],
+        ["network", "ok", "c"],
+        [],
+        ["collectives", "ok", "d"],
+    ]
+
+
 def test_the_report_says_what_to_do_and_counts():
     out = Console(record=True, width=100, file=io.StringIO())
     sections = {"machine": [ok("fine [here]")], "network": [warning("odd", "look"), problem("broken", "mend it")]}

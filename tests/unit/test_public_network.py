@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -95,6 +96,38 @@ def test_ports_at_both_ends_of_the_range_are_tried_and_then_any(monkeypatch: pyt
     finally:
         for listener in opened:
             listener.close()
+
+
+@pytest.mark.parametrize("given", ["", "20000 20010"], ids=["one listener", "one at each end"])
+@pytest.mark.parametrize("fails_at", ["bind", "listen"])
+def test_no_socket_stays_open_if_listening_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, fails_at: str
+):
+    opened = []
+
+    class Listener(socket.socket):
+        def __init__(self, *args: int):
+            super().__init__(*args)
+            opened.append(self)
+
+        def _fail_if_last(self) -> None:
+            if len(opened) == (2 if given else 1):
+                raise OSError(errno.EADDRNOTAVAIL, "no such address here")
+
+        def bind(self, address: tuple[str, int]) -> None:
+            if fails_at == "bind":
+                self._fail_if_last()
+
+        def listen(self, backlog: int) -> None:
+            self._fail_if_last()
+
+    monkeypatch.setattr(network, "PORT_RANGE", tmp_path / "range")
+    if given:
+        (tmp_path / "range").write_text(given)
+    monkeypatch.setattr(network.socket, "socket", Listener)
+    with pytest.raises(OSError, match="no such address here"):
+        listen_at_both_ends("192.0.2.1", 1)
+    assert [listener.fileno() for listener in opened] == ([-1, -1] if given else [-1])
 
 
 def test_an_unused_port_is_one_that_the_kernel_gives_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

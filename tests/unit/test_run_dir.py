@@ -24,6 +24,7 @@ from llmtrain.files import LOCK_HOLDER
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.recipe_loader import check_not_moved, load_recipe
 from llmtrain.train import run_dir
+from llmtrain.train.mirror import RemoteRun
 from llmtrain.train.run_dir import RunDirectory, lock_folder
 from tests.unit.test_waiting import PrintingTimer
 
@@ -150,6 +151,13 @@ def test_every_rank_hears_that_the_directory_is_locked_by_another_host():
 
 def refuse_if_moved(stored: Path, overrides: list[str]) -> None:
     check_not_moved(load_recipe(stored, overrides), stored, overrides)
+
+
+def test_the_folder_of_a_runs_mirror_is_not_one_that_was_moved(tmp_path: Path):
+    keys = ["run.name=a", f"run.out_dir={tmp_path}/runs", f"checkpoint.mirror=file://{tmp_path}"]
+    RemoteRun(f"file://{tmp_path}/a").write_recipe(load_recipe(ROOT / "recipes/edit_llama_stdlib.yaml", keys))
+    (tmp_path / "a/checkpoints").mkdir()
+    refuse_if_moved(tmp_path / "a/recipe.yaml", [])
 
 
 def test_a_renamed_folder_is_continued_under_its_new_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

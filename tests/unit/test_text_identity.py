@@ -55,6 +55,17 @@ def test_what_continues(other: TextIdentity, continues: bool) -> None:
     assert identity(IDS).continues(other) == other.continues(identity(IDS)) == continues
 
 
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_text_that_is_shorter_than_a_window_is_compared_as_a_whole(is_fixed: bool) -> None:
+    short = identity(IDS[:600], is_fixed)
+    assert short.continues(identity(IDS[:600], is_fixed))
+    assert not short.continues(identity(changed(599)[:600], is_fixed))
+    assert not short.continues(identity(IDS[:600], is_fixed, vocabulary=600))
+    for tokens in (500, 9000):
+        assert short.continues(identity(IDS[:tokens], is_fixed)) == (not is_fixed)
+    assert short.continues(TextIdentity(600, is_fixed, ())), "an earlier version stored no window of such a text"
+
+
 def test_another_text_is_named() -> None:
     stored = {"news": identity(IDS).state_dict()}
     with pytest.raises(

@@ -225,7 +225,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"compare {{tmp}}/run {LONG}", TOO_LONG),
         (f"compare {{tmp}}/run {{tmp}}/run --out {LONG}", TOO_LONG),
         (f"compare --report {LONG}", TOO_LONG),
-        (f"compare {Q}", r"base is not a key; did you mean baseline\?"),
+        (f"compare {Q}", r"is a recipe, not a comparison; name it as `recipe:` of one"),
         (f"compare {ROUNDS} nope=1", "nope is not a section"),
         (f"compare {ROUNDS} x", "'x' is not an override"),
         (f"compare {ROUNDS} hosts.count=0", "hosts is not a section"),

@@ -38,6 +38,10 @@ RECIPES: list[tuple[Content, str]] = [
     ("3", "can't be read as a recipe"),
     ("a text", "a text is not a section"),
     ("[1, 2]", "holds a list, expected sections"),
+    (
+        "a story of many words " * 20,
+        "recipe.yaml is a text, not a recipe; give a YAML file with lines such as `key: value`",
+    ),
     (FOLDER, "is a folder; give one of the recipes in it"),
     (LINK, "there is no such file"),
     (REMOVED, "there is no such file; recipes are YAML files"),

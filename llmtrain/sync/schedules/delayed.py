@@ -21,7 +21,9 @@ class DelayedSchedule(FragmentSchedule):
 
     def load_state_dict(self, state: dict[str, Any], tensors: dict[str, BlockTensors]) -> None:
         super().load_state_dict(state, tensors)
-        self.staleness = max((int(message.local_steps.steps) for message in self._in_flight), default=0)
+        # The last turn was that of the fragment with the fewest steps since; of turns at the same step, the last fragment's.
+        turns = [(-now.steps, fragment) for fragment, now in enumerate(self._local_steps) if self._messages[fragment]]
+        self.staleness = int(self._messages[max(turns)[1]].local_steps.steps) if turns else 0
 
     def finish(self) -> None:
         with self.block_sync.stats.time_exposed():
