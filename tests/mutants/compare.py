@@ -168,7 +168,7 @@ TABLES = {
           + return bool(self.lines)
     """,
     "llmtrain/compare/runner.py": r"""
-    seen by unit/test_compare_runner.py
+    seen by unit/test_compare_restarts.py
         compare: text is prepared for the smallest batch of a trial
           - key=lambda recipe: recipe.train.global_batch
           + key=lambda recipe: -recipe.train.global_batch
@@ -177,6 +177,10 @@ TABLES = {
           + if False and (problem
         compare: a folder from before restarts had batches counts as another comparison
           -  if line.strip() != "global_batch: null"
+        compare: a trial with another batch at its start is kept if a restart changes the batch
+          - if batches and (batch
+          + if False and (batch
+    seen by unit/test_compare_runner.py
         compare: failed trials enter the estimate of the time left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number
