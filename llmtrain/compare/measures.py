@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,6 +25,9 @@ SPLIT = ["computing", "exposed", "waiting"]
 WIRE = ["wire_counted", "wire_others", "wire_sent", "wire_received", "wire_ratio"]
 """Traffic of all hosts: bytes counted for the method, bytes counted for validation and metrics, bytes that the network
 cards sent and received, and the ratio of sent to counted bytes."""
+RATIOS = ["speed_up", "own_speed_up", "byte_share"]
+"""Ratios of a trial and the baseline's trial with the same condition and seed: the baseline's seconds to the target divided by
+the trial's, the same for the trial's own final loss, and the trial's bytes to the target divided by the baseline's."""
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
@@ -32,10 +35,10 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 
 class Outcome(StrEnum):
-    """Verdict on when a run reached the target, compared with the baseline. If the ranges over seeds overlap, there is
-    no difference. A run is mixed if it was faster, but reached the target in a smaller share of its seeds than the baseline or
-    in at most half of them. It is also mixed if it was slower, but reached the target in a larger share. A trial that failed
-    counts as a seed that did not reach the target."""
+    """Verdict on when a run reached the target, compared with the baseline, from the seeds in which both reached it. A run is
+    faster or slower if it was so in all of them; otherwise, there is no difference. It is mixed if it was faster, but reached the
+    target in a smaller share of its seeds than the baseline or in at most half of them. It is also mixed if it was slower, but
+    reached the target in a larger share. A trial that failed counts as a seed that did not reach the target."""
 
     BASELINE = "baseline"
     FASTER = "faster"
@@ -52,11 +55,12 @@ class Results:
     """Measures of all trials, from which a report is written."""
 
     trials: pd.DataFrame
-    """One row per trial, including planned ones: condition, run, seed, state, trial (a Trial or None), MEASURES. A measure
-    is NaN if unknown, and infinite if its loss was never reached. Conditions and runs keep the comparison's order."""
+    """One row per trial, including planned ones: condition, run, seed, state, trial (a Trial or None), MEASURES, RATIOS. A
+    measure is NaN if unknown, and infinite if its loss was never reached. A ratio is infinite if the trial has the cost but the
+    pair has no ratio. Conditions and runs keep the comparison's order."""
     runs: pd.DataFrame
-    """One row per condition and run: every measure and two ratios with the columns of `over_seeds` (speed_up to the
-    target, own_speed_up to the run's own final loss), failed (a number of trials), byte_share, and outcome."""
+    """One row per condition and run: every measure and ratio with the columns of `over_seeds`, failed (a number of trials), and
+    outcome."""
     targets: dict[str, float]
     """Target loss per condition; NaN if the baseline has no final loss."""
     baseline: str
@@ -182,12 +186,13 @@ def gather(
     table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
     # At least half of a run's seeds end at or below this loss, so that most of them reach it.
     ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
-    ends = ends if unit.is_ranked else ends * math.nan
     goal = target if unit.is_ranked else math.nan
     targets = {name: goal if goal is not None else ends.get((name, baseline), math.nan) for name in conditions}
-    places = zip(table["trial"], table["condition"].map(targets), strict=True)
+    goals = table["condition"].map(targets)
+    places = zip(table["trial"], goals, strict=True)
     table[COSTS] = pd.DataFrame([cost_to_reach(*place) for place in places], table.index)
-    return Results(table, _against_baseline(table, ends, baseline), targets, baseline, target, unit)
+    table[RATIOS] = _ratios(table, baseline, goals, table["final_loss"] if unit.is_ranked else goals * math.nan)
+    return Results(table, _against_baseline(table, baseline), targets, baseline, target, unit)
 
 
 def _in_bits_per_byte(trial: Trial) -> Trial:
@@ -195,14 +200,17 @@ def _in_bits_per_byte(trial: Trial) -> Trial:
     return trial.model_copy(update={"lines": tuple(lines), "summary": {}})  # the summary has a loss per token
 
 
-def over_seeds(table: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
+def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """Return, for each run, median, low and high over its seeds, the number of finite values and the number of seeds.
 
-    The median is infinite if at least half of the seeds never reached the loss; low and high leave those seeds out.
+    The median of a measure is infinite if at least half of the seeds never reached the loss; low and high leave those seeds out.
+    The median of a ratio leaves out the seeds without one, too.
     """
-    groups = table.groupby(RUN, sort=False)[list(measures)]
-    finite = table.replace(math.inf, math.nan).groupby(RUN, sort=False)[list(measures)]
-    statistics = {"median": groups.median(), "low": finite.min(), "high": finite.max()}
+    measures = [*MEASURES, *RATIOS]
+    groups = table.groupby(RUN, sort=False)[measures]
+    finite = table.replace(math.inf, math.nan).groupby(RUN, sort=False)[measures]
+    medians = groups.median().assign(**finite.median()[RATIOS])
+    statistics = {"median": medians, "low": finite.min(), "high": finite.max()}
     statistics |= {"finite": finite.count(), "seeds": groups.count()}
     return pd.concat(statistics, axis=1).swaplevel(axis=1)
 
@@ -233,56 +241,49 @@ def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
     return sweeps
 
 
-def _against_baseline(table: pd.DataFrame, ends: pd.Series, baseline: str) -> pd.DataFrame:
-    """Return `Results.runs`. `ends` has the final loss of each run under each condition."""
+def _ratios(table: pd.DataFrame, baseline: str, targets: pd.Series, losses: pd.Series) -> pd.DataFrame:
+    """Return RATIOS of each trial, whose losses to reach are in `targets` and `losses`. A ratio is NaN for the baseline and for a
+    trial without the cost. It is infinite if there is none: one of the two never reached the loss, the baseline has no results with
+    this seed, or the divisor is zero."""
+    bases = table[table["run"] == baseline].set_index(["condition", "seed"])["trial"].to_dict()
+    partners = [bases.get(key) for key in zip(table["condition"], table["seed"], strict=True)]
+    ours, theirs = (_raced_costs(side, targets, losses) for side in (table["trial"], partners))
+    ratios = (theirs / ours).assign(byte_share=ours["byte_share"] / theirs["byte_share"])
+    has_ratio = np.isfinite(ours) & np.isfinite(theirs) & np.isfinite(ratios)
+    return ratios.where(has_ratio, math.inf)[ours.notna()][table["run"] != baseline]
+
+
+def _raced_costs(trials: Iterable[Trial | None], targets: pd.Series, losses: pd.Series) -> pd.DataFrame:
+    """Return, in a column for each of RATIOS, the costs of the trials that it compares."""
+    costs = pd.DataFrame([cost_to_reach(*goal) for goal in zip(trials, targets, strict=True)], targets.index)
+    own = [cost_to_reach(*goal)["seconds"] for goal in zip(trials, losses, strict=True)]
+    return pd.DataFrame({"speed_up": costs["seconds"], "own_speed_up": own, "byte_share": costs["bytes"]})
+
+
+def _against_baseline(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Return `Results.runs`."""
     runs = over_seeds(table)
     runs["failed", ""] = (table["state"] == TrialState.FAILED).groupby([table[name] for name in RUN], sort=False).sum()
     is_other = runs.index.get_level_values("run") != baseline
     base = runs.xs(baseline, level="run").reindex(runs.index.get_level_values("condition")).set_axis(runs.index)
-    ours = _seconds_to(ends, table[[*RUN, "trial"]])
-    theirs = _seconds_to(ends, table.loc[table["run"] == baseline, ["condition", "trial"]]).reindex(runs.index)
-    speed_ups = {"speed_up": _speed_up(runs["seconds"], base["seconds"]), "own_speed_up": _speed_up(ours, theirs)}
-    runs = runs.join(pd.concat(speed_ups, axis=1)[is_other])
-    share = runs["bytes"]["median"] / base["bytes"]["median"]
-    runs["byte_share", ""] = share.where(is_other & np.isfinite(share) & np.isfinite(base["bytes"]["median"]))
     sides = (side["seconds"].assign(failed=side["failed"]).to_dict("records") for side in (runs, base))
-    runs["outcome", ""] = [_outcome(*pair) for pair in zip(*sides, strict=True)]
+    rows = zip(*sides, runs["speed_up"].to_dict("records"), strict=True)
+    runs["outcome", ""] = [_outcome(*row) for row in rows]
     runs.loc[runs["measured"]["finite"] == 0, ("outcome", "")] = Outcome.NOT_FINISHED
     runs.loc[~is_other, ("outcome", "")] = Outcome.BASELINE
     return runs
 
 
-def _seconds_to(ends: pd.Series, racers: pd.DataFrame) -> pd.DataFrame:
-    """Return statistics over seeds of the seconds until each of the `racers` reached a final loss in `ends` under the
-    same condition: the loss of its own run or, if `racers` have no column `run`, the loss of every run."""
-    races = racers.merge(ends.reset_index())  # on the condition, and on the run if racers have that column
-    goals = zip(races["trial"], races["final_loss"], strict=True)
-    races["seconds"] = [cost_to_reach(*goal)["seconds"] for goal in goals]
-    return over_seeds(races, ["seconds"])["seconds"]
-
-
-def _speed_up(ours: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
-    """Return the ratio of the baseline's seconds to a run's. It is NaN if at least half of the seeds of either never
-    reached the loss, or if a seed of the run had reached it before the first step. 1 is between low and high if and
-    only if the seeds' ranges overlap. The numbers of seeds are those of the side that reached the loss less often."""
-    speed_up = pd.DataFrame({"median": theirs["median"] / ours["median"], "low": theirs["low"] / ours["high"]})
-    speed_up["high"] = theirs["high"] / ours["low"]
-    fewer = ours["finite"] / ours["seeds"] < theirs["finite"] / theirs["seeds"]
-    counts = ["finite", "seeds"]
-    speed_up[counts] = ours[counts].where(fewer, theirs[counts])
-    return speed_up[np.isfinite(theirs["median"] + ours["median"]) & (ours["low"] > 0)].reindex(ours.index)
-
-
-def _outcome(ours: dict[str, float], theirs: dict[str, float]) -> Outcome:
-    """Return the verdict from two facts: the time ranges over the seeds that reached the target, and the share of ended trials,
-    failed ones included, that reached it. It is MIXED if the two contradict each other."""
+def _outcome(ours: dict[str, float], theirs: dict[str, float], speed_up: dict[str, float]) -> Outcome:
+    """Return the verdict from two facts: the range of the speed-ups over the seeds, and the share of ended trials, failed ones
+    included, that reached the target. It is MIXED if the two contradict each other."""
     if ours["seeds"] and not ours["finite"]:
         return Outcome.NOT_REACHED
-    if not ours["seeds"] or not theirs["finite"] > 0:
+    if not speed_up["finite"]:
         return Outcome.NOT_COMPARABLE
     our_share, their_share = (side["finite"] / (side["seeds"] + side["failed"]) for side in (ours, theirs))
-    if ours["high"] < theirs["low"]:
+    if speed_up["low"] > 1:
         return Outcome.FASTER if our_share >= their_share and our_share > 0.5 else Outcome.MIXED
-    if ours["low"] > theirs["high"]:
+    if speed_up["high"] < 1:
         return Outcome.SLOWER if our_share <= their_share else Outcome.MIXED
     return Outcome.NO_DIFFERENCE

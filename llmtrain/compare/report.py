@@ -109,41 +109,40 @@ def _image(folder: Path, figure: Figure | None, name: str, caption: str) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return the largest speed-up as a sentence. No run is called faster if its range overlaps the baseline's."""
+    """Return the largest speed-up as a sentence. No run is called faster unless it was so in every seed."""
     runs, baseline = results.runs, results.baseline
     if any(trial.has_no_times for trial in results.trials["trial"].dropna()):
         return "Replicas that take turns in one process have no times to compare: see losses, tokens and bytes"
-    ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].dropna().sort_values("median", ascending=False)
+    ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].sort_values("median", ascending=False, kind="stable")
     if ranked.empty:
         silent = [Outcome.BASELINE, Outcome.NOT_FINISHED, Outcome.NOT_COMPARABLE]
         if runs["outcome"].isin(silent).all():
-            reason = f"the baseline {baseline} has no final loss, or no other run has results"
+            reason = f"in no seed did both the baseline {baseline} and another run reach the target"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
-        faster = runs["seconds"][runs["outcome"] == Outcome.FASTER].sort_values("median", kind="stable").index
-        # The ratio is unknown if at least half of the baseline's seeds miss a given target, or if the run has reached
-        # it before its first step.
-        if len(faster):
-            condition, name = faster[0]
-            reached = f"{name}{_under(condition)} reached {loss(results.targets[condition])} before {baseline}"
-            return f"{reached}, but the speed-up is unknown"
         return f"No run was measurably faster than the baseline {baseline}"
     condition, name = ranked.index[0]
-    speed_up, best, base = ranked.iloc[0], *(runs.loc[(condition, run), "seconds"] for run in (name, baseline))
-    rivals = runs.loc[ranked.index[1:], "seconds"].query("condition == @condition and low <= @best['high']")
-    sides = {name: best, baseline: base}
-    has_range = any(side["seeds"] > 1 for side in sides.values())
-    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if has_range else ""
-    fewest = min(best["seeds"], base["seeds"])
-    seeds = f"{fewest:.0f} seeds" if fewest > 1 else "1 seed: chance is not excluded"
-    for run, side in sides.items():
+    speed_up = ranked.iloc[0]
+    between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["finite"] > 1 else ""
+    seeds = _in_seeds(speed_up) + (": chance is not excluded" if speed_up["finite"] == 1 else "")
+    for run in (name, baseline):
+        side = runs.loc[(condition, run), "seconds"]
         if side["finite"] < side["seeds"]:
             seeds += f"; {run}: {side['finite']:.0f} of {side['seeds']:.0f} reached it"
         if failed := runs.loc[(condition, run), ("failed", "")]:
             seeds += f"; {run}: {failed} failed"
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
-    tied = f"; no difference from {', '.join(run for _, run in rivals.index)}" if len(rivals) else ""
+    rivals = _rivals(results, condition, name, [run for other, run in ranked.index[1:] if other == condition])
+    tied = f"; no difference from {', '.join(rivals)}" if rivals else ""
     times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
     return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{_under(condition)}, {times} ({between}{seeds}){tied}"
+
+
+def _rivals(results: Results, condition: str, best: str, others: Sequence[str]) -> list[str]:
+    """Return the other runs that `best` did not beat in every seed in which both reached the target, or that share no such seed."""
+    trials = results.trials[results.trials["condition"] == condition]
+    times = trials.pivot(index="seed", columns="run", values="seconds").replace(math.inf, math.nan)
+    pairs = {run: times[[best, run]].dropna() for run in others}
+    return [run for run, pair in pairs.items() if pair.empty or (pair[best] >= pair[run]).any()]
 
 
 def _under(condition: str) -> str:
@@ -157,9 +156,7 @@ def runs_table(results: Results, condition: str) -> pd.DataFrame:
     unfinished = by_run.agg(
         lambda states: f"{Outcome.NOT_FINISHED} {(states != TrialState.DONE).sum()} of {len(states)}"
     )
-    reached = runs["seconds"]["seeds"]
-    is_single = reached.clip(upper=reached.get(results.baseline, 0)) == 1
-    by_one_seed = runs["outcome"].isin([Outcome.FASTER, Outcome.SLOWER]) & is_single
+    by_one_seed = runs["outcome"].isin([Outcome.FASTER, Outcome.SLOWER]) & (runs["speed_up"]["finite"] == 1)
     outcome = runs["outcome"].mask(by_one_seed, runs["outcome"] + " (1 seed)")
     target = results.targets[condition]
     to = "to the target" if math.isnan(target) else f"to loss {loss(target)}"
@@ -168,12 +165,12 @@ def runs_table(results: Results, condition: str) -> pd.DataFrame:
         "outcome": outcome.where(outcome != Outcome.NOT_FINISHED, unfinished),
         "final loss": _cells(runs["final_loss"], loss),
         f"time {to}": _cells(runs["seconds"], seconds),
-        "speed-up": _cells(runs["speed_up"], ratio),
-        "speed-up to its own final loss": _cells(runs["own_speed_up"], ratio),
+        "speed-up": _ratio_cells(runs["speed_up"], ratio),
+        "speed-up to its own final loss": _ratio_cells(runs["own_speed_up"], ratio),
         "tokens/s": _cells(runs["tokens_per_second"], count),
         "sent in total": _cells(runs["bytes_sent"], size),
         f"sent {to}": _cells(runs["bytes"], size),
-        "of the baseline's bytes": [NOTHING if math.isnan(share) else percent(share) for share in runs["byte_share"]],
+        "of the baseline's bytes": _ratio_cells(runs["byte_share"], percent),
         f"tokens {to}": _cells(runs["tokens"], count),
         "training time": _cells(runs["training_seconds"], seconds),
     }
@@ -225,6 +222,22 @@ def spread_cell(spread: dict[str, float], show: Callable[[float], str]) -> str:
     if spread["finite"] < spread["seeds"]:
         return f"{median} ({low} to {high} in {spread['finite']:.0f} of {spread['seeds']:.0f})"
     return f"{median} ({low} to {high})" if low != high else median
+
+
+def _ratio_cells(spreads: pd.DataFrame, show: Callable[[float], str]) -> list[str]:
+    """Return the median of each ratio, its range if the ends look different, and the number of seeds that have a ratio."""
+    cells = []
+    for spread in spreads.to_dict("records"):
+        median, low, high = (show(spread[name]) for name in ("median", "low", "high"))
+        between = f"{low} to {high}, " if low != high else ""
+        cells.append(f"{median} ({between}{_in_seeds(spread)})" if spread["finite"] else NOTHING)
+    return cells
+
+
+def _in_seeds(spread: dict[str, float]) -> str:
+    """Return how many seeds have a ratio: "3 seeds", or "2 of 3 seeds" if the run's third seed has none."""
+    finite, seeds = int(spread["finite"]), int(spread["seeds"])
+    return f"{finite} of {seeds} seeds" if finite < seeds else f"{seeds} seed{'s' * (seeds > 1)}"
 
 
 def literal(text: str) -> str:

@@ -58,6 +58,8 @@ class TrialRecord(BaseModel, frozen=True):
     wall_seconds: float | None = None
     recipe: str | None = None
     overrides: list[str] = []
+    global_batch: int | None = None
+    """Sequences per step at the start; None if an earlier version wrote the record."""
     stages: list[str] = []
     """Changes of the number of hosts within the trial, in words."""
     condition_in_words: str | None = None

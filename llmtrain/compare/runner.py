@@ -193,8 +193,10 @@ def _lines_about_trials(data: Any) -> list[str]:
 
 def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, shaping: bool) -> list[str]:
     """Return a line for each difference between an ended trial as it was made and as it would be made now. The number of replicas
-    is not compared, nor is a batch that changes within the trial, because the stored recipe has the values of the last stage."""
-    there = planned.record().get("condition_in_words")
+    is not compared. A batch that changes within the trial is compared with the record's, because the stored recipe has the values of
+    the last stage."""
+    record = planned.record()
+    there = record.get("condition_in_words")
     here, stored = _words(planned, comparison, shaping), planned.directory / RECIPE
     same = (
         (None, here) if shaping else (None, here, WITHOUT_LIMITS)
@@ -202,6 +204,9 @@ def _differences(planned: TrialSpec, recipe: Recipe, comparison: Comparison, sha
     changed = [] if there in same else [f"{there} there, {here} here"]
     batches = ["train.global_batch"] if any(stage.global_batch for stage in planned.stages) else []
     ignored = ["parallel.replicas", *batches]
+    # In records of earlier versions, there is no batch.
+    if batches and (batch := record.get("global_batch")) not in (None, recipe.train.global_batch):
+        changed.append(f"train.global_batch: {batch} there, {recipe.train.global_batch} here")
     try:
         return [*changed, *(differences(load_recipe(stored), recipe, ignored) if stored.exists() else [])]
     except RecipeError as error:  # another version with other keys wrote it

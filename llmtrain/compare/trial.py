@@ -114,6 +114,7 @@ class TrialRun:
             wall_seconds=round(time.monotonic() - started, 2),
             recipe=os.path.relpath(planned.recipe),
             overrides=list(planned.overrides),
+            global_batch=self.recipe.train.global_batch,
             stages=planned.changes(),
             condition_in_words=self.words,
             commit=_commit(),

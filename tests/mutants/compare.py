@@ -54,28 +54,35 @@ TABLES = {
         compare: exposed communication includes waiting
           - exposed = last["comm/exposed_seconds"] - waiting
           + exposed = last["comm/exposed_seconds"]
-        compare: the target is the better of two seeds' final losses
-          - interpolation="higher"
-          + interpolation="lower"
-        compare: the seeds of a speed-up are always those of the run, not of the baseline
-          - ours[counts].where(fewer, theirs[counts])
-          + ours[counts]
-        compare: the lower end of a speed-up pairs the fastest seeds
-          - "low": theirs["low"] / ours["high"]
-          + "low": theirs["low"] / ours["low"]
-        compare: the median decides on faster although the ranges overlap
-          - if ours["high"] < theirs["low"]:
-          + if ours["median"] < theirs["median"]:
         compare: a sum over some hosts counts as the bytes that all hosts received
           - None if None in received else sum(received)
           + sum(filter(None, received))
+    seen by unit/test_compare_baseline.py
+        compare: the target is the better of two seeds' final losses
+          - interpolation="higher"
+          + interpolation="lower"
+        compare: ratios pair a trial with the baseline's trial of another seed
+          - bases.get(key)
+          + next(iter(bases.values()), None)
+        compare: a seed without a ratio is not counted among a run's seeds
+          - ratios.where(has_ratio, math.inf)
+          + ratios.where(has_ratio)
+        compare: seeds without a ratio count as infinite in its median
+          - .assign(**finite.median()[RATIOS])
+          + .assign()
+        compare: a trial that missed the target has a ratio of zero
+          - np.isfinite(ours) & np.isfinite(theirs) & np.isfinite(ratios)
+          + np.isfinite(ratios)
+        compare: the median decides on faster although a seed was slower
+          - if speed_up["low"] > 1:
+          + if speed_up["median"] > 1:
     seen by unit/test_compare_runs.py
         compare: runs on different texts are compared at a given target
           - goal = target if unit.is_ranked else math.nan
           + goal = target
         compare: runs on different texts are compared at the baseline's loss
-          - ends = ends if unit.is_ranked else ends * math.nan
-          + ends = ends * 1.0
+          - table["final_loss"] if unit.is_ranked else
+          + table["final_loss"] if True else
     """,
     "llmtrain/compare/other_load.py": r"""
     seen by unit/test_compare_other_load.py
@@ -115,23 +122,27 @@ TABLES = {
     """,
     "llmtrain/compare/report.py": r"""
     seen by unit/test_compare_report.py
-        headline: a side with one seed is not mentioned if the other side has several
-          - min(best["seeds"], base["seeds"])
-          + max(best["seeds"], base["seeds"])
+        headline: a speed-up of one seed is not pointed out
+          - if speed_up["finite"] == 1 else
+          + if speed_up["seeds"] == 1 else
+        headline: a rival that was faster in some seed is not mentioned
+          - (pair[best] >= pair[run]).any()
+          + (pair[best] >= pair[run]).all()
+        report: seeds without a ratio are not mentioned
+          - if finite < seeds else
+          + if False else
         report: several commits are listed without their seeds
           - if len(seeds) < 2:
           + if True:
         headline: the first faster run counts as the fastest
-          - .sort_values("median", kind="stable").index
-          + .index
+          - .sort_values("median", ascending=False, kind="stable")
+          + ␣
         headline: seeds that miss the target are not mentioned
           - if side["finite"] < side["seeds"]:
           + if False:
         compare: a verdict from one seed is not marked
-          - == 1
-          -     by_one_seed
-          + == 0
-          +     by_one_seed
+          - (runs["speed_up"]["finite"] == 1)
+          + (runs["speed_up"]["finite"] == 0)
     """,
     "llmtrain/compare/results.py": r"""
     seen by unit/test_compare_in_process.py
@@ -168,7 +179,7 @@ TABLES = {
           + return bool(self.lines)
     """,
     "llmtrain/compare/runner.py": r"""
-    seen by unit/test_compare_runner.py
+    seen by unit/test_compare_restarts.py
         compare: text is prepared for the smallest batch of a trial
           - key=lambda recipe: recipe.train.global_batch
           + key=lambda recipe: -recipe.train.global_batch
@@ -177,6 +188,10 @@ TABLES = {
           + if False and (problem
         compare: a folder from before restarts had batches counts as another comparison
           -  if line.strip() != "global_batch: null"
+        compare: a trial with another batch at its start is kept if a restart changes the batch
+          - if batches and (batch
+          + if False and (batch
+    seen by unit/test_compare_runner.py
         compare: failed trials enter the estimate of the time left
           - if record.get("state") in (TrialState.DONE, TrialState.STOPPED) and is_number
           + if is_number

@@ -32,7 +32,7 @@ def test_replicas_that_take_turns_have_no_times_to_compare(tmp_path: Path) -> No
         *("time to loss 4.000", "speed-up", "speed-up to its own final loss", "tokens/s", "training time"),
     }
     assert (row["outcome"], row["final loss"], row["tokens to loss 4.000"]) == ("not comparable", "4.000", "1 k")
-    assert row["of the baseline's bytes"] == "2 %"
+    assert row["of the baseline's bytes"] == "2 % (3 seeds)"
     text = report.write_report(results_of(tmp_path), tmp_path / "report").with_suffix(".md").read_text()
     assert "loss_tokens-plain.png" in text and "loss_seconds-plain.png" not in text
 

@@ -6,18 +6,14 @@ import json
 import math
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from llmtrain.compare.measures import (
     COSTS,
     SPLIT,
     WIRE,
-    Outcome,
-    Results,
     cost_to_reach,
     find_sweeps,
-    gather,
     measure,
     validations,
 )
@@ -43,24 +39,6 @@ def only(folder: Path) -> Trial:
 def one(folder: Path, lines: list[dict], **told) -> Trial:
     write_trial(folder, "plain", "diloco", 1, lines, **told)
     return only(folder)
-
-
-def results_of(folder: Path, **options) -> Results:
-    return gather(load_trials([folder]), **options)
-
-
-def runs_of(folder: Path, **options) -> dict[str, pd.Series]:
-    """Return the row of each run under the only condition."""
-    runs = results_of(folder, **options).runs
-    return {run: runs.loc[("plain", run)] for run in runs.index.get_level_values("run")}
-
-
-def spread(row: pd.Series, measure: str) -> tuple[float, float, float]:
-    return tuple(row[measure][["median", "low", "high"]])
-
-
-def outcome(row: pd.Series) -> Outcome:
-    return row["outcome", ""]
 
 
 def test_a_trial_is_read_back(tmp_path: Path) -> None:
@@ -219,135 +197,6 @@ def test_interface_counters_are_set_beside_what_was_counted(tmp_path: Path) -> N
     assert not set(WIRE) & set(stopped), "the counters went on after the last logged line"
     hosts[1]["sent"] = None
     assert not set(WIRE) & set(measure(one(tmp_path / "loopback", CURVE, hosts=hosts)))
-
-
-def write_runs(folder: Path, ends: dict[str, list[tuple[float, float]]], condition: str = "plain") -> None:
-    """Write trials with straight loss curves from 8. `ends` maps each run to (seconds, final loss) of its seeds."""
-    for run, seeds in ends.items():
-        for seed, (seconds, loss) in enumerate(seeds, 1):
-            write_trial(folder, condition, run, seed, straight(seconds, loss))
-
-
-def test_speed_up_and_its_range(tmp_path: Path) -> None:
-    # The target is 4.0, the median of the baseline's final losses. Its first two seeds reach it after 100 and 90 s, and
-    # the third one never does. edit's seeds all end at 4.0, so they reach it at their ends.
-    ends = {"synchronous": [(100, 4.0), (90 * 5 / 4, 3.0), (80, 4.2)], "edit": [(20, 4.0), (25, 4.0), (18, 4.0)]}
-    write_runs(tmp_path, ends)
-    assert results_of(tmp_path).targets == {"plain": 4.0}
-    base, edit = runs_of(tmp_path).values()
-    assert outcome(base) == Outcome.BASELINE and math.isnan(base["speed_up", "median"])
-    assert spread(base, "seconds") == (100.0, 90.0, 100.0)
-    assert list(base["seconds"][["finite", "seeds"]]) == [2, 3]
-    assert spread(edit, "seconds") == (20.0, 18.0, 25.0) and outcome(edit) == Outcome.FASTER
-    assert spread(edit, "speed_up") == (100 / 20, 90 / 25, 100 / 18)
-    assert list(edit["speed_up"][["finite", "seeds"]]) == [2, 3]
-
-
-def test_ranges_that_overlap_are_no_difference(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0), (120, 4.0)], "edit": [(60, 4.0), (105, 4.0)]})
-    edit = runs_of(tmp_path)["edit"]
-    assert outcome(edit) == Outcome.NO_DIFFERENCE
-    assert edit["speed_up", "low"] < 1 < edit["speed_up", "high"]
-
-
-def test_slower_and_never(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)], "slow": [(200, 4.0)], "worse": [(50, 6.0)]})
-    runs = runs_of(tmp_path)
-    assert outcome(runs["slow"]) == Outcome.SLOWER and spread(runs["slow"], "speed_up") == (0.5, 0.5, 0.5)
-    assert outcome(runs["worse"]) == Outcome.NOT_REACHED and math.isnan(runs["worse"]["speed_up", "median"])
-    # The baseline reached 6.0, halfway from 8 to 4, after 50 s, when the other run ended at 6.0.
-    assert runs["worse"]["own_speed_up", "median"] == 1.0
-
-
-def test_what_most_seeds_do_not_reach_has_no_speed_up(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)] * 3, "edit": [(10, 4.0), (10, 5.0), (10, 5.0)]})
-    edit = runs_of(tmp_path)["edit"]
-    assert edit["seconds", "median"] == math.inf and math.isnan(edit["speed_up", "median"])
-    assert outcome(edit) == Outcome.MIXED
-
-
-def test_of_two_seeds_the_target_is_the_one_that_both_reach(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0), (100, 4.4)]})
-    assert results_of(tmp_path).targets == {"plain": 4.4}
-    assert spread(runs_of(tmp_path)["synchronous"], "seconds") == pytest.approx((95.0, 90.0, 100.0))
-
-
-def test_share_of_bytes(tmp_path: Path) -> None:
-    write_trial(tmp_path, "plain", "synchronous", 1, straight(100, 4.0, sent=5000.0))
-    write_trial(tmp_path, "plain", "edit", 1, straight(50, 2.0, sent=300.0))
-    # edit reaches 4.0 after two thirds of the way from 8 to 2, when it has sent 200 of its 300 bytes.
-    runs = runs_of(tmp_path)
-    assert runs["edit"]["byte_share", ""] == pytest.approx(200 / 5000)
-    assert math.isnan(runs["synchronous"]["byte_share", ""])
-
-
-def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
-    write_trial(tmp_path, "plain", "edit", 2, straight(1, 1.0), state="failed")
-    write_trial(tmp_path, "plain", "edit", 3, straight(10, 4.0), state="stopped")
-    edit = runs_of(tmp_path)["edit"]
-    assert spread(edit, "seconds") == (15.0, 10.0, 20.0) and spread(edit, "tokens_per_second") == (75.0, 50.0, 100.0)
-    assert spread(edit, "final_loss") == (4.0, 4.0, 4.0) and edit["final_loss", "seeds"] == 1
-
-
-@pytest.mark.parametrize(
-    ("failed", "of_baseline", "seconds", "expected"),
-    [
-        (0, 0, 20, Outcome.FASTER),
-        (1, 0, 20, Outcome.MIXED),
-        (4, 0, 20, Outcome.MIXED),
-        (1, 1, 20, Outcome.FASTER),
-        (2, 3, 20, Outcome.MIXED),  # half of edit's seeds reach the target
-        (1, 1, 200, Outcome.SLOWER),
-        (0, 1, 200, Outcome.MIXED),
-        (1, 0, 200, Outcome.SLOWER),
-        (1, 0, 100, Outcome.NO_DIFFERENCE),
-    ],
-)
-def test_a_failed_trial_is_a_seed_that_did_not_reach_the_target(
-    tmp_path: Path, failed: int, of_baseline: int, seconds: int, expected: Outcome
-) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)] * 2, "edit": [(seconds, 4.0)] * 2})
-    for run, count in (("edit", failed), ("synchronous", of_baseline)):
-        for seed in range(3, 3 + count):
-            write_trial(tmp_path, "plain", run, seed, straight(10, None), state="failed")
-    edit = runs_of(tmp_path)["edit"]
-    assert outcome(edit) == expected and edit["failed", ""] == failed
-    assert edit["speed_up", "median"] == 100 / seconds
-
-
-def test_a_given_target_and_baseline(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
-    runs = runs_of(tmp_path, baseline="edit", target=6.0)
-    assert list(runs) == ["edit", "synchronous"] and outcome(runs["edit"]) == Outcome.BASELINE
-    assert runs["synchronous"]["seconds", "median"] == 50.0 and runs["synchronous"]["speed_up", "median"] == 0.2
-    with pytest.raises(ResultsError, match="no run is called 'diloco', the baseline; there are edit, synchronous"):
-        results_of(tmp_path, baseline="diloco")
-
-
-def test_a_condition_without_the_baseline_compares_nothing(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0)], "edit": [(20, 4.0)]})
-    write_runs(tmp_path, {"edit": [(20, 4.0)], "worse": [(20, 7.0)]}, "thin")
-    outcomes = results_of(tmp_path, target=6.0).runs["outcome"]
-    assert outcomes["thin"].to_dict() == {"edit": Outcome.NOT_COMPARABLE, "worse": Outcome.NOT_REACHED}
-
-
-def test_the_baseline_is_the_synchronous_run_else_the_first(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"a": [(20, 4.0)], "b": [(20, 4.0)]})
-    assert results_of(tmp_path).baseline == "a"
-    write_trial(tmp_path, "plain", "c", 1, straight(1, 4.0), method="synchronous")
-    assert results_of(tmp_path).baseline == "c"
-
-
-@pytest.mark.parametrize(
-    "conditions", [["unlimited", "1gbit", "300mbit", "30mbit"], ["nobody", "lag0.2", "lag10"], ["b", "a_1", "a_2"]]
-)
-def test_without_a_plan_conditions_follow_their_number_from_best_to_worst(
-    tmp_path: Path, conditions: list[str]
-) -> None:
-    for condition in conditions:
-        write_runs(tmp_path, {"edit": [(20, 4.0)]}, condition)
-    assert list(results_of(tmp_path).targets) == conditions
 
 
 @pytest.mark.parametrize(

@@ -361,36 +361,3 @@ def test_a_comparison_has_a_bar_for_all_trials_and_one_for_this_one(
     assert "thin · diloco · seed 7: failed in 75 s; about 61.7 min left" in shown and "the reason" in shown
     assert "warning: it ended before the death of host 1" in shown
     assert "warning: other programs took 31 % of the machine's CPU time" in shown
-
-
-ELASTIC = f"""
-recipe: {ROOT}/recipes/edit_llama_stdlib.yaml
-overrides: [parallel.shards=1, train.steps=60]
-hosts: {{count: 2}}
-runs:
-  elastic: {{replicas: 1, restarts: [{{after_step: 20, replicas: 2, global_batch: 64}}, {{after_step: 40, replicas: 1}}]}}
-"""
-
-
-def test_the_batches_of_restarts_are_checked_and_their_text_prepared_before_the_first_trial(tmp_path: Path) -> None:
-    file = written(tmp_path, ELASTIC)
-    (planned,) = trials(comparison := load_comparison(file), file)
-    assert runner._checked(planned, comparison).train.global_batch == 32
-    assert runner._with_largest_batch(planned).train.global_batch == 64
-    file = written(tmp_path, ELASTIC.replace("train.steps=60", "train.steps=60, data.packing=none"))
-    (planned,) = trials(comparison := load_comparison(file), file)
-    with pytest.raises(
-        RecipeError, match=r"elastic: the restart with train.global_batch=64 is not possible; with data.packing"
-    ):
-        runner._checked(planned, comparison)
-
-
-def test_a_comparison_from_before_restarts_had_batches_is_the_same_one(tmp_path: Path) -> None:
-    file = written(tmp_path, ELASTIC.replace(", global_batch: 64", ""))
-    comparison = load_comparison(file)
-    stored = resolved_yaml(comparison)
-    assert stored.count("global_batch: null") == 2
-    (tmp_path / "comparison.yaml").write_text(stored.replace("global_batch: null", ""))
-    runner._check_folder(tmp_path, comparison)
-    with pytest.raises(RecipeError, match=r"another version of this comparison \(global_batch: 64 here\)"):
-        runner._check_folder(tmp_path, load_comparison(written(tmp_path, ELASTIC)))

@@ -128,7 +128,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., trial
     file = tmp_path / "small.yaml"
     elastic = "{replicas: 1, restarts: [{after_step: 60, replicas: 2}]}"
     text = f"recipe: none.yaml\nout_dir: {tmp_path}\nhosts: {{count: 2}}\n"
-    recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=10.0))
+    recipe = SimpleNamespace(run=SimpleNamespace(timeout_seconds=10.0), train=SimpleNamespace(global_batch=32))
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def make(
@@ -208,7 +208,7 @@ def test_a_run_is_stopped_at_a_step_and_goes_on_with_more_hosts(made: Callable[.
     first.on_signal = stop
     hosts = ScriptedHost(0, first, Torchrun(9.0)), ScriptedHost(1, Torchrun(9.0))
     record = made("elastic", *hosts, look=look)
-    assert (record.state, record.exit_codes, record.last_lines) == ("done", [0, 0], [])
+    assert (record.state, record.exit_codes, record.last_lines, record.global_batch) == ("done", [0, 0], [], 32)
     starts = [[word for word in command if word.startswith("parallel.replicas=")][-1] for command in hosts[0].commands]
     assert starts == ["parallel.replicas=1", "parallel.replicas=2"] and len(hosts[1].commands) == 1
 
