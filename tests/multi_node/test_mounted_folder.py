@@ -18,7 +18,7 @@ from llmtrain.compare.cluster.limits import HostLimits
 from tests.end_to_end.runs import ROOT, Runs, exact_lines, ranks_of
 from tests.mother import Process, run_llmtrain
 from tests.multi_node.runs import PORT, ends, errors, fork, needs_hosts
-from tests.multi_node.test_deepspeed_ssh import ssh_between
+from tests.multi_node.ssh import ssh_between
 
 MISSING = [name for name in ("sshd", "ssh-keygen", "sshfs") if shutil.which(name) is None]
 pytestmark = [

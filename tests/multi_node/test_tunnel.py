@@ -18,7 +18,7 @@ from tests.mother import run_llmtrain
 from tests.multi_node import only_meet
 from tests.multi_node.runs import arguments, ends, errors, needs_hosts, start, start_rank
 from tests.multi_node.sites import PUBLIC, add_rule, hide, inside, needs_nft, set_address
-from tests.multi_node.test_deepspeed_ssh import ssh_between
+from tests.multi_node.ssh import ssh_between
 
 CARD, PORT = "wg-llmtrain", "51820"
 BOTH = [f"root@{address}" for address in PUBLIC]
