@@ -1,4 +1,5 @@
-"""Paths that users give, and small files that must survive a crash: they are written atomically, and read past damaged lines.
+"""Paths that users give; small files that must survive a crash, which are written atomically, and read past damaged lines; and
+large files, which may be on a distant host.
 
 This module does not import torch.
 """
@@ -9,6 +10,7 @@ import itertools
 import json
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from llmtrain.errors import FULL, ResultsError, UserError, first_line
 LONGEST_NAME, LONGEST_PATH = 230, 3800
 """Maximum lengths of a name and of a path that a user gives, in bytes. File systems allow 255 and 4,095. The difference leaves
 room for appended parts, such as the suffix of a temporary file."""
+
+PART_BYTES, AHEAD_BYTES = 2**17, 2**22
+"""Bytes of a part of a large file, and bytes that are requested ahead of it. A part is as long as Linux's usual read-ahead, because
+Linux shortens a longer request to that."""
 
 
 def is_too_long(path: str | Path) -> bool:
@@ -103,6 +109,27 @@ def atomic_write(path: Path, text: str) -> None:
         os.fsync(folder)  # makes the renames durable, too
     finally:
         os.close(folder)
+
+
+def read_in_parts(path: Path) -> Iterator[bytes]:
+    """Yield the content of a large file in parts, while the following parts are being read. Otherwise, Linux reads only 128 KiB
+    ahead, so a network file system would deliver little more than that per round trip. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        for start in range(0, min(os.fstat(file.fileno()).st_size, AHEAD_BYTES), PART_BYTES):
+            _request(file.fileno(), start)
+        for following in itertools.count(AHEAD_BYTES, PART_BYTES):
+            part = file.read(PART_BYTES)
+            if not part:
+                return
+            _request(file.fileno(), following)
+            yield part
+
+
+def _request(descriptor: int, start: int) -> None:
+    """Ask the kernel to read a part of a file soon."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with suppress(OSError):  # a part that can't be read raises an error when it is read
+            os.posix_fadvise(descriptor, start, PART_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 LOCK_HOLDER = ".lock.holder"

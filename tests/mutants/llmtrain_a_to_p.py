@@ -126,6 +126,13 @@ TABLES = {
           + if True:
     """,
     "llmtrain/files.py": r"""
+    seen by unit/test_files.py
+        files: a network file system delivers one read-ahead per round trip
+          - _request(file.fileno(), following)
+          + _request(file.fileno(), following - AHEAD_BYTES)
+        files: the beginning of a large file is not requested
+          - AHEAD_BYTES), PART_BYTES):
+          + 0), PART_BYTES):
     seen by unit/test_run_dir.py
         files: a full disk prevents a start, which would make room
           - if error.errno not in FULL:
