@@ -4,7 +4,7 @@
     python benchmarks/mounted_folder.py --mbit 1000 --round-trips 10 50 --turns 5
 
 Two virtual hosts with limited bandwidth and latency. The second host writes a file to the folder and reads it back, first as any
-program does and then as llmtrain reads checkpoints, with requests for the parts that follow (`llmtrain.files.read_in_parts`). The
+program does and then as llmtrain reads checkpoints, with requests for the parts that follow (`llmtrain.files.PrefetchingFile`). The
 folder is mounted anew each time, so that nothing is in the page cache.
 """
 
@@ -24,10 +24,11 @@ from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 PATIENCE_SECONDS = 600
 COLUMNS = ("round trip", "copied by ssh", "written", "read", "read by llmtrain")
 ON_THE_OTHER_HOST = """
-import collections, json, os, pathlib, subprocess, sys, time
-from llmtrain.files import read_in_parts
+import json, os, subprocess, sys, time
+from llmtrain.files import PrefetchingFile
 shared, options, megabytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 file, block = os.path.join(shared, "file"), os.urandom(1 << 20)
+block_read = bytearray(len(block))
 
 def mbit(act):
     began = time.perf_counter()
@@ -48,7 +49,8 @@ def read():
         while stream.read(len(block)): pass
 
 def read_by_llmtrain():
-    collections.deque(read_in_parts(pathlib.Path(file)), maxlen=0)
+    with PrefetchingFile(file) as stream:
+        while stream.readinto(block_read): pass
 
 def mounted(act):
     subprocess.run(["sshfs", "-o", options, f"root@host0:{shared}", shared], check=True)
@@ -101,7 +103,7 @@ def row_of(round_trip: float, turns: Sequence[Sequence[float]]) -> Row:
 def main() -> None:
     """Measure, and show or write the table."""
     from llmtrain.compare.cluster.hosts import CONGESTION_CONTROL
-    from llmtrain.files import AHEAD_BYTES, PART_BYTES
+    from llmtrain.files import PART_BYTES, PREFETCH_BYTES
 
     made = parser(__doc__)
     made.add_argument("--mbit", type=float, default=300.0, help="bandwidth of each host")
@@ -118,7 +120,7 @@ def main() -> None:
             f"Medians of {options.turns} turns, with their ranges, for a file of {options.megabytes} MiB on two virtual hosts. "
             "The folder is mounted with the options of launch/two_sites.md, and anew for each number. TCP's congestion control is "
             f"{CONGESTION_CONTROL}, which starts slowly over long distances. *Read*: as any program reads a file, while Linux "
-            f"reads {PART_BYTES // 1024} KiB ahead. *Read by llmtrain*: with requests for the following {AHEAD_BYTES >> 20} MiB."
+            f"reads {PART_BYTES // 1024} KiB ahead. *Read by llmtrain*: with requests for the following {PREFETCH_BYTES >> 20} MiB."
         )
         write_page(RESULTS / "mounted_folder", title, [markdown(COLUMNS, rows), notes])
 

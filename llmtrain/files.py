@@ -6,11 +6,11 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ LONGEST_NAME, LONGEST_PATH = 230, 3800
 """Maximum lengths of a name and of a path that a user gives, in bytes. File systems allow 255 and 4,095. The difference leaves
 room for appended parts, such as the suffix of a temporary file."""
 
-PART_BYTES, AHEAD_BYTES = 2**17, 2**22
+PART_BYTES, PREFETCH_BYTES = 2**17, 2**22
 """Bytes of a part of a large file, and bytes that are requested ahead of it. A part is as long as Linux's usual read-ahead, because
 Linux shortens a longer request to that."""
 
@@ -111,25 +111,34 @@ def atomic_write(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def read_in_parts(path: Path) -> Iterator[bytes]:
-    """Yield the content of a large file in parts, while the following parts are being read. Otherwise, Linux reads only 128 KiB
-    ahead, so a network file system would deliver little more than that per round trip. Raises OSError."""
-    with path.open("rb", buffering=0) as file:
-        for start in range(0, min(os.fstat(file.fileno()).st_size, AHEAD_BYTES), PART_BYTES):
-            _request(file.fileno(), start)
-        for following in itertools.count(AHEAD_BYTES, PART_BYTES):
-            part = file.read(PART_BYTES)
-            if not part:
-                return
-            _request(file.fileno(), following)
-            yield part
+class PrefetchingFile(io.FileIO):
+    """File whose following parts are being read while its user reads one. By itself, Linux reads only 128 KiB ahead, so a network
+    file system would deliver little more than that per round trip. `readinto` returns at most PART_BYTES."""
 
+    def __init__(self, path: str | os.PathLike[str]):
+        """Open the file for reading. Raises OSError."""
+        super().__init__(path, "r")
+        self._position = self._requested = self._window = 0
 
-def _request(descriptor: int, start: int) -> None:
-    """Ask the kernel to read a part of a file soon."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        with suppress(OSError):  # a part that can't be read raises an error when it is read
-            os.posix_fadvise(descriptor, start, PART_BYTES, os.POSIX_FADV_WILLNEED)
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with at most PART_BYTES, and return their number. The longer the file is read without a jump, the more of it
+        is requested ahead, up to PREFETCH_BYTES."""
+        start = self.tell()
+        if start != self._position:
+            self._requested, self._window = start, 0
+        self._window = min(2 * self._window + PART_BYTES, PREFETCH_BYTES)
+        while self._requested < start + self._window:
+            self._request(self._requested)
+            self._requested += PART_BYTES
+        count = super().readinto(memoryview(buffer)[:PART_BYTES])
+        self._position = start + count
+        return count
+
+    def _request(self, start: int) -> None:
+        """Ask the kernel to read a part soon."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            with suppress(OSError):  # a part that can't be read raises an error when it is read
+                os.posix_fadvise(self.fileno(), start, PART_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 LOCK_HOLDER = ".lock.holder"

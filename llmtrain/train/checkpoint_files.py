@@ -31,7 +31,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import NO_ANSWER, CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import atomic_write, holder_text, is_bare_file_name, lock_holder, read_in_parts, revalidate
+from llmtrain.files import PrefetchingFile, atomic_write, holder_text, is_bare_file_name, lock_holder, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
@@ -217,10 +217,8 @@ def _find_corruption_here(directory: Path, files: Mapping[str, Digest], world: W
 
 
 def _xxh3(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    for part in read_in_parts(path):
-        digest.update(part)
-    return digest.hexdigest()
+    with PrefetchingFile(path) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class CheckpointWriter:

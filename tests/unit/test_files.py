@@ -1,33 +1,67 @@
-"""Tests of reading large files in parts."""
+"""Tests of `PrefetchingFile`."""
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
 import pytest
 
-from llmtrain.files import AHEAD_BYTES, PART_BYTES, read_in_parts
+from llmtrain.files import PART_BYTES, PREFETCH_BYTES, PrefetchingFile
+
+needs_requests = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no requests")
 
 
-@pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, AHEAD_BYTES + 3 * PART_BYTES - 1])
-def test_parts_are_the_content(tmp_path: Path, size: int) -> None:
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Collect the (start, length) that are requested."""
+    found: list[tuple[int, int]] = []
+
+    def advise(_: int, start: int, length: int, how: int) -> None:
+        assert how == os.POSIX_FADV_WILLNEED
+        found.append((start, length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES, PART_BYTES + 1, PREFETCH_BYTES + 3 * PART_BYTES - 1])
+def test_it_reads_the_content(tmp_path: Path, size: int) -> None:
     file = tmp_path / "file"
     file.write_bytes(content := os.urandom(size))
-    assert b"".join(read_in_parts(file)) == content
+    with io.BufferedReader(PrefetchingFile(file)) as opened:
+        assert opened.read(size + 1) == content
+        into = bytearray(size // 2)
+        opened.seek(size - len(into))
+        assert opened.readinto(into) == len(into) and into == content[size - len(into) :]
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no requests")
-def test_all_parts_are_requested_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part is requested once, as long before it is read as AHEAD_BYTES say, in pieces that Linux does not shorten."""
-    file, requested = tmp_path / "file", []
-    file.write_bytes(bytes(size := 2 * AHEAD_BYTES + 1))
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, how: requested.append((start, length, how)))
-    for read, _ in enumerate(read_in_parts(file), start=1):
-        assert len(requested) == read + AHEAD_BYTES // PART_BYTES
-    assert PART_BYTES == 128 * 1024
-    starts = [start for start, length, how in requested if (length, how) == (PART_BYTES, os.POSIX_FADV_WILLNEED)]
-    assert starts == list(range(0, starts[-1] + 1, PART_BYTES)) and starts[-1] >= size - PART_BYTES
+@needs_requests
+def test_all_parts_are_requested_in_time(tmp_path: Path, requested: list[tuple[int, int]]) -> None:
+    """Each part is requested once, and in pieces that Linux does not shorten; soon, PREFETCH_BYTES before it is read."""
+    file, into = tmp_path / "file", bytearray(4 * PART_BYTES)
+    file.write_bytes(bytes(size := 2 * PREFETCH_BYTES + 1))
+    read, ahead = 0, []
+    with PrefetchingFile(file) as opened:
+        while count := opened.readinto(into):
+            start, length = requested[-1]
+            ahead.append(start + length - read)
+            read += count
+    assert read == size and PART_BYTES == 128 * 1024
+    assert ahead[:3] == [PART_BYTES, 3 * PART_BYTES, 7 * PART_BYTES] and set(ahead[6:]) == {PREFETCH_BYTES}
+    assert [start for start, _ in requested] == list(range(0, len(requested) * PART_BYTES, PART_BYTES))
+
+
+@needs_requests
+def test_little_is_requested_after_a_jump(tmp_path: Path, requested: list[tuple[int, int]]) -> None:
+    file, into = tmp_path / "file", bytearray(10)
+    file.write_bytes(bytes(PREFETCH_BYTES))
+    with PrefetchingFile(file) as opened:
+        for place in (1000 * PART_BYTES // 64, 7, 0):
+            opened.seek(place)
+            opened.readinto(into)
+    assert requested == [(1000 * PART_BYTES // 64, PART_BYTES), (7, PART_BYTES), (0, PART_BYTES)]
 
 
 def refuse(*_: object) -> None:
@@ -43,4 +77,5 @@ def test_a_system_without_requests_reads_all_the_same(
     else:
         monkeypatch.delattr(os, "posix_fadvise", raising=False)
     (tmp_path / "file").write_bytes(bytes(10))
-    assert list(read_in_parts(tmp_path / "file")) == [bytes(10)]
+    with PrefetchingFile(tmp_path / "file") as opened:
+        assert opened.read(20) == bytes(10)
