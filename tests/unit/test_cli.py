@@ -8,16 +8,18 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from llmtrain import __version__
+from llmtrain import __version__, recipe_keys
 from llmtrain.cli import app, main
-from llmtrain.config import Recipe
+from llmtrain.config import OuterSection, Recipe
+from llmtrain.config.section import Section
 from llmtrain.data import extend, tokenizing
+from llmtrain.errors import RecipeError
 from llmtrain.eval import arguments, command
 from llmtrain.launch import torchrun
 from llmtrain.plan import hardware
@@ -140,6 +142,33 @@ def test_the_shell_completes_commands_and_sections(
 
     assert {"train", "runs", "recipe"} <= set(completed("llmtrain "))
     assert completed("llmtrain recipe keys o") == ["optim"]
+
+
+class UndocumentedSection(OuterSection):
+    """Outer optimizer with an undocumented key."""
+
+    kind: Literal["new"] = "new"
+
+
+class OtherSection(OuterSection):
+    kind: Literal["other"] = "other"
+    """`other`."""
+
+
+@pytest.mark.parametrize(
+    ("added", "name"), [(UndocumentedSection, "UndocumentedSection.kind"), (OtherSection, "OtherSection")]
+)
+def test_a_key_without_a_docstring_is_named(
+    monkeypatch: pytest.MonkeyPatch, added: type[OuterSection], name: str
+) -> None:
+    class Changed(Section):
+        """Recipe with an added section."""
+
+        sync: added
+
+    monkeypatch.setattr(recipe_keys, "Recipe", Changed)
+    with pytest.raises(RecipeError, match=f"^{re.escape(name)} of llmtrain/config has no docstring; write one"):
+        recipe_keys.key_groups.__wrapped__("sync")
 
 
 def test_keys_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
