@@ -13,7 +13,7 @@ from llmtrain.launch.preflight import Preflight
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.mesh_plan import size_or_assumed
 from llmtrain.plan.model_size import size_of
-from llmtrain.quantities import GIB
+from llmtrain.quantities import GIB, counted
 from llmtrain.train.loggers import mesh_line, model_line
 
 
@@ -45,7 +45,7 @@ def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
 def preview_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
     """Return the output lines for a start on other machines, given its warnings."""
     train = recipe.train
-    length = f"{train.total_steps:,} steps of {recipe.data.at_most}{train.tokens_per_step:,} tokens"
+    length = f"{counted(train.total_steps, 'step', ',')} of {recipe.data.at_most}{train.tokens_per_step:,} tokens"
     return [*_marked(warnings), f"{path}: fine ({length})"]
 
 

@@ -103,7 +103,8 @@ def _answer(store: dist.Store, world: World, when: str, mine: Any) -> None:
 
 def _collect_answers(store: dist.Store, world: World, when: str, timeout_seconds: float) -> Answers:
     """Wait as rank 0 for the answers of the other ranks, tell them which ranks are present, and return all answers."""
-    with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, QUIET_SECONDS):
+    others = "the other rank" if world.size == 2 else f"the other {world.size - 1} ranks"
+    with announced(f"{others} {when}", timeout_seconds, QUIET_SECONDS):
         _wait(store, [_key(when, rank) for rank in range(world.size)], timeout_seconds)
     answers = _present(store, _key(when), world)
     store.set(_key(when, "told"), json.dumps(answers))

@@ -68,7 +68,7 @@ def test_ranks_that_take_several_hosts_for_one_are_refused_on_all(monkeypatch: p
     """Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks count as those of one host, which may lack GPUs for so many."""
 
     def no_gpu() -> float:
-        raise RecipeError("4 processes on a machine with 1 GPUs")
+        raise RecipeError("4 processes on a machine with 1 GPU")
 
     def meet(world: World) -> Peers:
         name.of_rank = f"pod-{world.rank // 2}:"
