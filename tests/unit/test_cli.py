@@ -66,9 +66,21 @@ def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:
         assert vocabulary == "400"
 
 
-def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    expected = f"{RECIPE}: fine (2 steps of 512 tokens)\n"
-    assert said(capsys, "recipe", "check", RECIPE, *SHORT, "--processes", "4") == expected
+def test_check_says_how_much_a_recipe_trains_elsewhere_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    def checked(*options: str) -> list[str]:
+        return said(capsys, "recipe", "check", RECIPE, *SHORT, *options).splitlines()
+
+    *_, mesh, memory, fine = checked("parallel.shards=2", "--processes", "4")
+    assert fine == f"{RECIPE}: fine (2 steps of 512 tokens)"
+    assert mesh == "mesh: 2 replicas x 2 shards on cuda (4 processes, parallel.shards=2)"
+    sharded = re.fullmatch(r"memory: about (\d+\.\d\d) GiB on each GPU", memory)
+    *_, mesh, memory, _ = checked("--processes", "4")
+    assert mesh.startswith("mesh: 4 processes, whose nodes and GPUs decide it (give parallel.replicas or ")
+    unsure = r"memory: about (\S+) GiB as 4 replicas x 1 shard or (\S+) GiB as 1 replica x 4 shards on each GPU"
+    most, least = (float(number) for number in re.fullmatch(unsure, memory).groups())
+    assert most > float(sharded[1]) > least > 0
+    *_, mesh, _, _ = checked("--processes", "1")
+    assert mesh == "mesh: 1 replica x 1 shard on cuda (one process)"
     with pytest.raises(SystemExit) as left:
         main(["recipe", "check", RECIPE, *SHORT, "parallel.replicas=4", "parallel.shards=4", "--processes", "3"])
     assert left.value.code == 2
