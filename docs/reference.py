@@ -37,8 +37,8 @@ keys that differ.
     llmtrain recipe schema              # JSON schema, for editors
 
 Editors with the YAML language server complete and check keys by `recipes/schema.json`, which each recipe names in a comment:
-`# yaml-language-server: $schema=schema.json`. Without `--processes`, `llmtrain recipe check` also prints the mesh, the model and
-the memory that each process would need.
+`# yaml-language-server: $schema=schema.json`. `llmtrain recipe check` also prints the mesh and the memory that each process
+would need, with `--processes` on GPUs.
 
 **Base files.** `base: FILE` or `base: [FILE, ...]` at the top names other recipes, with paths relative to this one. Their
 values hold where this recipe gives none. Base files may have base files themselves.

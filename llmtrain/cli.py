@@ -19,6 +19,7 @@ from llmtrain.errors import STOPPED_EARLY, ResultsError, UserError, exit_with_st
 from llmtrain.recipe_commands import UNKNOWN_OPTIONS, RecipeFile, recipe_app
 from llmtrain.recipe_files import find_recipe, usable_arguments, usable_paths
 from llmtrain.startup import import_transformers, imports_without_gc, single_threaded_imports
+from llmtrain.usage_errors import run_app
 
 StepOption = Annotated[
     str | None,
@@ -389,4 +390,4 @@ for _command in (*app.registered_commands, *recipe_app.registered_commands):  # 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code: 0 done, 1 failed, 2 bad recipe or usage, 3 stopped early."""
-    exit_with_status(lambda: app(arguments))
+    exit_with_status(lambda: run_app(app, arguments))

@@ -5,6 +5,18 @@ YEAR = 365 * 24 * 3600.0
 UNITS = (("days", 24 * 3600.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
+def counted(number: int, noun: str, separator: str = "") -> str:
+    """Return a number with its noun in the singular or plural: `1 step`, `0 steps`, `2 processes`; with `,` as separator of
+    thousands, `1,000 steps`."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number:{separator}} {noun}{'' if number == 1 else plural}"
+
+
+def mesh_size(replicas: int, shards: int) -> str:
+    """Return the shape of a mesh: `1 replica x 4 shards`."""
+    return f"{counted(replicas, 'replica')} x {counted(shards, 'shard')}"
+
+
 def format_si(number: float) -> str:
     """Return a number with three digits and a unit: 41200 -> 41.2k."""
     number = float(f"{number:.3g}")  # first, so that 999600 is 1M

@@ -14,6 +14,7 @@ from llmtrain.data.batch_shape import batch_unit
 from llmtrain.data.text_list import check_replicas, check_text_list
 from llmtrain.errors import RecipeError
 from llmtrain.lr import LRSchedule
+from llmtrain.quantities import counted
 from llmtrain.recipe_messages import closest
 from llmtrain.step_counts import warmup_steps
 from llmtrain.suites import check_suite
@@ -176,15 +177,15 @@ def check_mesh(parallel: ParallelSection, world_size: int) -> None:
     ranks = _explicit_ranks(parallel)
     if ranks is not None and ranks != world_size:
         raise RecipeError(
-            f"parallel.replicas x parallel.shards = {parallel.replicas} x {parallel.shards} needs {ranks} processes, there "
-            f"are {world_size}; start them with `llmtrain launch RECIPE` or `deepspeed --num_accelerators {ranks}`, or let llmtrain "
-            "choose the mesh: parallel.replicas=auto parallel.shards=auto"
+            f"parallel.replicas x parallel.shards = {parallel.replicas} x {parallel.shards} needs {counted(ranks, 'process')}, there "
+            f"{'is' if world_size == 1 else 'are'} {world_size}; start them with `llmtrain launch RECIPE` or `deepspeed "
+            f"--num_accelerators {ranks}`, or let llmtrain choose the mesh: parallel.replicas=auto parallel.shards=auto"
         )
     for key in ("replicas", "shards"):
         size = getattr(parallel, key)
         if size != "auto" and world_size % size:
             raise RecipeError(
-                f"parallel.{key} is {size}, which does not divide {world_size} processes; "
+                f"parallel.{key} is {size}, which does not divide {counted(world_size, 'process')}; "
                 f"start a multiple of {size} with `llmtrain launch RECIPE`, or change parallel.{key}"
             )
 
@@ -224,7 +225,7 @@ def _check_length(recipe: Recipe) -> None:
         raise RecipeError(f"{given}, expected at most {MOST_STEPS:,}; shorten the run, or enlarge its batch")
     if recipe.schedule.warmup_steps > total:
         raise RecipeError(
-            f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but the run has {total} steps; "
+            f"schedule.warmup_steps is {recipe.schedule.warmup_steps}, but the run has {counted(total, 'step')}; "
             f"lower it or train longer"
         )
     decay = LRSchedule.of(recipe).decay_steps
@@ -251,7 +252,7 @@ def _check_sync(recipe: Recipe) -> None:
         if sync.warmup_steps < total:
             key = f"sync.warmup_until_lr is {sync.warmup_until_lr}, which optim.lr's schedule never falls to"
         raise RecipeError(
-            f"{key}, which leaves none of {total} steps to sync.method={sync.method}; "
+            f"{key}, which leaves none of {counted(total, 'step')} to sync.method={sync.method}; "
             f"lower it, or use sync.method=synchronous"
         )
     sync.schedule.check(sync, blocks=None)
@@ -271,8 +272,8 @@ def check_group(recipe: Recipe, replicas: int) -> None:
     shares = recipe.train.batch_shares
     if shares and len(shares) != replicas:
         raise RecipeError(
-            f"train.batch_shares has {len(shares)} {'share' if len(shares) == 1 else 'shares'}, but the run has {replicas} "
-            f"{'replica' if replicas == 1 else 'replicas'}; give one for each replica, or [] for equal shares"
+            f"train.batch_shares has {counted(len(shares), 'share')}, but the run has "
+            f"{counted(replicas, 'replica')}; give one for each replica, or [] for equal shares"
         )
     recipe.sync.schedule.resolve_group_size(replicas)
 
@@ -281,7 +282,7 @@ def _check_batch(recipe: Recipe, ranks: int) -> None:
     train, shares = recipe.train, recipe.train.batch_shares
     if shares and ranks % len(shares):
         raise RecipeError(
-            f"train.batch_shares has {len(shares)} shares, one for each replica, but {ranks} {'rank' if ranks == 1 else 'ranks'} can't be "
+            f"train.batch_shares has {len(shares)} shares, one for each replica, but {counted(ranks, 'rank')} can't be "
             "divided into so many replicas; start a multiple of them, or give [] for equal shares"
         )
     at_once = batch_unit(train.micro_batch, ranks, shares)
@@ -292,7 +293,7 @@ def _check_batch(recipe: Recipe, ranks: int) -> None:
     if shares:
         raise RecipeError(
             f"train.global_batch is {train.global_batch}, which train.batch_shares={[*shares]} does not divide into complete micro-batches "
-            f"of {train.micro_batch} x {ranks // len(shares)} shards; use {works}"
+            f"of {train.micro_batch} x {counted(ranks // len(shares), 'shard')}; use {works}"
         )
     micro = next(
         (m for m in range(min(train.micro_batch, train.global_batch), 0, -1) if train.global_batch % (m * ranks) == 0),

@@ -70,14 +70,15 @@ def recipe_check(
     recipe: RecipeFile,
     overrides: Overrides = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Check for this number of processes elsewhere, such as on a cluster.")
+        int | None,
+        typer.Option(min=1, help="Check for this number of processes elsewhere, such as the GPUs of a cluster."),
     ] = None,
 ) -> None:
     """Check whether llmtrain launch would train a recipe on this machine, and how, without starting or writing anything.
 
     Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. Prints the mesh,
-    the model, and the memory that a process needs. With --processes, the memory, devices and files of this machine do
-    not matter.
+    the model, and the memory that a process needs. With --processes, it assumes GPUs, and the
+    memory, devices and files of this machine do not matter.
     """
     with imports_without_gc():
         from llmtrain.launch.preflight import check_elsewhere, check_here
@@ -89,7 +90,7 @@ def recipe_check(
     if processes is None:
         lines = preview(recipe, loaded, check_here(loaded))
     else:
-        lines = preview_elsewhere(recipe, loaded, check_elsewhere(loaded, processes))
+        lines = preview_elsewhere(recipe, loaded, processes, check_elsewhere(loaded, processes))
     for line in lines:
         typer.echo(line)
 

@@ -126,7 +126,7 @@ def _groups(path: str, value: dict[str, Any], schema: dict[str, Any]) -> Iterato
     for mapping in (_resolve(option, schema) for option in inside if "$ref" in option):
         from_preset = PRESET_KEYS if path == "sync" else ()
         kind = mapping["properties"].get("kind", {}).get("const")
-        yield KeyGroup(path, kind, mapping["description"], tuple(_keys(mapping, schema, from_preset)))
+        yield KeyGroup(path, kind, _docstring(mapping, mapping["title"]), tuple(_keys(mapping, schema, from_preset)))
         for key, inner in mapping["properties"].items():
             yield from _groups(f"{path}.{key}", inner, schema)
 
@@ -135,7 +135,15 @@ def _keys(section: dict[str, Any], schema: dict[str, Any], from_preset: Sequence
     """Yield a section's keys. Keys in `from_preset` have "the method's" as their default."""
     for key, value in section["properties"].items():
         default = "the method's" if key in from_preset else _default(value)
-        yield KeyReference(key, _allowed(value, schema), default, value["description"])
+        meaning = _docstring(value, f"{section['title']}.{key}")
+        yield KeyReference(key, _allowed(value, schema), default, meaning)
+
+
+def _docstring(described: dict[str, Any], name: str) -> str:
+    """Return the docstring of a class or key in the schema. Raises RecipeError if there is none."""
+    if "description" not in described:
+        raise RecipeError(f"{name} of llmtrain/config has no docstring; write one, which recipe keys and the docs show")
+    return described["description"]
 
 
 def _allowed(value: dict[str, Any], schema: dict[str, Any]) -> str:

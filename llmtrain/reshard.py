@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from llmtrain.quantities import counted, mesh_size
+
 T = TypeVar("T")
 SUMMED = ("error",)
 """Kinds of per-replica tensors whose sum over replicas is kept, instead of the mean: the rounding errors of error feedback. They
@@ -73,9 +75,10 @@ class MeshChange:
         """Return a short description for the console; empty if nothing changes."""
         if self.is_identity:
             return ""
-        written = f", written by {self.old_replicas} replicas x {self.old_shards} shards"
+        written = f", written by {mesh_size(self.old_replicas, self.old_shards)}"
         if not self.replicas_changed:
-            return f"{written}: the same replicas on {self.shards} shards"
+            same = "replica" if self.replicas == 1 else "replicas"
+            return f"{written}: the same {same} on {counted(self.shards, 'shard')}"
         start = f"{self.replicas} replicas start" if self.replicas > 1 else "1 replica starts"
         return f"{written}: {start} from their mean" if self.old_replicas > 1 else f"{written}: {start} from it"
 

@@ -134,6 +134,11 @@ def _path_of(name: str, key: str) -> Path:
         return Path(name)
     known = suite_names()
     if name not in known:
+        if os.path.isfile(name):
+            raise SuiteError(
+                f"{key} {name}: this file is not a suite; give a file that ends in .yaml and lists tasks, "
+                "texts (such as this file may be) or samples (eval/README.md)"
+            )
         near = closest(name, known)
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
         raise SuiteError(f"{key} {name}: there is no such suite; {hint}")

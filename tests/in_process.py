@@ -83,14 +83,10 @@ def run_here(command: list[str] | Callable[[], object]) -> tuple[int | None, str
 
 
 def error_lines(output: str) -> list[str]:
-    """Return the lines of an output that are llmtrain's error messages or begin one of the command line parser."""
-    return [line for line in output.splitlines() if line.startswith("error: ") or "─ Error ─" in line]
+    """Return the lines of an output that are error messages."""
+    return [line for line in output.splitlines() if line.startswith("error: ")]
 
 
 def message_of(output: str) -> str:
-    """Return the error message in an output, without the frame that the command line parser draws around its own."""
-    for line in output.splitlines():
-        if line.startswith("error: "):
-            return line.removeprefix("error: ")
-    _, _, box = output.partition("─ Error ─")
-    return " ".join(line.strip("│ ") for line in box.splitlines()[1:] if line.startswith("│"))
+    """Return the first error message in an output, or an empty text."""
+    return next(iter(error_lines(output)), "").removeprefix("error: ")

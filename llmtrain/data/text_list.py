@@ -15,6 +15,7 @@ from llmtrain.data.ready_made import find_ready_made
 from llmtrain.data.sources import STORIES
 from llmtrain.data.tokenizer import trained_size
 from llmtrain.errors import DataError, RecipeError
+from llmtrain.quantities import counted
 
 
 def check_text_list(data: DataSection, sets: Mapping[str, str]) -> None:
@@ -50,8 +51,8 @@ def check_replicas(data: DataSection, replicas: int) -> None:
     entries = len(data.per_replica)
     if data.per_replica and entries < replicas:
         raise RecipeError(
-            f"data.per_replica has {entries} {'entry' if entries == 1 else 'entries'}, but the run has {replicas} replicas; give "
-            f"one entry per replica (equal ones form a site), or parallel.replicas={entries}"
+            f"data.per_replica has {entries} {'entry' if entries == 1 else 'entries'}, but the run has "
+            f"{counted(replicas, 'replica')}; give one entry per replica (equal ones form a site), or parallel.replicas={entries}"
         )
 
 

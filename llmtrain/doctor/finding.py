@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from llmtrain.quantities import counted
+
 
 class Level(StrEnum):
     """Severity of a finding: nothing to do, training may suffer, or training will fail or give wrong results."""
@@ -86,4 +88,4 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+    return counted(number, what) if number else f"no {what}s"

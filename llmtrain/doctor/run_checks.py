@@ -56,7 +56,7 @@ from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate
 from llmtrain.plan.mesh_plan import MEMORY_HEADROOM, choose_mesh, plan_mesh
 from llmtrain.plan.model_size import ModelSize, size_of
 from llmtrain.plan.time_estimate import HardwareRates, rate_here, round_bytes, traffic
-from llmtrain.quantities import GIB
+from llmtrain.quantities import GIB, mesh_size
 from llmtrain.recipe_check import check, check_group
 from llmtrain.recipe_messages import one_of
 from llmtrain.train.devices import memory_bytes, memory_of_rank
@@ -91,7 +91,7 @@ def fit(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float]) -> tuple[
         check_group(recipe, replicas)
     except UserError as error:
         return [problem(f"recipe: {error}", "")], None
-    findings = [ok(f"mesh: {replicas} replicas x {shards} shards ({reason})")]
+    findings = [ok(f"mesh: {mesh_size(replicas, shards)} ({reason})")]
     if recipe.parallel.precision == "bf16" and on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         findings.append(problem("this GPU does not compute in bf16", "set parallel.precision=fp32"))
     size = written = tokens = None

@@ -20,7 +20,7 @@ from llmtrain.export.folder import Manifest
 from llmtrain.export.request import WeightSource
 from llmtrain.export.separators import describe_separators
 from llmtrain.export.source import Source
-from llmtrain.quantities import format_si
+from llmtrain.quantities import counted, format_si, mesh_size
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.run_files import EVALUATIONS
 from llmtrain.train.stored_weights import validates_anchor
@@ -85,12 +85,12 @@ def _facts(source: Source, manifest: Manifest) -> list[tuple[str, str]]:
     of_anchor = validates_anchor(state)
     training, validation = progress["last_line"].get("train/loss"), progress["last_eval"]
     facts = [
-        ("method", f"`{recipe.sync.method}`: {progress['method']['report']['count']} synchronizations"),
+        ("method", f"`{recipe.sync.method}`: {counted(progress['method']['report']['count'], 'synchronization')}"),
         ("started from", None if start is None else f"`{start['path']}`, digest `{start['digest']}`"),
         ("steps", f"{source.step:,} of {recipe.train.total_steps:,}"),
         ("tokens", f"{source.tokens:,}, sequences of {recipe.train.sequence_length:,}"),
         ("data", f"{_texts(recipe.data)}, tokenizer `{recipe.data.tokenizer}`"),
-        ("mesh", f"{replicas} replicas x {shard} shards ({engine}), {recipe.parallel.precision}"),
+        ("mesh", f"{mesh_size(replicas, shard)} ({engine}), {recipe.parallel.precision}"),
         (
             "training loss",
             None

@@ -30,7 +30,7 @@ from llmtrain.export.parity import check_logits, check_tokenizer
 from llmtrain.export.request import Request, Step
 from llmtrain.export.source import ChosenWeights, Source, find_source
 from llmtrain.model import build, learned_positions, model_config
-from llmtrain.quantities import format_si
+from llmtrain.quantities import counted, format_si
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -71,7 +71,7 @@ def export(source: Source, request: Request, out: Path | None = None) -> tuple[P
 def describe_export(folder: Path, manifest: Manifest) -> str:
     """Return the summary of an export that the command prints."""
     weights = [size for name, (size, _) in manifest.files.items() if name.endswith(".safetensors")]
-    files = "1 file" if len(weights) == 1 else f"{len(weights)} files"
+    files = counted(len(weights), "file")
     return (
         f"{folder}: {manifest.weights} after step {manifest.step}, {format_si(manifest.parameters)} parameters in "
         f"{manifest.dtype}, {files} of weights ({format_si(sum(weights))}B)\n{manifest.parity.describe()}"

@@ -11,9 +11,9 @@ from llmtrain.config import Recipe
 from llmtrain.data.documents import document_samples
 from llmtrain.launch.preflight import Preflight
 from llmtrain.plan.memory import estimate
-from llmtrain.plan.mesh_plan import size_or_assumed
+from llmtrain.plan.mesh_plan import given_shards, size_or_assumed
 from llmtrain.plan.model_size import size_of
-from llmtrain.quantities import GIB
+from llmtrain.quantities import GIB, counted, mesh_size
 from llmtrain.train.loggers import mesh_line, model_line
 
 
@@ -42,11 +42,23 @@ def preview(path: Path, recipe: Recipe, preflight: Preflight) -> list[str]:
     return [*lines, f"{path}: fine on this machine"]
 
 
-def preview_elsewhere(path: Path, recipe: Recipe, warnings: Sequence[str]) -> list[str]:
-    """Return the output lines for a start on other machines, given its warnings."""
-    train = recipe.train
-    length = f"{train.total_steps:,} steps of {recipe.data.at_most}{train.tokens_per_step:,} tokens"
-    return [*_marked(warnings), f"{path}: fine ({length})"]
+def preview_elsewhere(path: Path, recipe: Recipe, processes: int, warnings: Sequence[str]) -> list[str]:
+    """Return the output lines for a start of this number of processes on unknown machines with GPUs, given its warnings. If the mesh
+    depends on the machines, the line about memory has the meshes with the fewest and with the most shards."""
+    train, size, ranks = recipe.train, size_or_assumed(recipe), processes * recipe.parallel.ranks_per_process
+    given = (1, "one process") if ranks == 1 else given_shards(recipe.parallel, ranks, on_gpu=True)
+    shapes = (1, ranks) if given is None else (given[0],)
+    needs = [
+        f"{estimate(recipe, size, ranks // shards, shards).total(on_gpu=True) / GIB:.2f} GiB"
+        f"{f' as {mesh_size(ranks // shards, shards)}' if given is None else ''}"
+        for shards in shapes
+    ]
+    if given is None:
+        mesh = f"mesh: {ranks} processes, whose nodes and GPUs decide it (give parallel.replicas or parallel.shards to fix it)"
+    else:
+        mesh = mesh_line(ranks // given[0], given[0], "cuda", given[1])
+    length = f"{counted(train.total_steps, 'step', ',')} of {recipe.data.at_most}{train.tokens_per_step:,} tokens"
+    return [*_marked(warnings), mesh, f"memory: about {' or '.join(needs)} on each GPU", f"{path}: fine ({length})"]
 
 
 def _marked(warnings: Sequence[str]) -> list[str]:

@@ -47,6 +47,7 @@ from llmtrain.launch.watchdog import kill_hung_ranks, stop_on_signals
 from llmtrain.parallel.network import check_localhost
 from llmtrain.parallel.world import environment_without_rank, gpu_count
 from llmtrain.process_limits import usable_cores
+from llmtrain.quantities import counted
 from llmtrain.recipe_check import check, check_vocabulary
 from llmtrain.recipe_loader import check_not_moved, load_recipe, resolved_yaml
 from llmtrain.run_files import RECIPE
@@ -98,8 +99,9 @@ def _launch(recipe_path: Path, overrides: Sequence[str]) -> int:
     with single_threaded_imports(), imports_without_gc():  # reading `model.from_config` imports libraries
         recipe = load_recipe(recipe_path, overrides)
     check_not_moved(recipe, recipe_path, overrides)
-    steps, tokens = recipe.train.total_steps, f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
-    print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
+    tokens = f"{recipe.data.at_most}{recipe.train.tokens_per_step:,} tokens"
+    length = f"{counted(recipe.train.total_steps, 'step', ',')} of {tokens}"
+    print(f"{recipe.run.name}: {recipe.sync.method}, {length}; loading torch", flush=True)
     with single_threaded_imports(), imports_without_gc():
         import_transformers()
         # Forked ranks need these modules, too, and inherit them from this process instead of importing them.
@@ -194,7 +196,7 @@ def _launch_ranks(
         fewer_replicas = partial(_fewer_replicas, recipe, recipe_path, start, nodes)
         if nodes.rank == 0 and allow_node_loss:
             _warn_of_lost_node(nodes, fewer_replicas)
-        print(f"starting {info.processes} {'process' if info.processes == 1 else 'processes'} on this node", flush=True)
+        print(f"starting {counted(info.processes, 'process')} on this node", flush=True)
 
         def run(attempt: Attempt) -> NodeExit:
             fewer = fewer_replicas(attempt)

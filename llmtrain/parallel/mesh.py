@@ -23,6 +23,7 @@ from llmtrain.parallel.network import Networks, using_interface
 from llmtrain.parallel.rendezvous import Peers, RankInfo, check_connectivity, find_peers
 from llmtrain.parallel.virtual_clock import VirtualClock
 from llmtrain.parallel.world import SHARE_GPU, World, may_share_gpu
+from llmtrain.quantities import counted
 
 T = TypeVar("T")
 BOUND_TO_ONE_GPU = re.compile(r"\b(single|per_task):1\b")
@@ -92,8 +93,8 @@ def local_device(world: World) -> torch.device:
         return torch.device("cuda", 0)
     if world.local_rank >= gpus and not may_share_gpu():
         raise RecipeError(
-            f"{world.local_size} processes on a machine with {gpus} GPUs; start one process per GPU, or set {SHARE_GPU}=1 to let "
-            "replicas share one"
+            f"{world.local_size} processes on a machine with {counted(gpus, 'GPU')}; start one process per GPU, or set {SHARE_GPU}=1 to "
+            "let replicas share one"
         )
     return torch.device("cuda", world.local_rank % gpus)
 

@@ -26,7 +26,7 @@ the same time, so that they can read its answer."""
 QUIET_SECONDS = 10.0
 """Seconds that rank 0 waits silently, because ranks that a launcher starts together do not take equally long to import."""
 POLL_SECONDS = 0.2
-"""Seconds between two checks for a newer start."""
+"""Maximum seconds between two checks for the answers or for a newer start."""
 AT_START = "at the start"
 START = "llmtrain/start"
 """Store key of the name that rank 0 has given to the current start."""
@@ -84,8 +84,10 @@ def _join(store: dist.Store, world: World, mine: list[Any], deadline: float) -> 
         name = store.get(START)
         part = dist.PrefixStore(name.decode(), store)
         _answer(part, world, AT_START, mine)
+        pause = POLL_SECONDS / 32
         while store.get(START) == name and not part.check([_key(AT_START, "told")]) and time.monotonic() < deadline:
-            _wait(part, [_key(AT_START, "told")], POLL_SECONDS)
+            time.sleep(pause)  # not a short wait of the store, after each of which torch prints a warning
+            pause = min(2 * pause, POLL_SECONDS)
         answers = _read_answers(part, world, AT_START)
         has_mine = world.rank in answers and answers[world.rank][1] == mine
         if has_mine and store.get(START) == name:
@@ -103,7 +105,8 @@ def _answer(store: dist.Store, world: World, when: str, mine: Any) -> None:
 
 def _collect_answers(store: dist.Store, world: World, when: str, timeout_seconds: float) -> Answers:
     """Wait as rank 0 for the answers of the other ranks, tell them which ranks are present, and return all answers."""
-    with announced(f"the other {world.size - 1} ranks {when}", timeout_seconds, QUIET_SECONDS):
+    others = "the other rank" if world.size == 2 else f"the other {world.size - 1} ranks"
+    with announced(f"{others} {when}", timeout_seconds, QUIET_SECONDS):
         _wait(store, [_key(when, rank) for rank in range(world.size)], timeout_seconds)
     answers = _present(store, _key(when), world)
     store.set(_key(when, "told"), json.dumps(answers))

@@ -11,7 +11,7 @@ from llmtrain.config import ParallelSection, Recipe
 from llmtrain.errors import ModelError, RecipeError
 from llmtrain.plan.memory import Memory, copies_background_checkpoints, estimate, reshards
 from llmtrain.plan.model_size import ModelSize, size_of
-from llmtrain.quantities import GIB
+from llmtrain.quantities import GIB, counted, mesh_size
 from llmtrain.recipe_messages import one_of
 
 
@@ -48,9 +48,9 @@ def given_shards(parallel: ParallelSection, world: int, on_gpu: bool) -> tuple[i
     if not on_gpu and len(on_cpu) == 2 and math.prod(on_cpu) == world:
         return on_cpu[1], "no GPU: parallel.on_cpu"
     if shards != "auto":
-        return shards, f"{world} processes, parallel.shards={shards}"
+        return shards, f"{counted(world, 'process')}, parallel.shards={shards}"
     if replicas != "auto":
-        return world // replicas, f"{world} processes, parallel.replicas={replicas}"
+        return world // replicas, f"{counted(world, 'process')}, parallel.replicas={replicas}"
     return None
 
 
@@ -158,7 +158,7 @@ def plan_mesh(recipe: Recipe, nodes: Sequence[str], memory: Sequence[float], on_
         if recipe.parallel.in_process:
             each, there = "for all replicas in one process", "the process has"
         raise RecipeError(
-            f"{recipe.run.name} has {size.parameters:,} parameters; as {replicas} replicas x {shards} shards it needs "
+            f"{recipe.run.name} has {size.parameters:,} parameters; as {mesh_size(replicas, shards)} it needs "
             f"{what} {total / GIB:.1f} GiB {each}, and {there} {least / GIB:.1f} GiB; "
             f"give {one_of(_remedies(recipe, ours, len(set(nodes)) > 1, on_gpu))}"
         )

@@ -21,7 +21,7 @@ from llmtrain.plan.mesh_plan import size_or_assumed
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, estimate_time, rate_here
 from llmtrain.plan.unused_keys import is_given, unused_keys
-from llmtrain.quantities import format_duration
+from llmtrain.quantities import counted, format_duration
 from llmtrain.step_counts import local_steps, round_count
 from llmtrain.sync.methods import is_for_one_replica
 
@@ -175,7 +175,7 @@ def _recordings(recipe: Recipe) -> Iterator[str]:
     total = recipe.train.total_steps
     for key, section in (("trace", recipe.log.trace), ("profile", recipe.log.profile)):
         if section is not None and section.first > total:
-            yield f"log.{key}.first is {section.first:,}, but the run has {total:,} steps: nothing is recorded"
+            yield f"log.{key}.first is {section.first:,}, but the run has {counted(total, 'step', ',')}: nothing is recorded"
 
 
 def _early_momentum(recipe: Recipe, seconds: float | None) -> Iterator[str]:

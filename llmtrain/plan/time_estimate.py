@@ -19,6 +19,7 @@ from llmtrain.plan.engine_memory import BYTES, moment_values
 from llmtrain.plan.model_size import ModelSize
 from llmtrain.plan.network_time import FORWARD_SHARE, NetworkLink, block_message, gradient_time, round_time, timed_round
 from llmtrain.process_limits import usable_cores
+from llmtrain.quantities import counted
 from llmtrain.step_counts import local_steps, round_count, warmup_steps
 
 TRAINING_EFFICIENCY = 0.5
@@ -116,7 +117,7 @@ def traffic(recipe: Recipe, size: ModelSize, replicas: int) -> str:
             members = sync.schedule.resolve_group_size(replicas)
             in_groups = f", {decimal(int(rounds.bytes_in_group))} of it per step among {members}"
         line = (
-            f"{decimal(int(rounds.bytes))} {whose} per round{in_groups}, {rounds.number:,} rounds of about "
+            f"{decimal(int(rounds.bytes))} {whose} per round{in_groups}, {counted(rounds.number, 'round', ',')} of about "
             f"{rounds.every:.0f} steps: {decimal(int(rounds.bytes / rounds.every))} per step"
         )
     return f"{line}\n{gradients} per step when synchronous" + (f", as in the first {warmup:,} steps" if warmup else "")

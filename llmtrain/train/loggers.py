@@ -16,7 +16,7 @@ from rich.console import Console as RichConsole
 
 from llmtrain.config import Recipe
 from llmtrain.files import atomic_write, read_lines
-from llmtrain.quantities import format_elapsed, format_si
+from llmtrain.quantities import counted, format_elapsed, format_si, mesh_size
 from llmtrain.recipe_loader import resolved_yaml
 from llmtrain.startup import seconds_since_command
 from llmtrain.train.progress import DelayedProgress
@@ -278,7 +278,7 @@ def mesh_line(replicas: int, shards: int, device_type: str, reason: str, connect
     """Return the console's line about the mesh. `reason` is `plan_mesh`'s reason for the mesh's shape. `connections` is
     the number of connections from a rank to each peer in another replica."""
     several = f" · {connections} connections to each replica" if connections > 1 else ""
-    return f"mesh: {replicas} replicas x {shards} shards on {device_type} ({reason}){several}"
+    return f"mesh: {mesh_size(replicas, shards)} on {device_type} ({reason}){several}"
 
 
 def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | None) -> str:
@@ -290,6 +290,6 @@ def model_line(recipe: Recipe, parameters: int, blocks: int, sequences: int | No
         what = "documents" if recipe.data.packing == "none" else "sequences"
         data = f"{format_si(sequences)} {what}, {total * train.global_batch / sequences:.2f} epochs"
     return (
-        f"model: {format_si(parameters)} parameters in {blocks} blocks · {total} steps of {recipe.data.at_most}"
+        f"model: {format_si(parameters)} parameters in {counted(blocks, 'block')} · {counted(total, 'step')} of {recipe.data.at_most}"
         f"{format_si(train.tokens_per_step)} tokens, {format_si(total * train.tokens_per_step)} in all · data: {data}"
     )

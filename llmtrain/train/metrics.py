@@ -15,6 +15,7 @@ from llmtrain.errors import TrainingError
 from llmtrain.parallel.comms import TRAFFIC_RULES
 from llmtrain.parallel.engine import Engine, count_positions, count_tokens
 from llmtrain.parallel.mesh import Mesh
+from llmtrain.quantities import counted
 from llmtrain.reshard import Rules, first, largest, mean
 from llmtrain.sync.method import Method
 from llmtrain.trace import span
@@ -333,7 +334,7 @@ class Metrics:
             count = round(self.last_line["health/skipped_steps"])
             self.run_log.warn(
                 line.step,
-                f"{count} step{'' if count == 1 else 's'} skipped so far: no finite gradient (optim.nonfinite)",
+                f"{counted(count, 'step')} skipped so far: no finite gradient (optim.nonfinite)",
             )
         self.run_log.log_step(line.step, line.tokens, line.seconds, self.last_line)
         return line

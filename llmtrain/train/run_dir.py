@@ -18,6 +18,7 @@ from llmtrain.config import Recipe
 from llmtrain.data.dataset import TOKENIZER
 from llmtrain.errors import PASSING, CheckpointError, RecipeError, TrainingError, UnavailableError, raise_if_no_answer
 from llmtrain.files import atomic_write, check_path, is_held_elsewhere, lock_holder, set_aside, write_lock_holder
+from llmtrain.quantities import counted
 from llmtrain.recipe_diff import differences
 from llmtrain.recipe_loader import load_recipe, resolved_yaml, stored_recipe
 from llmtrain.run_files import CHECKPOINTS, EVALUATIONS, LOCK, METRICS, RECIPE, STEP_NAME, SUMMARY, complete_checkpoints
@@ -144,7 +145,7 @@ class RunDirectory:
         elif self.recipe.checkpoint.mirror is None and newest != summary["steps"]:
             longer = f"Its newest checkpoint is of step {newest}, so a run with more {key} would continue there"
         return (
-            f"{self.path} is complete: {summary['steps']} steps, validation loss {summary['final_eval_loss'] or math.nan:.4f}. "
+            f"{self.path} is complete: {counted(summary['steps'], 'step')}, validation loss {summary['final_eval_loss'] or math.nan:.4f}. "
             f"{longer}; start another with run.name=NAME."
         )
 
@@ -172,8 +173,8 @@ class RunDirectory:
         summary = self.summary()
         if summary is not None and summary["stopped"] == "done" and self.finished_summary() is None:
             raise RecipeError(
-                f"{self.path} is complete after {summary['steps']} steps, but has no checkpoint to continue from; put one back, or "
-                "choose another run.name"
+                f"{self.path} is complete after {counted(summary['steps'], 'step')}, but has no checkpoint to continue from; put one "
+                "back, or choose another run.name"
             )
 
     def length_change(self) -> LengthChange | None:

@@ -12,7 +12,7 @@ from llmtrain.errors import TrainingError, one_line
 from llmtrain.files import read_lines
 from llmtrain.parallel.comms import MESSAGE_LENGTH
 from llmtrain.plan.model_size import size_of
-from llmtrain.quantities import GIB, format_elapsed, format_si
+from llmtrain.quantities import GIB, counted, format_elapsed, format_si, mesh_size
 from llmtrain.run_plots import draw_run
 from llmtrain.train.loggers import SampleLogger
 from llmtrain.train.rank_errors import raise_on_all
@@ -78,9 +78,7 @@ def write_summary(trainer: Trainer, stopped: str, mirrored: int | None) -> None:
     def write() -> None:
         try:
             directory.write_summary(summary_of(trainer, stopped, mirrored, read))
-            title = (
-                f"{recipe.run.name} · {recipe.sync.method} · {mesh.replicas} replicas x {mesh.shard_comms.size} shards"
-            )
+            title = f"{recipe.run.name} · {recipe.sync.method} · {mesh_size(mesh.replicas, mesh.shard_comms.size)}"
             draw_run(read_lines(directory.metrics), directory.plot, title)
         except OSError as error:
             raise TrainingError(
@@ -149,24 +147,24 @@ def final_report(trainer: Trainer, summary: dict[str, Any], parameters: int) -> 
     the next run."""
     recipe, metrics, run_log = trainer.recipe, trainer.metrics, trainer.metrics.run_log
     result = (
-        f"Trained {summary['steps']} steps, {format_si(summary['tokens'])} tokens, in {format_elapsed(summary['train_seconds'])} "
-        f"({format_si(summary['tokens_per_second'])} tokens/s); validation loss from {metrics.first_eval.loss:.2f} to "
-        f"{metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
+        f"Trained {counted(summary['steps'], 'step')}, {format_si(summary['tokens'])} tokens, in "
+        f"{format_elapsed(summary['train_seconds'])} ({format_si(summary['tokens_per_second'])} tokens/s); validation loss "
+        f"from {metrics.first_eval.loss:.2f} to {metrics.last_eval.loss:.2f} (perplexity {metrics.last_eval.perplexity:.4g})."
     )
     if run_log.warnings:
         count = len(run_log.warnings)
-        result += f" {count} warning{'' if count == 1 else 's'}, the last at {run_log.warnings[-1]}."
+        result += f" {counted(count, 'warning')}, the last at {run_log.warnings[-1]}."
     if "virtual_seconds" in summary:
         result += f" By the virtual clock, this took {summary['virtual_seconds']:,.0f} s."
     every_step = every_step_bytes(read_lines(run_log.directory.metrics), parameters)
     count, comparison = summary["sync_count"], ""
-    synchronizations = f"{count} synchronization{'' if count == 1 else 's'}"
+    synchronizations = counted(count, "synchronization")
     if recipe.sync.period.averages_gradients:
         synchronizations = "gradients averaged in every step"
     elif summary["replicas"] > 1:
         comparison = f" (gradients averaged in every step: {format_si(every_step)}B)"
     sent = (
-        f"{summary['replicas']} replicas x {summary['shards']} shards with {summary['method']}: {synchronizations}, "
+        f"{mesh_size(summary['replicas'], summary['shards'])} with {summary['method']}: {synchronizations}, "
         f"{format_si(summary['bytes_sent'])}B between replicas{comparison}."
     )
     other = next(method for method in COMPARE_WITH if method != recipe.sync.method)

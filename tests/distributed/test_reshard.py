@@ -104,7 +104,7 @@ def test_the_same_replicas_on_other_shards_go_on_as_if_nothing_had_happened(
     run(ranks, *(Part(recipe, 2, 1, 10) for recipe in (alone, moved)))
     run(ranks, Part(alone, 2, 1, 14))
     [seen] = run(ranks, Part(moved, 2, 2, 14))
-    assert said(seen) == "step-00000010, written by 2 replicas x 1 shards: the same replicas on 2 shards"
+    assert said(seen) == "step-00000010, written by 2 replicas x 1 shard: the same replicas on 2 shards"
     assert [line["step"] for line in lines(moved)] == [0, 1, 10, 14, 14]
     for ours, theirs in zip(lines(moved), lines(alone), strict=True):
         assert ours["tokens"] == theirs["tokens"]
@@ -246,7 +246,7 @@ def test_replicas_that_join_bring_their_part_of_the_batch(ranks: RankPool, folde
     [one] = run(ranks, Part(recipes["one"][1], 1, 1, 8))
     [two] = run(ranks, Part(recipes["two"][1], 2, 1, 8))
     assert said(two) == (
-        "step-00000004, with 24 sequences per step instead of 12, written by 1 replicas x 1 shards: 2 replicas start from it"
+        "step-00000004, with 24 sequences per step instead of 12, written by 1 replica x 1 shard: 2 replicas start from it"
     )
     assert sorted(one[0].samples) == sorted(chain.from_iterable(rank.samples for rank in two))
     assert len(set(one[0].samples)) == 4 * 24

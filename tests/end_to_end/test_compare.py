@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_more_replicas(tmp_path: Path, runs: Runs) -> None:
     assert code == 0, output
     assert records(tmp_path)["plain", "elastic"]["state"] == "done"
     elastic = tmp_path / "small/plain/elastic/seed-1234"
-    assert "written by 1 replicas x 1 shards" in (elastic / "host0.log").read_text()
+    assert "written by 1 replica x 1 shard" in (elastic / "host0.log").read_text()
     assert json.loads((elastic / "summary.json").read_text())["replicas"] == 2
 
 

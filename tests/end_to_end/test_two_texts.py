@@ -74,7 +74,7 @@ def test_a_node_needs_the_text_of_its_own_site_alone(folder: Path) -> None:
     keys = overrides(folder, "sites", other, "parallel.replicas=1", "train.steps=8", "train.global_batch=8")
     code, output = run(folder / "b", "launch", *keys)
     assert code == 0, output
-    assert "for 8 steps instead of 6, written by 2 replicas x 1 shards: 1 replica starts from their mean" in output
+    assert "for 8 steps instead of 6, written by 2 replicas x 1 shard: 1 replica starts from their mean" in output
     assert "Read from a: 24 sequences · b: 40 sequences, " in output
     state = json.loads((folder / "runs/sites/checkpoints/step-00000008/state.json").read_text())
     (rank,) = state["ranks"]

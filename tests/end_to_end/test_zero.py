@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.parallel.network import unused_port
+from llmtrain.quantities import counted
 from tests.end_to_end.runs import Runs, losses, start, summary
 
 pytestmark = [
@@ -44,7 +45,7 @@ def test_zero_trains_under_deepspeeds_launcher_as_fsdp2_does_under_ours(runs: Ru
     script = runs.command(name, "parallel.engine=zero", *mesh, *SAMPLE)[1:]
     code, output = deepspeed(runs, "--num_accelerators", str(shards), *script)
     assert code == 0, output
-    assert f"mesh: 1 replicas x {shards} shards on cpu (as the recipe says)" in output
+    assert f"mesh: 1 replica x {counted(shards, 'shard')} on cpu (as the recipe says)" in output
     assert losses(runs.path(name)) == pytest.approx(losses(runs.reference(1, 1)), rel=1e-4)
     assert_sampled(output, runs.path(name))
 
@@ -64,10 +65,10 @@ def test_both_engines_train_the_same_under_deepspeeds_launcher(runs: Runs, engin
 def test_without_a_count_it_starts_one_process_and_the_run_says_what_that_makes(runs: Runs) -> None:
     script = runs.command("one", "parallel.engine=zero")[1:]
     code, output = deepspeed(runs, *script, "parallel.replicas=2", "parallel.shards=2")
-    assert code != 0 and "needs 4 processes, there are 1" in output and "--num_accelerators 4" in output
+    assert code != 0 and "needs 4 processes, there is 1" in output and "--num_accelerators 4" in output
     code, output = deepspeed(runs, *script, "train.steps=3")
     assert code == 0, output
-    assert "mesh: 1 replicas x 1 shards on cpu (one process)" in output
+    assert "mesh: 1 replica x 1 shard on cpu (one process)" in output
 
 
 @pytest.mark.deep

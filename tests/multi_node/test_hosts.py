@@ -30,7 +30,7 @@ def test_two_hosts_by_torchrun(runs: Runs):
     with virtual_cluster([HostLimits()] * 2) as made:
         ended = torchrun(made, arguments(runs, "torchrun", *keys))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert any("mesh: 2 replicas x 1 shards on cpu (2 nodes of 1: a node is a shard group)" in out for _, out in ended)
+    assert any("mesh: 2 replicas x 1 shard on cpu (2 nodes of 1: a node is a shard group)" in out for _, out in ended)
     assert runs.exact("torchrun") == exact_lines(runs.reference(2, 1, *SIX_STEPS))
 
 

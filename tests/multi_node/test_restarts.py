@@ -132,7 +132,7 @@ def test_a_host_that_goes_away(runs: Runs, choice: str, batch: int) -> None:
         assert first[0] == third[0] == 0, (first, third)
         assert "its ranks are started again on 2 of 3 nodes" in first[1]
         change = ", with 16 sequences per step instead of 18" if batch == 18 else ""
-        assert f"{change}, written by 3 replicas x 1 shards: 2 replicas start from their mean" in first[1]
+        assert f"{change}, written by 3 replicas x 1 shard: 2 replicas start from their mean" in first[1]
         steps = [line["step"] for line in runs.lines(name) if "train/loss" in line]
         assert steps == list(range(1, 31)), "a step is missing or logged twice"
     else:

@@ -222,9 +222,9 @@ TABLES = {
           - "Received %s death signal", "Error waiting on exit barrier"
           + "Received %s death signal", "Received"
         launch: the first line is printed after torch is imported
-          -     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
+          -     print(f"{recipe.run.name}: {recipe.sync.method}, {length}; loading torch", flush=True)
           +     import torch  # noqa: F401
-          +     print(f"{recipe.run.name}: {recipe.sync.method}, {steps:,} steps of {tokens}; loading torch", flush=True)
+          +     print(f"{recipe.run.name}: {recipe.sync.method}, {length}; loading torch", flush=True)
     seen by unit/test_text_list.py
         sites: remaining nodes read the first texts
           - rank=member)) for member in attempt.members)

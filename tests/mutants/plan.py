@@ -97,8 +97,8 @@ TABLES = {
           - return world, f"{count} nodes
           + return per_node, f"{count} nodes
         plan: the number of replicas is taken for the number of shards
-          - return world // replicas, f"{world}
-          + return replicas, f"{world}
+          - return world // replicas, f"{counted(world
+          + return replicas, f"{counted(world
     seen by unit/test_plan_fit.py
         plan: the device with the most memory decides
           - size, least = size_or_assumed(recipe), min(memory)

@@ -150,7 +150,7 @@ KEYS = ("train.micro_batch=4", "parallel.replicas=2", "parallel.shards=1")
         (("train.batch_shares=[2]",), ["has 1 share, but the run has 2 replicas"]),
         (
             ("train.batch_shares=[2, 1]", "train.global_batch=32"),
-            ["global_batch is 32", "batch_shares=[2, 1]", "micro-batches of 4 x 1 shards", "24 or 36"],
+            ["global_batch is 32", "batch_shares=[2, 1]", "micro-batches of 4 x 1 shard", "24 or 36"],
         ),
     ],
 )

@@ -8,16 +8,18 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from llmtrain import __version__
+from llmtrain import __version__, recipe_keys
 from llmtrain.cli import app, main
-from llmtrain.config import Recipe
+from llmtrain.config import OuterSection, Recipe
+from llmtrain.config.section import Section
 from llmtrain.data import extend, tokenizing
+from llmtrain.errors import RecipeError
 from llmtrain.eval import arguments, command
 from llmtrain.launch import torchrun
 from llmtrain.plan import hardware
@@ -64,9 +66,21 @@ def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:
         assert vocabulary == "400"
 
 
-def test_check_says_how_much_a_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    expected = f"{RECIPE}: fine (2 steps of 512 tokens)\n"
-    assert said(capsys, "recipe", "check", RECIPE, *SHORT, "--processes", "4") == expected
+def test_check_says_how_much_a_recipe_trains_elsewhere_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    def checked(*options: str) -> list[str]:
+        return said(capsys, "recipe", "check", RECIPE, *SHORT, *options).splitlines()
+
+    *_, mesh, memory, fine = checked("parallel.shards=2", "--processes", "4")
+    assert fine == f"{RECIPE}: fine (2 steps of 512 tokens)"
+    assert mesh == "mesh: 2 replicas x 2 shards on cuda (4 processes, parallel.shards=2)"
+    sharded = re.fullmatch(r"memory: about (\d+\.\d\d) GiB on each GPU", memory)
+    *_, mesh, memory, _ = checked("--processes", "4")
+    assert mesh.startswith("mesh: 4 processes, whose nodes and GPUs decide it (give parallel.replicas or ")
+    unsure = r"memory: about (\S+) GiB as 4 replicas x 1 shard or (\S+) GiB as 1 replica x 4 shards on each GPU"
+    most, least = (float(number) for number in re.fullmatch(unsure, memory).groups())
+    assert most > float(sharded[1]) > least > 0
+    *_, mesh, _, _ = checked("--processes", "1")
+    assert mesh == "mesh: 1 replica x 1 shard on cuda (one process)"
     with pytest.raises(SystemExit) as left:
         main(["recipe", "check", RECIPE, *SHORT, "parallel.replicas=4", "parallel.shards=4", "--processes", "3"])
     assert left.value.code == 2
@@ -140,6 +154,33 @@ def test_the_shell_completes_commands_and_sections(
 
     assert {"train", "runs", "recipe"} <= set(completed("llmtrain "))
     assert completed("llmtrain recipe keys o") == ["optim"]
+
+
+class UndocumentedSection(OuterSection):
+    """Outer optimizer with an undocumented key."""
+
+    kind: Literal["new"] = "new"
+
+
+class OtherSection(OuterSection):
+    kind: Literal["other"] = "other"
+    """`other`."""
+
+
+@pytest.mark.parametrize(
+    ("added", "name"), [(UndocumentedSection, "UndocumentedSection.kind"), (OtherSection, "OtherSection")]
+)
+def test_a_key_without_a_docstring_is_named(
+    monkeypatch: pytest.MonkeyPatch, added: type[OuterSection], name: str
+) -> None:
+    class Changed(Section):
+        """Recipe with an added section."""
+
+        sync: added
+
+    monkeypatch.setattr(recipe_keys, "Recipe", Changed)
+    with pytest.raises(RecipeError, match=f"^{re.escape(name)} of llmtrain/config has no docstring; write one"):
+        recipe_keys.key_groups.__wrapped__("sync")
 
 
 def test_keys_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:

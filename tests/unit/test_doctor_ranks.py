@@ -34,6 +34,7 @@ from llmtrain.parallel.world import World
 from llmtrain.plan.memory import estimate
 from llmtrain.plan.model_size import size_of
 from llmtrain.plan.time_estimate import HardwareRates, round_bytes
+from llmtrain.quantities import mesh_size
 from llmtrain.recipe_loader import load_recipe
 from llmtrain.train.shared_folder import ADVICE
 
@@ -226,7 +227,7 @@ def test_a_recipes_mesh_is_measured_and_its_round_if_there_is_one(
 ) -> None:
     given = recipe(f"parallel.replicas={replicas}", f"parallel.shards={shard}")
     for sections in examined(given, ["a", "a"]):
-        assert sections["recipe"][0] == ok(f"mesh: {replicas} replicas x {shard} shards (as the recipe says)")
+        assert sections["recipe"][0] == ok(f"mesh: {mesh_size(replicas, shard)} (as the recipe says)")
     _, plan = fit(given, ["a", "a"], [GIB, GIB])
     sent = round_bytes(given, plan.size, 2, 1) if replicas == 2 else None
     assert opened == [(replicas, shard, sent)] * 2

@@ -69,7 +69,7 @@ LAYERS = [
     {"launch", "doctor", "export"},
     {"compare", "eval"},
     {"recipe_commands"},
-    {"cli", "__main__"},
+    {"cli", "usage_errors", "__main__"},
 ]
 """Parts of llmtrain by layer. A module imports only from its own layer and from those above it in this list."""
 BANNED = """

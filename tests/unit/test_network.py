@@ -156,11 +156,11 @@ def test_a_host_whose_gpus_are_gone_is_named(monkeypatch):
 def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPU"):
         local_device(World(3, 8, 3, 8))
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_TRES_PER_TASK", "cpu=8")
-    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPU"):
         local_device(World(3, 8, 3, 8))
     monkeypatch.setenv("SLURM_TRES_PER_TASK", "cpu=8,gres/gpu=1")
     assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0)
@@ -178,13 +178,13 @@ def test_a_gpu_for_each_task_is_the_first_that_it_sees(monkeypatch):
         ("SLURM_TRES_BIND", "gres/gpu:single:16", False),
     ):
         monkeypatch.setenv(name, value)
-        alone = nullcontext() if is_alone else pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs")
+        alone = nullcontext() if is_alone else pytest.raises(RecipeError, match="8 processes on a machine with 1 GPU")
         with alone:
             assert local_device(World(3, 8, 3, 8)) == torch.device("cuda", 0), (name, value)
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")  # one task that has started eight processes itself
-    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPUs"):
+    with pytest.raises(RecipeError, match="8 processes on a machine with 1 GPU"):
         local_device(World(3, 8, 3, 8))
 
 

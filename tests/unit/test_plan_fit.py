@@ -33,7 +33,7 @@ def refusal(places: list[str], gib: float, *overrides: str, on_gpu: bool = True)
 def test_too_little_memory_says_what_it_needs_and_what_is_there():
     message = refusal(["here"], 23.5, on_gpu=False)
     assert (
-        "edit_1b has 1,028,196,352 parameters; as 1 replicas x 1 shards it needs about 64.6 GiB for each process"
+        "edit_1b has 1,028,196,352 parameters; as 1 replica x 1 shard it needs about 64.6 GiB for each process"
         in message
     )
     assert "(there is no GPU), and the machine has, for each, 23.5 GiB; give more devices" in message

@@ -201,7 +201,7 @@ def test_a_recipe_that_is_fine_says_how_it_would_start(
     assert memory.startswith("memory: about 0.0") and "for each of 4 processes, which may use" in memory
     assert end == f"{RECIPE}: fine on this machine"
     of_four = lines("parallel.in_process=true", "parallel.replicas=4")
-    assert of_four[0] == "mesh: 4 replicas x 1 shards on cpu (in one process, in turns)"
+    assert of_four[0] == "mesh: 4 replicas x 1 shard on cpu (in one process, in turns)"
     of_two = lines("parallel.in_process=true", "parallel.replicas=2")[3]
     assert gib(of_four[3]) == pytest.approx(2 * gib(of_two), abs=0.02) and "for the process, which" in of_two
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"], "nothing is written"

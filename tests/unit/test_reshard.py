@@ -150,9 +150,9 @@ def test_a_value_without_a_rule_is_not_dropped_in_silence() -> None:
     [
         ((2, 2), (2, 2), ""),
         ((2, 2), (4, 1), ", written by 2 replicas x 2 shards: 4 replicas start from their mean"),
-        ((4, 1), (1, 2), ", written by 4 replicas x 1 shards: 1 replica starts from their mean"),
-        ((1, 4), (2, 1), ", written by 1 replicas x 4 shards: 2 replicas start from it"),
-        ((2, 1), (2, 2), ", written by 2 replicas x 1 shards: the same replicas on 2 shards"),
+        ((4, 1), (1, 2), ", written by 4 replicas x 1 shard: 1 replica starts from their mean"),
+        ((1, 4), (2, 1), ", written by 1 replica x 4 shards: 2 replicas start from it"),
+        ((2, 1), (2, 2), ", written by 2 replicas x 1 shard: the same replicas on 2 shards"),
     ],
     ids=str,
 )

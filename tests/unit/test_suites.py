@@ -76,6 +76,14 @@ def test_an_unknown_suite_names_the_nearest() -> None:
     assert str(error.value) == "--suite tinystory: there is no such suite; did you mean tinystories?"
 
 
+def test_a_file_of_another_kind_is_refused_with_what_a_suite_is(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    with pytest.raises(
+        SuiteError, match=r"^--suite .*/text\.txt: this file is not a suite; give a file that ends in \.yaml and"
+    ):
+        load_suite(str(tmp_path / "text.txt"))
+
+
 def test_a_group_needs_its_members_data() -> None:
     blimp = local_tasks(TASKS)["offline_blimp"]
     assert len(blimp.files) == 6 and "blimp/passive_1.jsonl.gz" in blimp.files

@@ -34,7 +34,7 @@ TEXT = f"{Q} data.source={{tmp}}/text.txt data.cache_dir={{tmp}}/cache"
 
 WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
     "train and launch": [
-        ("trian", "No such command 'trian'"),
+        ("trian", "^No such command 'trian'. Did you mean 'train'\\? .* --help shows what can be given$"),
         ("--verison", "No such option: --verison"),
         ("train", "Missing argument 'RECIPE'"),
         ("train {tmp}/nope.yaml", NO_FILE),
@@ -134,7 +134,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"runs {LONG}", TOO_LONG),
         ("runs {tmp}/loop", "does not exist; give the folder of the run directories"),
         ("runs 'a\0b'", "null byte"),
-        ("runs a b", "unexpected extra argument"),
+        ("runs a b", r"unexpected extra argument.* \(b\); .* runs --help shows what can be given$"),
         ("runs --jsn", "No such option: --jsn"),
     ],
     "export": [
@@ -289,10 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "pattern"), [pytest.param(*row, id=row[0][:60]) for rows in WRONG_COMMANDS.values() for row in rows]
 )
-def test_a_mistyped_command_ends_with_2_and_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, pattern: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "400")  # so that the parser's frame breaks no line
+def test_a_mistyped_command_ends_with_2_and_one_line(folder: Path, command: str, pattern: str) -> None:
     words = [word.format(tmp=folder) for word in shlex.split(command)]
     code, output = run_here(words)
     assert code == 2 and problem_of(code, output) is None, output

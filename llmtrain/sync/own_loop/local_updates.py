@@ -189,7 +189,8 @@ class LocalUpdates:
         return self._replicas.traffic.bytes
 
     def report(self) -> SyncStats:
-        """Return the counters so far: rounds, anomalies, seconds."""
+        """Return the counters so far: rounds, anomalies, seconds. Its squared norms stay tensors on the device, because a number
+        would make every call wait for it."""
         return self._method.stats
 
     def state_dict(self) -> dict[str, Any]:
