@@ -1,11 +1,10 @@
-"""Speed of a run directory that another host mounts with sshfs, beside a plain copy by ssh.
+"""Speed of a run directory that another host mounts with sshfs, with and without a larger read-ahead, beside a plain copy by ssh.
 
     python benchmarks/mounted_folder.py                                          # two minutes; root, sshd and sshfs
     python benchmarks/mounted_folder.py --mbit 1000 --round-trips 10 50 --turns 5
 
-Two virtual hosts with limited bandwidth and latency. The second host writes a file to the folder and reads it back, first as any
-program does and then as llmtrain reads checkpoints, with requests for the parts that follow (`llmtrain.files.PrefetchingFile`). The
-folder is mounted anew each time, so that nothing is in the page cache.
+Two virtual hosts with limited bandwidth and latency. The second host writes a file to the folder and reads it back. The folder
+is mounted anew for each of them, so that nothing is in the page cache.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from pathlib import Path
 from table import RESULTS, ROOT, Row, markdown, parser, show, write_page
 
 PATIENCE_SECONDS = 600
-COLUMNS = ("round trip", "copied by ssh", "written", "read", "read by llmtrain")
+DEFAULT, LARGER = 128, 4096
+"""Linux's usual read-ahead in KiB, and the one that launch/two_sites.md recommends."""
+COPIED, WRITTEN, READ, READ_AHEAD = "copied by ssh", "written", "read", f"read, read-ahead of {LARGER} KiB"
+COLUMNS = ("round trip", COPIED, WRITTEN, READ, READ_AHEAD)
 ON_THE_OTHER_HOST = """
 import json, os, subprocess, sys, time
-from llmtrain.files import PrefetchingFile
 shared, options, megabytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 file, block = os.path.join(shared, "file"), os.urandom(1 << 20)
-block_read = bytearray(len(block))
 
 def mbit(act):
     began = time.perf_counter()
@@ -48,23 +48,24 @@ def read():
     with open(file, "rb") as stream:
         while stream.read(len(block)): pass
 
-def read_by_llmtrain():
-    with PrefetchingFile(file) as stream:
-        while stream.readinto(block_read): pass
-
-def mounted(act):
+def mounted(act, ahead=None):
     subprocess.run(["sshfs", "-o", options, f"root@host0:{shared}", shared], check=True)
     try:
+        if ahead:
+            number = os.stat(shared).st_dev
+            with open(f"/sys/class/bdi/{os.major(number)}:{os.minor(number)}/read_ahead_kb", "w") as setting:
+                setting.write(ahead)
         return mbit(act)
     finally:
         subprocess.run(["umount", shared], check=True)
 
-print(json.dumps([mbit(copy), mounted(write), mounted(read), mounted(read_by_llmtrain)]))
+subprocess.run(["mount", "-o", "remount,rw", "/sys"], check=True)
+print(json.dumps([mbit(copy), mounted(write), mounted(read), mounted(read, sys.argv[4])]))
 """
 
 
 def measure(mbit: float, round_trip: float, megabytes: int, turns: int) -> list[list[float]]:
-    """Return, per turn, the Mbit/s of each column."""
+    """Return, per turn, the Mbit/s of a copy by ssh, of writing, and of reading with both read-aheads."""
     from llmtrain.compare.cluster.hosts import virtual_cluster
     from llmtrain.compare.cluster.limits import HostLimits
     from tests.multi_node.ssh import ssh_between
@@ -75,12 +76,12 @@ def measure(mbit: float, round_trip: float, megabytes: int, turns: int) -> list[
         shared = Path(folder) / "shared"
         shared.mkdir()
         with ssh_between(hosts[:1], Path(folder)) as tools:
-            task = (str(shared), documented_options(), str(megabytes))
+            task = (str(shared), documented_options(), str(megabytes), str(LARGER))
             found = []
             for _ in range(turns):
                 asked = hosts[1].popen(
                     [sys.executable, "-c", ON_THE_OTHER_HOST, *task],
-                    env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+                    env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
                     stdout=subprocess.PIPE,
                     text=True,
                 )
@@ -102,9 +103,6 @@ def row_of(round_trip: float, turns: Sequence[Sequence[float]]) -> Row:
 
 def main() -> None:
     """Measure, and show or write the table."""
-    from llmtrain.compare.cluster.hosts import CONGESTION_CONTROL
-    from llmtrain.files import PART_BYTES, PREFETCH_BYTES
-
     made = parser(__doc__)
     made.add_argument("--mbit", type=float, default=300.0, help="bandwidth of each host")
     made.add_argument("--round-trips", type=float, nargs="+", default=[2.0, 20.0, 100.0], metavar="MS")
@@ -118,9 +116,8 @@ def main() -> None:
     if options.write:
         notes = (
             f"Medians of {options.turns} turns, with their ranges, for a file of {options.megabytes} MiB on two virtual hosts. "
-            "The folder is mounted with the options of launch/two_sites.md, and anew for each number. TCP's congestion control is "
-            f"{CONGESTION_CONTROL}, which starts slowly over long distances. *Read*: as any program reads a file, while Linux "
-            f"reads {PART_BYTES // 1024} KiB ahead. *Read by llmtrain*: with requests for the following {PREFETCH_BYTES >> 20} MiB."
+            "The folder is mounted with the options of launch/two_sites.md, and anew before each column. *Read* has Linux's "
+            f"read-ahead of {DEFAULT} KiB."
         )
         write_page(RESULTS / "mounted_folder", title, [markdown(COLUMNS, rows), notes])
 

@@ -1,12 +1,10 @@
-"""Paths that users give; small files that must survive a crash, which are written atomically, and read past damaged lines; and
-large files, which may be on a distant host.
+"""Paths that users give, and small files that must survive a crash: they are written atomically, and read past damaged lines.
 
 This module does not import torch.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -22,10 +20,6 @@ from llmtrain.errors import FULL, ResultsError, UserError, first_line
 LONGEST_NAME, LONGEST_PATH = 230, 3800
 """Maximum lengths of a name and of a path that a user gives, in bytes. File systems allow 255 and 4,095. The difference leaves
 room for appended parts, such as the suffix of a temporary file."""
-
-PART_BYTES, PREFETCH_BYTES = 2**17, 2**22
-"""Bytes of a part of a large file, and bytes that are requested ahead of it. A part is as long as Linux's usual read-ahead, because
-Linux shortens a longer request to that."""
 
 
 def is_too_long(path: str | Path) -> bool:
@@ -109,36 +103,6 @@ def atomic_write(path: Path, text: str) -> None:
         os.fsync(folder)  # makes the renames durable, too
     finally:
         os.close(folder)
-
-
-class PrefetchingFile(io.FileIO):
-    """File whose following parts are being read while its user reads one. By itself, Linux reads only 128 KiB ahead, so a network
-    file system would deliver little more than that per round trip. `readinto` returns at most PART_BYTES."""
-
-    def __init__(self, path: str | os.PathLike[str]):
-        """Open the file for reading. Raises OSError."""
-        super().__init__(path, "r")
-        self._position = self._requested = self._window = 0
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with at most PART_BYTES, and return their number. The longer the file is read without a jump, the more of it
-        is requested ahead, up to PREFETCH_BYTES."""
-        start = self.tell()
-        if start != self._position:
-            self._requested, self._window = start, 0
-        self._window = min(2 * self._window + PART_BYTES, PREFETCH_BYTES)
-        while self._requested < start + self._window:
-            self._request(self._requested)
-            self._requested += PART_BYTES
-        count = super().readinto(memoryview(buffer)[:PART_BYTES])
-        self._position = start + count
-        return count
-
-    def _request(self, start: int) -> None:
-        """Ask the kernel to read a part soon."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            with suppress(OSError):  # a part that can't be read raises an error when it is read
-                os.posix_fadvise(self.fileno(), start, PART_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 LOCK_HOLDER = ".lock.holder"

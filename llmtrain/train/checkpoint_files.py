@@ -3,7 +3,8 @@
     checkpoints/step-00001000/   torch.distributed.checkpoint files, and state.json with their sizes and digests
     checkpoints/latest           name of the newest checkpoint, written last
 
-A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is as fast as disks.
+A checkpoint is written under a temporary name and renamed when it is complete. The digest is XXH3, which is fast enough
+for disks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import xxhash
 from torch.distributed.checkpoint import CheckpointException
 
 from llmtrain.errors import NO_ANSWER, CheckpointError, NewerFormatError, TrainingError, one_line, reason
-from llmtrain.files import PrefetchingFile, atomic_write, holder_text, is_bare_file_name, lock_holder, revalidate
+from llmtrain.files import atomic_write, holder_text, is_bare_file_name, lock_holder, revalidate
 from llmtrain.parallel.comms import MESSAGE_LENGTH, Comms
 from llmtrain.parallel.mesh import Mesh
 from llmtrain.parallel.roll_call import format_ranks
@@ -139,8 +140,8 @@ def raise_if_transient(path: Path, error: OSError) -> None:
 
 
 def latest_valid(directory: Path, mesh: Mesh, note: Callable[[str], None]) -> Path | None:
-    """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of all ranks, each
-    of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
+    """Return the newest valid checkpoint in a `checkpoints` folder, or None if it has no checkpoint. A collective of
+    all ranks, each of which reads its share of the files. `note` receives a line for each checkpoint that is rejected.
 
     Raises CheckpointError, on every rank, if all checkpoints are damaged or one is of a newer version: only a user who
     deletes them restarts the run from scratch. Raises TrainingError, on every rank, if one can't be read because of a
@@ -185,8 +186,9 @@ def set_aside_newer(directory: Path, step: int, note: Callable[[str], None]) -> 
 
 
 def share_of(rank: int, ranks: int, names: Iterable[str]) -> list[str]:
-    """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in memory. Files of
-    ranks that no longer exist are divided among the ranks. The main rank also reads the files without tensors."""
+    """Return the files of a checkpoint that a rank reads back: those that it wrote, which its host may still have in
+    memory even if the disk is at another site. Files of ranks that no longer exist are divided among the ranks. The
+    main rank also reads the files without tensors, such as the metadata."""
     written_by = {name: int(found[1]) if (found := TENSOR_FILE.fullmatch(name)) else 0 for name in names}
     return sorted(name for name, writer in written_by.items() if writer % ranks == rank)
 
@@ -217,7 +219,7 @@ def _find_corruption_here(directory: Path, files: Mapping[str, Digest], world: W
 
 
 def _xxh3(path: Path) -> str:
-    with PrefetchingFile(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

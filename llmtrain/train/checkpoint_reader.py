@@ -7,22 +7,18 @@ classes are accepted in the metadata.
 from __future__ import annotations
 
 import importlib
-import io
-import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from llmtrain.errors import CheckpointError, one_line
-from llmtrain.files import PrefetchingFile, is_bare_file_name
+from llmtrain.files import is_bare_file_name
 from llmtrain.parallel.sharded import local
 from llmtrain.train.checkpoint_files import raise_if_transient
 
@@ -133,22 +129,11 @@ def mean_of(tensors: Iterator[torch.Tensor]) -> torch.Tensor:
     return total.div_(count)
 
 
-class _PrefetchingFileSystem(FileSystem):
-    """Torch's access to the files of tensors, changed to read ahead."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.BufferedReader]:
-        assert mode == "rb", mode
-        with io.BufferedReader(PrefetchingFile(path)) as stream:
-            yield stream
-
-
 class _Reader(dcp.FileSystemReader):
-    """Torch's reader, changed to read ahead, to load the metadata only once, and with the restricted `read_metadata`."""
+    """Torch's reader, changed to load the metadata only once, and with the restricted `read_metadata`."""
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.fs = _PrefetchingFileSystem()
         self.metadata = read_metadata(path)
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)  # as torch's own reader does
 

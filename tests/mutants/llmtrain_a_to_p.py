@@ -126,13 +126,6 @@ TABLES = {
           + if True:
     """,
     "llmtrain/files.py": r"""
-    seen by unit/test_files.py
-        files: a network file system delivers one read-ahead per round trip
-          - min(2 * self._window + PART_BYTES, PREFETCH_BYTES)
-          + PART_BYTES
-        files: a jump in a file requests as much as reading it through
-          - self._requested, self._window = start, 0
-          + self._requested = start
     seen by unit/test_run_dir.py
         files: a full disk prevents a start, which would make room
           - if error.errno not in FULL:
