@@ -142,7 +142,11 @@ def prepare(
 def doctor(
     recipe: Annotated[
         Path | None,
-        path_argument(metavar="[RECIPE]", help="Also check whether this recipe fits.", autocompletion=complete_recipe),
+        path_argument(
+            metavar="RECIPE",
+            help="A recipe's file or name, to check whether it fits, too.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     overrides: Overrides = None,
     timeout: Annotated[
@@ -243,7 +247,7 @@ def _write_report(runs: Sequence[Path], baseline: str | None, target: float | No
 
 @app.command()
 def runs(
-    folder: Annotated[Path, path_argument(metavar="[FOLDER]", help="Folder of run directories.")] = Path("runs"),
+    folder: Annotated[Path, path_argument(metavar="FOLDER", help="Folder of run directories.")] = Path("runs"),
     in_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of all fields, not a table.")] = False,
 ) -> None:
     """List the runs in a folder, the newest last: method, steps, losses, state, size and time since the last output.
@@ -336,7 +340,7 @@ def generate(
 def evaluate_command(
     runs: Annotated[
         list[Path],
-        path_argument(metavar="RUN...", help="Runs, or folders that transformers loads."),
+        path_argument(metavar="RUN", help="Runs, or folders that transformers loads."),
     ],
     suite: Annotated[str, path_option(help="edit_paper, small, tinystories, offline, or a YAML file.")] = "small",
     over_time: Annotated[

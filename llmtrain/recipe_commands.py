@@ -44,7 +44,7 @@ def recipe_keys(
     section: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SECTION]",
+            metavar="SECTION",
             help="A section (optim), a mapping in it (sync.period) or a key (optim.lr); all sections by default.",
             autocompletion=complete_section,
         ),
@@ -77,8 +77,8 @@ def recipe_check(
     """Check whether llmtrain launch would train a recipe on this machine, and how, without starting or writing anything.
 
     Refuses what a start would refuse: keys, mesh, memory, devices, text, tokenizer, the run's folder. Prints the mesh,
-    the model, and the memory that a process needs. With --processes, it assumes GPUs, and the
-    memory, devices and files of this machine do not matter.
+    the model, and the memory that a process needs. With --processes, the memory, devices and files of this machine do
+    not matter. It then prints the mesh and the memory on each GPU.
     """
     with imports_without_gc():
         from llmtrain.launch.preflight import check_elsewhere, check_here

@@ -48,6 +48,12 @@ def test_the_help_has_no_line_breaks_of_its_source() -> None:
     assert len(commands) > 10 and all(re.fullmatch(r".+(\n\n.+)*", command.help) for command in commands)
 
 
+@pytest.mark.parametrize("command", ["doctor", "runs", "eval", "recipe keys"])
+def test_the_usage_has_brackets_and_dots_once(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    (usage,) = (line for line in said(capsys, *command.split(), "--help").splitlines() if "Usage: " in line)
+    assert f"{command} [OPTIONS] " in usage and "[[" not in usage and "...}" not in usage
+
+
 def test_prepare_says_what_it_made_and_where(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     keys = [f"data.source={write_text(tmp_path)}", "data.tokenizer=train:400", f"data.cache_dir={folder}"]

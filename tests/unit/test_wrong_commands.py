@@ -187,7 +187,7 @@ WRONG_COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("generate {tmp}/run --prompt", "requires an argument"),
     ],
     "eval": [
-        ("eval", r"Missing argument 'RUN\.\.\.'"),
+        ("eval", "Missing argument 'RUN'"),
         ("eval {tmp}/nope", NO_MODEL),
         ("eval {tmp}/text.txt", NO_MODEL),
         ("eval {tmp}/empty", r"has no config\.json"),
