@@ -137,7 +137,7 @@ def _path_of(name: str, key: str) -> Path:
         if os.path.isfile(name):
             raise SuiteError(
                 f"{key} {name}: this file is not a suite; give a file that ends in .yaml and lists tasks, "
-                "texts (such as this file may be) or samples (eval/README.md)"
+                "texts (this file may be one) or samples (eval/README.md)"
             )
         near = closest(name, known)
         hint = f"did you mean {near}?" if near else f"suites are {', '.join(known)}, or a YAML file"
