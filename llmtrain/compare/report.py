@@ -21,7 +21,7 @@ import llmtrain
 from llmtrain.compare import plots
 from llmtrain.compare.benchmarks import benchmark_tables
 from llmtrain.compare.comparison import COMPARISON
-from llmtrain.compare.measures import Outcome, Results, find_sweeps
+from llmtrain.compare.measures import Outcome, Results, find_sweeps, log_interval
 from llmtrain.compare.results import AS_RUN, Trial, TrialState
 from llmtrain.files import atomic_write
 from llmtrain.process_limits import usable_cores
@@ -109,7 +109,7 @@ def _image(folder: Path, figure: Figure | None, name: str, caption: str) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return the largest speed-up as a sentence. No run is called faster unless it was so in every seed."""
+    """Return the largest speed-up as a sentence. No run is called faster unless its outcome says so."""
     runs, baseline = results.runs, results.baseline
     if any(trial.has_no_times for trial in results.trials["trial"].dropna()):
         return "Replicas that take turns in one process have no times to compare: see losses, tokens and bytes"
@@ -138,11 +138,11 @@ def headline(results: Results) -> str:
 
 
 def _rivals(results: Results, condition: str, best: str, others: Sequence[str]) -> list[str]:
-    """Return the other runs that `best` did not beat in every seed in which both reached the target, or that share no such seed."""
+    """Return the other runs that were not slower than `best` by the rule of outcomes, or share no seed with it in which both reached
+    the target."""
     trials = results.trials[results.trials["condition"] == condition]
-    times = trials.pivot(index="seed", columns="run", values="seconds").replace(math.inf, math.nan)
-    pairs = {run: times[[best, run]].dropna() for run in others}
-    return [run for run, pair in pairs.items() if pair.empty or (pair[best] >= pair[run]).any()]
+    times = trials.pivot(index="seed", columns="run", values="seconds").replace([0, math.inf], math.nan)
+    return [run for run in others if not log_interval(times[run] / times[best])[0] > 0]
 
 
 def _under(condition: str) -> str:

@@ -85,10 +85,10 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
 
 
 def test_the_headline_names_failed_trials(tmp_path: Path) -> None:
-    write(tmp_path, synchronous=SYNCHRONOUS, edit=[(25.0, 4.0), (20.0, 4.0)])
+    write(tmp_path, synchronous=SYNCHRONOUS, edit=[(21.0, 4.0), (20.0, 4.0)])
     for run, seed in (("synchronous", 4), ("synchronous", 5), ("edit", 3)):
         write_trial(tmp_path, "plain", run, seed, straight(10.0, None), state="failed")
-    assert headline(tmp_path).endswith("(4.0 to 5.5, 2 seeds; edit: 1 failed; synchronous: 2 failed)")
+    assert headline(tmp_path).endswith("(4.8 to 5.5, 2 seeds; edit: 1 failed; synchronous: 2 failed)")
     write_trial(tmp_path, "plain", "edit", 4, straight(10.0, None), state="failed")
     assert headline(tmp_path) == "No run was measurably faster than the baseline synchronous"
 
@@ -124,8 +124,9 @@ def test_outcomes(tmp_path: Path) -> None:
 
 
 def test_between_leaders_there_may_be_no_difference(tmp_path: Path) -> None:
-    """The leader is faster than `second` with every seed, although their ranges overlap, but not faster than `diloco`."""
-    runs = {"edit": (20.0, 25.0), "diloco": (24.0, 24.0), "second": (21.0, 28.0)}
+    """The leader is faster than `diloco` and `second` with both seeds. Only for `second`, whose ratio to it is the same in both, this
+    is not due to chance, although their ranges overlap."""
+    runs = {"edit": (20.0, 25.0), "diloco": (21.0, 28.0), "second": (24.0, 30.0)}
     write(tmp_path, synchronous=SYNCHRONOUS, **{run: [(end, 4.0) for end in ends] for run, ends in runs.items()})
     write_trial(tmp_path, "plain", "other_seed", 3, straight(30.0, 4.0))
     assert headline(tmp_path).endswith("2 seeds); no difference from diloco, other_seed")
@@ -344,9 +345,9 @@ def test_losses_of_one_validation_each_leave_room_for_the_target(tmp_path: Path)
 
 
 def test_a_table_of_seeds_that_got_there_and_that_did_not(tmp_path: Path) -> None:
-    write(tmp_path, synchronous=[(100.0, 4.0)] * 3, edit=[(20.0, 4.0), (10.0, 4.0), (30.0, 4.4)])
+    write(tmp_path, synchronous=[(100.0, 4.0)] * 3, edit=[(20.0, 4.0), (18.0, 4.0), (30.0, 4.4)])
     text = (write_report(results_of(tmp_path), tmp_path).parent / "report.md").read_text()
-    cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (10 s to 20 s in 2 of 3) | 7.5 (5.0 to 10, 2 of 3 seeds) |"
+    cells = "mixed | 4.000 (4.000 to 4.400) | 20 s (18 s to 20 s in 2 of 3) | 5.3 (5.0 to 5.6, 2 of 3 seeds) |"
     assert f"| edit | 3 done | {cells}" in text
 
 
