@@ -39,14 +39,14 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 class Outcome(StrEnum):
     """Verdict on when a run reached the target, compared with the baseline, from the seeds in which both reached it. A run is
-    faster or slower if `log_interval` of its speed-ups says so; otherwise, there is no difference. It is mixed if it was faster,
+    faster or slower if `log_interval` of its speed-ups says so; otherwise, the difference is not significant. It is mixed if it was faster,
     but reached the target in a smaller share of its seeds than the baseline or in at most half of them. It is also mixed if it was
     slower, but reached the target in a larger share. A trial that failed counts as a seed that did not reach the target."""
 
     BASELINE = "baseline"
     FASTER = "faster"
     SLOWER = "slower"
-    NO_DIFFERENCE = "no difference"
+    NOT_SIGNIFICANT = "not significant"
     MIXED = "mixed"
     NOT_REACHED = "not reached"
     NOT_COMPARABLE = "not comparable"
@@ -165,8 +165,8 @@ def gather(
     """Measure trials and set each run against the baseline.
 
     `baseline` names a run; by default, the first that averages gradients in every step, else the first. `target` is a
-    validation loss in nats per token; by default, under each condition, the upper median over seeds of the baseline's
-    final losses. Raises ResultsError for a baseline that no trial has. If the runs' tokenizers differ, all losses are
+    validation loss in nats per token; by default, under each condition, the highest final loss of the baseline's
+    seeds. Raises ResultsError for a baseline that no trial has. If the runs' tokenizers differ, all losses are
     bits per byte. If their validation texts differ, no target is reached and no run is compared.
     """
     unit = common_unit([(trial.run, read_validated_text(trial.path, trial.lines)) for trial in trials])
@@ -187,8 +187,8 @@ def gather(
     table["state"] = [trial.state if trial else TrialState.NOT_YET_RUN for trial in table["trial"]]
     measured = [measure(trial) if trial else {} for trial in table["trial"]]
     table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
-    # At least half of a run's seeds end at or below this loss, so that most of them reach it.
-    ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
+    # Every finished seed of the baseline reaches the highest of their final losses, so that no pair of trials is lost.
+    ends = table.groupby(RUN, sort=False)["final_loss"].max()
     goal = target if unit.is_ranked else math.nan
     targets = {name: goal if goal is not None else ends.get((name, baseline), math.nan) for name in conditions}
     goals = table["condition"].map(targets)
@@ -301,4 +301,4 @@ def _outcome(ours: dict[str, float], theirs: dict[str, float], interval: tuple[f
         return Outcome.FASTER if our_share >= their_share and our_share > 0.5 else Outcome.MIXED
     if high < 0:
         return Outcome.SLOWER if our_share <= their_share else Outcome.MIXED
-    return Outcome.NO_DIFFERENCE
+    return Outcome.NOT_SIGNIFICANT

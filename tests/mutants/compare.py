@@ -58,9 +58,9 @@ TABLES = {
           - None if None in received else sum(received)
           + sum(filter(None, received))
     seen by unit/test_compare_baseline.py
-        compare: the target is the better of two seeds' final losses
-          - interpolation="higher"
-          + interpolation="lower"
+        compare: the target is a loss that one of the baseline's seeds misses
+          - ["final_loss"].max()
+          + ["final_loss"].quantile(0.5, interpolation="higher")
         compare: ratios pair a trial with the baseline's trial of another seed
           - bases.get(key)
           + next(iter(bases.values()), None)
@@ -156,8 +156,11 @@ TABLES = {
           - if len(seeds) < 2:
           + if True:
         headline: the first faster run counts as the fastest
-          - .sort_values("median", ascending=False, kind="stable")
-          + ␣
+          - ranked.sort_values(["has_interval", "median"], ascending=False, kind="stable")
+          + ranked
+        headline: a larger speed-up of one seed is preferred to one with an interval
+          - faster["finite"] > 1)
+          + faster["finite"] > 0)
         headline: seeds that miss the target are not mentioned
           - if side["finite"] < side["seeds"]:
           + if False:

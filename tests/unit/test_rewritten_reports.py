@@ -47,7 +47,7 @@ def test_a_rewritten_report_keeps_the_timelines_and_the_command_of_its_trials(tm
         write_trial(trials, "plain", "edit", seed, straight(20.0, 4.0), commit="4567def")
     compare_reports.rewrite(folder, trials, folder / COMPARISON)
     text = (folder / "report.md").read_text()
-    assert text.startswith("# Comparison mine\n\n**No run was measurably faster than the baseline edit.**\n")
+    assert text.startswith("# Comparison mine\n\n**No run was significantly faster than the baseline edit.**\n")
     assert "| synchronous | 2 done | slower |" in text and "- Commit: 4567def\n" in text
     assert text.count("![a picture that stays]") == text.count("- Command: `llmtrain compare mine.yaml`\n") == 1
     assert {path.suffix for path in (folder / "plots").iterdir()} == {".png"}
