@@ -154,8 +154,8 @@ class TargetSection(Section):
     """Validation loss that the runs race to."""
 
     loss: PositiveFloat | None = None
-    """Nats per token, or bits per byte if the runs' tokenizers differ; `null`: the baseline's final loss under the same
-    condition."""
+    """Nats per token, or bits per byte if the runs' tokenizers differ; `null`: the highest final loss of the
+    baseline's seeds under the same condition."""
 
 
 class BenchmarkSection(Section):

@@ -29,6 +29,9 @@ RATIOS = ["speed_up", "own_speed_up", "byte_share"]
 """Ratios of a trial and the baseline's trial with the same condition and seed: the baseline's seconds to the target divided by
 the trial's, the same for the trial's own final loss, and the trial's bytes to the target divided by the baseline's."""
 MEASURES = ["final_loss", "bytes_sent", "training_seconds", "tokens_per_second", "measured", *SPLIT, *WIRE, *COSTS]
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles (97.5 %) of Student's t distribution with 1 to 9 degrees of freedom, from the NIST/SEMATECH e-Handbook of Statistical
+Methods, section 1.3.6.7.2."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 RATE = re.compile(r"(\d+(?:\.\d+)?)[ _-]?([kmg]bit)(?:/s|ps)?", re.IGNORECASE)
 MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
@@ -36,14 +39,14 @@ MEGABITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 
 class Outcome(StrEnum):
     """Verdict on when a run reached the target, compared with the baseline, from the seeds in which both reached it. A run is
-    faster or slower if it was so in all of them; otherwise, there is no difference. It is mixed if it was faster, but reached the
-    target in a smaller share of its seeds than the baseline or in at most half of them. It is also mixed if it was slower, but
-    reached the target in a larger share. A trial that failed counts as a seed that did not reach the target."""
+    faster or slower if `log_interval` of its speed-ups says so; otherwise, the difference is not significant. It is mixed if it was faster,
+    but reached the target in a smaller share of its seeds than the baseline or in at most half of them. It is also mixed if it was
+    slower, but reached the target in a larger share. A trial that failed counts as a seed that did not reach the target."""
 
     BASELINE = "baseline"
     FASTER = "faster"
     SLOWER = "slower"
-    NO_DIFFERENCE = "no difference"
+    NOT_SIGNIFICANT = "not significant"
     MIXED = "mixed"
     NOT_REACHED = "not reached"
     NOT_COMPARABLE = "not comparable"
@@ -162,8 +165,8 @@ def gather(
     """Measure trials and set each run against the baseline.
 
     `baseline` names a run; by default, the first that averages gradients in every step, else the first. `target` is a
-    validation loss in nats per token; by default, under each condition, the upper median over seeds of the baseline's
-    final losses. Raises ResultsError for a baseline that no trial has. If the runs' tokenizers differ, all losses are
+    validation loss in nats per token; by default, under each condition, the highest final loss of the baseline's
+    seeds. Raises ResultsError for a baseline that no trial has. If the runs' tokenizers differ, all losses are
     bits per byte. If their validation texts differ, no target is reached and no run is compared.
     """
     unit = common_unit([(trial.run, read_validated_text(trial.path, trial.lines)) for trial in trials])
@@ -184,8 +187,8 @@ def gather(
     table["state"] = [trial.state if trial else TrialState.NOT_YET_RUN for trial in table["trial"]]
     measured = [measure(trial) if trial else {} for trial in table["trial"]]
     table[MEASURES] = pd.DataFrame(measured, table.index, MEASURES, dtype=float)
-    # At least half of a run's seeds end at or below this loss, so that most of them reach it.
-    ends = table.groupby(RUN, sort=False)["final_loss"].quantile(0.5, interpolation="higher")
+    # Every finished seed of the baseline reaches the highest of their final losses, so that no pair of trials is lost.
+    ends = table.groupby(RUN, sort=False)["final_loss"].max()
     goal = target if unit.is_ranked else math.nan
     targets = {name: goal if goal is not None else ends.get((name, baseline), math.nan) for name in conditions}
     goals = table["condition"].map(targets)
@@ -213,6 +216,16 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     statistics = {"median": medians, "low": finite.min(), "high": finite.max()}
     statistics |= {"finite": finite.count(), "seeds": groups.count()}
     return pd.concat(statistics, axis=1).swaplevel(axis=1)
+
+
+def log_interval(ratios: pd.Series) -> tuple[float, float]:
+    """Return the ends of the 95 % confidence interval of the mean logarithm of ratios: Student's t interval. Both ends are above
+    zero if the geometric mean of the ratios is above 1, except by chance. The ends are the logarithm itself for one ratio, and NaN
+    for none. Infinite ratios and NaN are left out. Beyond ten ratios, the interval is slightly too wide."""
+    logs = np.log(ratios.replace(math.inf, math.nan).clip(lower=np.finfo(float).tiny))
+    degrees = min(logs.count() - 1, len(T_QUANTILES))
+    half = T_QUANTILES[degrees - 1] * logs.sem() if degrees > 0 else 0.0
+    return logs.mean() - half, logs.mean() + half
 
 
 def find_sweeps(conditions: Sequence[str]) -> list[Sweep]:
@@ -267,23 +280,25 @@ def _against_baseline(table: pd.DataFrame, baseline: str) -> pd.DataFrame:
     is_other = runs.index.get_level_values("run") != baseline
     base = runs.xs(baseline, level="run").reindex(runs.index.get_level_values("condition")).set_axis(runs.index)
     sides = (side["seconds"].assign(failed=side["failed"]).to_dict("records") for side in (runs, base))
-    rows = zip(*sides, runs["speed_up"].to_dict("records"), strict=True)
+    intervals = table.groupby(RUN, sort=False)["speed_up"].apply(log_interval)
+    rows = zip(*sides, intervals, strict=True)
     runs["outcome", ""] = [_outcome(*row) for row in rows]
     runs.loc[runs["measured"]["finite"] == 0, ("outcome", "")] = Outcome.NOT_FINISHED
     runs.loc[~is_other, ("outcome", "")] = Outcome.BASELINE
     return runs
 
 
-def _outcome(ours: dict[str, float], theirs: dict[str, float], speed_up: dict[str, float]) -> Outcome:
-    """Return the verdict from two facts: the range of the speed-ups over the seeds, and the share of ended trials, failed ones
-    included, that reached the target. It is MIXED if the two contradict each other."""
+def _outcome(ours: dict[str, float], theirs: dict[str, float], interval: tuple[float, float]) -> Outcome:
+    """Return the verdict from two facts: the `log_interval` of the speed-ups, and the share of ended trials, failed ones included,
+    that reached the target. It is MIXED if the two contradict each other."""
+    low, high = interval
     if ours["seeds"] and not ours["finite"]:
         return Outcome.NOT_REACHED
-    if not speed_up["finite"]:
+    if math.isnan(low):
         return Outcome.NOT_COMPARABLE
     our_share, their_share = (side["finite"] / (side["seeds"] + side["failed"]) for side in (ours, theirs))
-    if speed_up["low"] > 1:
+    if low > 0:
         return Outcome.FASTER if our_share >= their_share and our_share > 0.5 else Outcome.MIXED
-    if speed_up["high"] < 1:
+    if high < 0:
         return Outcome.SLOWER if our_share <= their_share else Outcome.MIXED
-    return Outcome.NO_DIFFERENCE
+    return Outcome.NOT_SIGNIFICANT

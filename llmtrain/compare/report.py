@@ -21,7 +21,7 @@ import llmtrain
 from llmtrain.compare import plots
 from llmtrain.compare.benchmarks import benchmark_tables
 from llmtrain.compare.comparison import COMPARISON
-from llmtrain.compare.measures import Outcome, Results, find_sweeps
+from llmtrain.compare.measures import Outcome, Results, find_sweeps, log_interval
 from llmtrain.compare.results import AS_RUN, Trial, TrialState
 from llmtrain.files import atomic_write
 from llmtrain.process_limits import usable_cores
@@ -109,17 +109,20 @@ def _image(folder: Path, figure: Figure | None, name: str, caption: str) -> str:
 
 
 def headline(results: Results) -> str:
-    """Return the largest speed-up as a sentence. No run is called faster unless it was so in every seed."""
+    """Return the largest speed-up as a sentence. No run is called faster unless its outcome says so. A speed-up of a single seed is
+    only named if no run is faster with two or more."""
     runs, baseline = results.runs, results.baseline
     if any(trial.has_no_times for trial in results.trials["trial"].dropna()):
         return "Replicas that take turns in one process have no times to compare: see losses, tokens and bytes"
-    ranked = runs["speed_up"][runs["outcome"] == Outcome.FASTER].sort_values("median", ascending=False, kind="stable")
+    faster = runs["speed_up"][runs["outcome"] == Outcome.FASTER]
+    ranked = faster.assign(has_interval=faster["finite"] > 1)
+    ranked = ranked.sort_values(["has_interval", "median"], ascending=False, kind="stable")
     if ranked.empty:
         silent = [Outcome.BASELINE, Outcome.NOT_FINISHED, Outcome.NOT_COMPARABLE]
         if runs["outcome"].isin(silent).all():
             reason = f"in no seed did both the baseline {baseline} and another run reach the target"
             return f"Nothing to compare: {reason if results.unit.is_ranked else results.unit.note}"
-        return f"No run was measurably faster than the baseline {baseline}"
+        return f"No run was significantly faster than the baseline {baseline}"
     condition, name = ranked.index[0]
     speed_up = ranked.iloc[0]
     between = f"{ratio(speed_up['low'])} to {ratio(speed_up['high'])}, " if speed_up["finite"] > 1 else ""
@@ -132,17 +135,17 @@ def headline(results: Results) -> str:
             seeds += f"; {run}: {failed} failed"
     goal = f"{baseline}'s final loss" if results.given_target is None else "a validation loss of"
     rivals = _rivals(results, condition, name, [run for other, run in ranked.index[1:] if other == condition])
-    tied = f"; no difference from {', '.join(rivals)}" if rivals else ""
+    tied = f"; not significantly faster than {', '.join(rivals)}" if rivals else ""
     times = f"{ratio(speed_up['median'])} times as fast as {baseline}"
     return f"Fastest to {goal} {loss(results.targets[condition])}: {name}{_under(condition)}, {times} ({between}{seeds}){tied}"
 
 
 def _rivals(results: Results, condition: str, best: str, others: Sequence[str]) -> list[str]:
-    """Return the other runs that `best` did not beat in every seed in which both reached the target, or that share no such seed."""
+    """Return the other runs that were not slower than `best` by the rule of outcomes, or share no seed with it in which both reached
+    the target."""
     trials = results.trials[results.trials["condition"] == condition]
-    times = trials.pivot(index="seed", columns="run", values="seconds").replace(math.inf, math.nan)
-    pairs = {run: times[[best, run]].dropna() for run in others}
-    return [run for run, pair in pairs.items() if pair.empty or (pair[best] >= pair[run]).any()]
+    times = trials.pivot(index="seed", columns="run", values="seconds").replace([0, math.inf], math.nan)
+    return [run for run in others if not log_interval(times[run] / times[best])[0] > 0]
 
 
 def _under(condition: str) -> str:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from llmtrain.compare.measures import Outcome, Results, gather
+from llmtrain.compare.measures import Outcome, Results, gather, log_interval
 from llmtrain.compare.results import load_trials
 from llmtrain.errors import ResultsError
 from tests.unit.written_trials import logged, straight, validation, write_trial
@@ -41,37 +42,71 @@ def write_runs(folder: Path, ends: dict[str, list[tuple[float, float]]], conditi
 
 
 def test_speed_up_and_its_range(tmp_path: Path) -> None:
-    # The target is 4.0, the median of the baseline's final losses. Its first two seeds reach it after 100 and 90 s, and
-    # the third one never does. edit's seeds all end at 4.0, so they reach it at their ends, and two seeds have a ratio.
+    # At a target of 4.0, the baseline's first two seeds reach it after 100 and 90 s, and the third one never does. edit's seeds
+    # all end at 4.0, so they reach it at their ends, and two seeds have a ratio.
     ends = {"synchronous": [(100, 4.0), (90 * 5 / 4, 3.0), (80, 4.2)], "edit": [(20, 4.0), (25, 4.0), (18, 4.0)]}
     write_runs(tmp_path, ends)
-    assert results_of(tmp_path).targets == {"plain": 4.0}
-    base, edit = runs_of(tmp_path).values()
+    base, edit = runs_of(tmp_path, target=4.0).values()
     assert outcome(base) == Outcome.BASELINE and math.isnan(base["speed_up", "median"])
     assert spread(base, "seconds") == (100.0, 90.0, 100.0)
     assert list(base["seconds"][["finite", "seeds"]]) == [2, 3]
-    assert spread(edit, "seconds") == (20.0, 18.0, 25.0) and outcome(edit) == Outcome.FASTER
+    assert spread(edit, "seconds") == (20.0, 18.0, 25.0) and outcome(edit) == Outcome.NOT_SIGNIFICANT
     assert spread(edit, "speed_up") == pytest.approx(((100 / 20 + 90 / 25) / 2, 90 / 25, 100 / 20))
     assert list(edit["speed_up"][["finite", "seeds"]]) == [2, 3]
 
 
-def test_a_run_that_is_faster_with_one_seed_and_slower_with_another_makes_no_difference(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(120, 4.0), (100, 4.0)], "edit": [(60, 4.0), (105, 4.0)]})
-    edit = runs_of(tmp_path)["edit"]
-    assert outcome(edit) == Outcome.NO_DIFFERENCE
-    assert edit["speed_up", "low"] < 1 < edit["speed_up", "high"]
+@pytest.mark.parametrize(
+    ("speed_ups", "expected"),
+    [
+        ([2.0, 0.95], Outcome.NOT_SIGNIFICANT),
+        ([2.0, 2.2], Outcome.FASTER),
+        ([2.0, 2.3], Outcome.NOT_SIGNIFICANT),
+        ([2.0, 2.5, 3.5], Outcome.FASTER),
+        ([1.05, 1.7, 3.3], Outcome.NOT_SIGNIFICANT),
+        ([1 / 1.05, 1 / 1.7, 1 / 3.3], Outcome.NOT_SIGNIFICANT),
+        ([0.5, 0.6, 0.45], Outcome.SLOWER),
+        ([0.98, 1.2, 1.2, 1.25, 1.25, 1.3], Outcome.FASTER),
+        ([1.02, 0.8, 0.8, 0.75, 0.75, 0.7], Outcome.SLOWER),
+        ([1.0] * 3, Outcome.NOT_SIGNIFICANT),
+        ([1.25] * 3, Outcome.FASTER),
+        ([1.05], Outcome.FASTER),
+        ([0.95], Outcome.SLOWER),
+        ([1.0], Outcome.NOT_SIGNIFICANT),
+    ],
+)
+def test_the_confidence_interval_over_seeds_decides(tmp_path: Path, speed_ups: list[float], expected: Outcome) -> None:
+    ends = [(100 / speed_up, 4.0) for speed_up in speed_ups]
+    write_runs(tmp_path, {"synchronous": [(100, 4.0)] * len(speed_ups), "edit": ends})
+    assert outcome(runs_of(tmp_path)["edit"]) == expected
+
+
+@pytest.mark.parametrize("count", range(2, 13))
+def test_the_interval_is_that_of_scipy(count: int) -> None:
+    """Of more than ten ratios, it is a little wider."""
+    stats = pytest.importorskip("scipy.stats")
+    ratios = pd.Series([*np.random.default_rng(count).lognormal(0.3, 0.5, count), math.nan, math.inf])
+    logs = np.log(ratios[:count])
+    low, high = stats.t.interval(0.95, count - 1, logs.mean(), stats.sem(logs))
+    half = (high - low) / 2 * (1 if count <= 10 else 2.262 / stats.t.ppf(0.975, count - 1))
+    assert log_interval(ratios) == pytest.approx((logs.mean() - half, logs.mean() + half), abs=3e-4 * half)
+
+
+def test_a_ratio_of_zero_leaves_the_interval_finite() -> None:
+    low, high = log_interval(pd.Series([0.0, 1.0]))
+    assert -math.inf < low < 0 < high < math.inf
+    assert all(math.isnan(end) for end in log_interval(pd.Series([math.nan, math.inf])))
 
 
 def test_ratios_pair_trials_of_the_same_seed(tmp_path: Path) -> None:
     """The machine is half as fast during the second seed, so the ranges of times overlap, and the ratio of the median times is
     110 / 75. The seeds of `edit` are in another order than those of the baseline."""
-    seconds = {"synchronous": {1: 100, 2: 200, 3: 110}, "edit": {3: 55, 2: 150, 1: 75}}
+    seconds = {"synchronous": {1: 100, 2: 200, 3: 110}, "edit": {3: 72, 2: 150, 1: 75}}
     sent = {"synchronous": {1: 1000, 2: 2000, 3: 3000}, "edit": {3: 300, 2: 400, 1: 10}}
     for run, by_seed in seconds.items():
         for seed, end in by_seed.items():
             write_trial(tmp_path, "plain", run, seed, straight(end, 4.0, sent[run][seed]))
     edit = runs_of(tmp_path, planned=[("plain", "edit", 3)])["edit"]
-    assert spread(edit, "speed_up") == spread(edit, "own_speed_up") == pytest.approx((100 / 75, 200 / 150, 110 / 55))
+    assert spread(edit, "speed_up") == spread(edit, "own_speed_up") == pytest.approx((100 / 75, 200 / 150, 110 / 72))
     assert spread(edit, "byte_share") == (0.1, 0.01, 0.2)
     assert outcome(edit) == Outcome.FASTER
 
@@ -129,10 +164,25 @@ def test_a_speed_up_leaves_out_seeds_that_miss_the_target(tmp_path: Path) -> Non
     assert outcome(edit) == Outcome.MIXED
 
 
-def test_of_two_seeds_the_target_is_the_one_that_both_reach(tmp_path: Path) -> None:
-    write_runs(tmp_path, {"synchronous": [(100, 4.0), (100, 4.4)]})
-    assert results_of(tmp_path).targets == {"plain": 4.4}
-    assert spread(runs_of(tmp_path)["synchronous"], "seconds") == pytest.approx((95.0, 90.0, 100.0))
+def test_every_seed_of_the_baseline_reaches_the_default_target(tmp_path: Path) -> None:
+    """Each condition has its own target: the highest final loss of the baseline, which is that of its last seed, and not that of
+    another run. So no pair of seeds is lost."""
+    write_runs(tmp_path, {"synchronous": [(100, 4.0), (100, 4.1), (100, 4.4)], "edit": [(50, 4.4)] * 3})
+    write_runs(tmp_path, {"synchronous": [(100, 5.0)], "edit": [(50, 6.0)]}, "thin")
+    assert results_of(tmp_path).targets == {"plain": 4.4, "thin": 5.0}
+    runs = runs_of(tmp_path)
+    # The baseline falls by 3.6 of 4.0, 3.9 and 3.6.
+    assert spread(runs["synchronous"], "seconds") == pytest.approx((100 * 3.6 / 3.9, 90.0, 100.0))
+    assert list(runs["synchronous"]["seconds"][["finite", "seeds"]]) == [3, 3]
+    assert spread(runs["edit"], "speed_up") == pytest.approx((2 * 3.6 / 3.9, 1.8, 2.0))
+    assert outcome(runs["edit"]) == Outcome.FASTER
+
+
+def test_failed_and_stopped_seeds_of_the_baseline_set_no_target(tmp_path: Path) -> None:
+    write_runs(tmp_path, {"synchronous": [(100, 4.0), (100, None)]})
+    write_trial(tmp_path, "plain", "synchronous", 3, straight(100, 7.0), state="failed")
+    write_trial(tmp_path, "plain", "synchronous", 4, straight(100, 6.0), state="stopped")
+    assert results_of(tmp_path).targets == {"plain": 4.0}
 
 
 def test_share_of_bytes(tmp_path: Path) -> None:
@@ -164,7 +214,7 @@ def test_failed_trials_count_in_nothing_and_stopped_ones_only_until_they_stopped
         (1, 1, 200, Outcome.SLOWER),
         (0, 1, 200, Outcome.MIXED),
         (1, 0, 200, Outcome.SLOWER),
-        (1, 0, 100, Outcome.NO_DIFFERENCE),
+        (1, 0, 100, Outcome.NOT_SIGNIFICANT),
     ],
 )
 def test_a_failed_trial_is_a_seed_that_did_not_reach_the_target(
