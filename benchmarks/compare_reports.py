@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tarfile
 import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +64,16 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def main() -> None:
     """Rewrite the reports named on the command line, or all."""
-    for archive in sorted((RESULTS / "compare").glob("*/trials.tar.xz")):
-        folder = archive.parent
-        if sys.argv[1:] and folder.name not in sys.argv[1:]:
-            continue
+    made = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    made.add_argument(
+        "names", nargs="*", metavar="NAME", help="folder below benchmarks/results/compare; all by default"
+    )
+    archives = {path.parent.name: path for path in sorted((RESULTS / "compare").glob("*/trials.tar.xz"))}
+    names = made.parse_args().names or list(archives)
+    if unknown := [name for name in names if name not in archives]:
+        raise SystemExit(f"{', '.join(unknown)}: no trials.tar.xz there; choose from {', '.join(archives)}")
+    for name in names:
+        folder, archive = archives[name].parent, archives[name]
         with tempfile.TemporaryDirectory() as trials:
             with tarfile.open(archive) as packed:
                 packed.extractall(trials, filter="data")

@@ -66,6 +66,7 @@ GROUPS = (
     Group("tests/multi_node/test_restarts.py", ("llmtrain/launch", "llmtrain/train", "llmtrain/parallel")),
     Group("tests/multi_node/test_two_sites.py", ("llmtrain/launch", "llmtrain/parallel", "launch")),
     Group("tests/multi_node/test_tunnel.py", ("llmtrain/parallel", "launch")),
+    Group("tests/multi_node/test_mounted_folder.py", ("llmtrain/train", "launch")),
     Group("tests/chaos", ("llmtrain/launch", "llmtrain/train", "llmtrain/parallel")),
     Group(
         "tests/end_to_end",

@@ -158,7 +158,8 @@ def test_damaged_checkpoints_are_fetched_again(folder: Path, capsys: pytest.Capt
         for path in place.glob("checkpoints/step-*"):
             os.truncate(path / "__0_0.distcp", 100)
     with pytest.raises(
-        CheckpointError, match=r"there/damaged/checkpoints/step-00000003 is damaged: .* of 3; restore one"
+        CheckpointError,
+        match=r"there/damaged/checkpoints/step-00000003 is damaged: .* none of the 3 checkpoints is valid; restore one",
     ):
         run_training(recipe, ALONE)
     shutil.rmtree(run.path)

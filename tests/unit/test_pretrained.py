@@ -319,7 +319,7 @@ def test_hosts_with_other_files_are_named(folder: Path) -> None:
     change(folder, model__norm__weight=torch.ones(8))
     with pytest.raises(
         UserError,
-        match=r"weights: rank 1 on there has another model.safetensors than rank 0 on .*; copy the folder from",
+        match=r"weights: rank 1 on there has a different model.safetensors than rank 0 on .*; copy the folder from",
     ):
         weights.verify(SimpleNamespace(world=World(0, 2, 0, 1), all_ranks=both))
 
