@@ -102,7 +102,10 @@ def test_the_folder_is_back_after_the_link_was_interrupted(two, runs: Runs) -> N
     runs.wait_for(name, 50)
     second = two[0][1]
     second.unplug()
-    time.sleep(TIMEOUT / 3)
+    time.sleep(1)  # for what has been sent
+    before = len(runs.lines(name))
+    time.sleep(TIMEOUT / 3 - 1)
+    assert len(runs.lines(name)) == before < steps, "the run did not need the network"
     second.plug_in()
     ended = ends(launchers, SECONDS)
     assert [code for code, _ in ended] == [0, 0], ended

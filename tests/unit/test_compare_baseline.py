@@ -82,7 +82,7 @@ def test_the_confidence_interval_over_seeds_decides(tmp_path: Path, speed_ups: l
 
 @pytest.mark.parametrize("count", range(2, 13))
 def test_the_interval_is_that_of_scipy(count: int) -> None:
-    """Of more than ten ratios, it is a little wider."""
+    """Compare up to ten ratios exactly; beyond that, `log_interval` uses the quantile of ten ratios, which is wider."""
     stats = pytest.importorskip("scipy.stats")
     ratios = pd.Series([*np.random.default_rng(count).lognormal(0.3, 0.5, count), math.nan, math.inf])
     logs = np.log(ratios[:count])
